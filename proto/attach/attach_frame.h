@@ -1,0 +1,77 @@
+/*
+ * attach_frame: what passes on the side socket between a worker and its ep-server.
+ *
+ * The socket is AF_UNIX, SOCK_SEQPACKET: one frame per message.  The worker sends HELLO with the
+ * ticket that the Attach service gave it; the server answers WELCOME with the window's file
+ * descriptor in SCM_RIGHTS, or REFUSED, and closes.  From then on the connection is the
+ * attachment: when it closes the rank is released.  BYE says that the worker has unmapped the
+ * window, so the memory can be reused at once; without it the server waits for the process to go.
+ *
+ * Frames are host-endian: both ends are on one host.
+ */
+#ifndef EP_ATTACH_FRAME_H
+#define EP_ATTACH_FRAME_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "ep_error.h"
+
+#define EP_ATTACH_MAGIC 0x41535045u /* "EPSA" */
+#define EP_ATTACH_VERSION 1u
+#define EP_ATTACH_TICKET_BYTES 16u
+#define EP_ATTACH_TEXT_BYTES 256u
+
+enum ep_attach_type {
+    EP_ATTACH_HELLO = 1,   /* worker: ticket */
+    EP_ATTACH_WELCOME = 2, /* server: + fd */
+    EP_ATTACH_REFUSED = 3, /* server: status, text */
+    EP_ATTACH_EVENT = 4,   /* server: event */
+    EP_ATTACH_BYE = 5      /* worker: window unmapped */
+};
+
+enum ep_attach_event {
+    EP_ATTACH_RANK_LOST = 1,   /* rank, text: why */
+    EP_ATTACH_RANK_JOINED = 2, /* rank */
+    EP_ATTACH_EPOCH = 3,       /* epoch: a newer one is there; join again to move */
+    EP_ATTACH_DRAINING = 4,    /* text: the server or node wants this worker to leave */
+    EP_ATTACH_DETACHED = 5,    /* text: the group was deleted */
+    EP_ATTACH_EVENTS_LOST = 6  /* value: how many the worker did not read in time */
+};
+
+struct ep_attach_frame {
+    uint32_t magic;
+    uint16_t version;
+    uint16_t type;      /* enum ep_attach_type */
+    uint32_t status;    /* REFUSED: ep_status */
+    uint32_t event;     /* EVENT: enum ep_attach_event */
+    uint32_t rank;      /* WELCOME: own; EVENT: whose */
+    uint32_t reserved;
+    uint64_t epoch;
+    uint64_t value;     /* WELCOME: window bytes */
+    uint8_t ticket[EP_ATTACH_TICKET_BYTES]; /* HELLO */
+    char text[EP_ATTACH_TEXT_BYTES];        /* NUL-terminated */
+};
+_Static_assert(sizeof(struct ep_attach_frame) == 312, "ep_attach_frame is part of the protocol");
+
+void ep_attach_frame_init(struct ep_attach_frame *frame, enum ep_attach_type type);
+
+/*
+ * bytes/n: one message as it came off the socket, any content.  Fills *frame when it is a whole
+ * frame of this version whose fields make sense; else EP_PROTOCOL and the field that does not.
+ */
+ep_status ep_attach_frame_parse(const void *bytes, size_t n, struct ep_attach_frame *frame,
+                                struct ep_error *error);
+
+/*
+ * One frame on a connected socket, with at most one descriptor (-1: none).  Never blocks longer
+ * than the socket does; EP_UNAVAILABLE when it would block, EP_SERVER_LOST when the other side is
+ * gone.  MSG_NOSIGNAL, so no SIGPIPE.
+ */
+ep_status ep_attach_send(int socket, const struct ep_attach_frame *frame, int fd, struct ep_error *error);
+
+/* The next frame; *fd gets the descriptor that came with it (close-on-exec) or -1.  Surplus
+ * descriptors are closed.  Same errors as send, EP_PROTOCOL for anything that is no frame. */
+ep_status ep_attach_receive(int socket, struct ep_attach_frame *frame, int *fd, struct ep_error *error);
+
+#endif

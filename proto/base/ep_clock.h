@@ -1,0 +1,29 @@
+/* ep_clock: monotonic time in nanoseconds, for durations and deadlines. */
+#ifndef EP_CLOCK_H
+#define EP_CLOCK_H
+
+#include <stdint.h>
+#include <time.h>
+
+#define EP_NS_PER_US 1000ull
+#define EP_NS_PER_MS 1000000ull
+#define EP_NS_PER_S  1000000000ull
+
+static inline uint64_t ep_clock_ns(void)
+{
+    struct timespec t;
+
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * EP_NS_PER_S + (uint64_t)t.tv_nsec;
+}
+
+/* Wall time in microseconds since 1970, for records that people and other hosts read. */
+static inline uint64_t ep_clock_wall_us(void)
+{
+    struct timespec t;
+
+    clock_gettime(CLOCK_REALTIME, &t);
+    return (uint64_t)t.tv_sec * 1000000u + (uint64_t)t.tv_nsec / 1000u;
+}
+
+#endif

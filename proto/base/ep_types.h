@@ -1,0 +1,61 @@
+/*
+ * ep_types: the few enumerations that the public API, the window and the wire share.
+ * Values are part of the ABI and of the protocol: they never change.
+ */
+#ifndef EP_TYPES_H
+#define EP_TYPES_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Ranks of one group; sizes the masks.  Raising it changes EP_WINDOW_VERSION. */
+#define EP_MAX_RANKS 1024
+#define EP_MASK_WORDS (EP_MAX_RANKS / 64)
+#define EP_MAX_TOP_K 16
+
+/* Element type of a token.  FP8 rows come with one fp32 scale per 128 elements (1x128). */
+typedef enum ep_dtype {
+    EP_BF16 = 1,
+    EP_FP16 = 2,
+    EP_FP32 = 3,
+    EP_FP8_E4M3 = 4
+} ep_dtype;
+#define EP_FP8_BLOCK 128
+
+/* Low latency: small batches into fixed slots.  High throughput: large batches to exact rows. */
+typedef enum ep_mode {
+    EP_MODE_LL = 1,
+    EP_MODE_HT = 2
+} ep_mode;
+
+/*
+ * How a dispatch lays out what a rank receives.  R ranks, L the most experts that any rank of
+ * the group holds (ep_group_info.max_local_experts: shapes are the same on all ranks), T_max the
+ * group's ll_max_tokens, K top-k, H hidden, N rows received.  Rows are ordered by
+ * (source rank, token), so equal inputs give equal bytes.  An expert that a token names twice has one
+ * row of it, and both weights count in the combine.
+ *
+ *   EXPERT_MAJOR  LL      [L, R*T_max, H]; the first counts[l] rows of expert l are valid
+ *   RANK_MAJOR    LL      [R, T_max, H], zero copy in the window; the first counts[r] of rank r
+ *   PACKED        LL, HT  [N, H] by expert, each expert's block starting at a multiple of
+ *                         `alignment` rows (padding is zeroed); offsets[L + 1], counts[L]
+ *   FLAT          HT      [N, H], each token once, whichever and however many local experts
+ */
+typedef enum ep_layout {
+    EP_LAYOUT_EXPERT_MAJOR = 1,
+    EP_LAYOUT_RANK_MAJOR = 2,
+    EP_LAYOUT_PACKED = 3,
+    EP_LAYOUT_FLAT = 4
+} ep_layout;
+
+/* Bits of `flags` of a dispatch or combine. */
+enum {
+    EP_OP_SEND_ONLY = 1u << 0, /* LL: push and return; ep_complete() receives */
+    EP_OP_CACHED = 1u << 1     /* dispatch: the handle's routing again, no topk inputs */
+};
+
+#ifdef __cplusplus
+}
+#endif
+#endif

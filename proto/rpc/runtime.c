@@ -1,0 +1,203 @@
+/* The runtime: gRPC's life, the completion-queue thread, and the way from it to the loop. */
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <grpc/support/log.h>
+
+#include "rpc_private.h"
+
+/* ---- thread sanitizer ---------------------------------------------------------------- */
+
+#if defined __has_feature
+#if __has_feature(thread_sanitizer)
+#define __SANITIZE_THREAD__ 1
+#endif
+#endif
+
+#ifdef __SANITIZE_THREAD__
+/*
+ * gRPC, abseil and libuv are not instrumented and lock with futexes of their own: tsan sees what
+ * they touch but not in which order.  Their accesses are left out, ours are checked.
+ */
+const char *__tsan_default_options(void);
+const char *__tsan_default_options(void)
+{
+    return "ignore_noninstrumented_modules=1";
+}
+#endif
+
+/* ---- gRPC's own log ------------------------------------------------------------------ */
+
+/* gRPC's errors are mostly about one peer's connection: nothing of ours is broken, so WARN. */
+static void on_grpc_log(gpr_log_func_args *args)
+{
+    const char *file = strrchr(args->file, '/');
+    enum ep_log_level level = args->severity == GPR_LOG_SEVERITY_ERROR ? EP_LOG_WARN : EP_LOG_DEBUG;
+
+    EP_LOG(level, "grpc", args->message, EP_S("file", file ? file + 1 : args->file),
+           EP_I("line", args->line));
+}
+
+static void route_log(void)
+{
+    gpr_set_log_function(on_grpc_log);
+}
+
+/* ---- from the completion-queue thread to the loop ------------------------------------ */
+
+void rpc_tag_arm(struct rpc_tag *tag)
+{
+    atomic_store_explicit(&tag->armed, true, memory_order_release); /* pairs with take() */
+}
+
+static struct rpc_tag *take(void *raw)
+{
+    struct rpc_tag *tag = raw;
+
+    (void)atomic_load_explicit(&tag->armed, memory_order_acquire); /* pairs with rpc_tag_arm() */
+    return tag;
+}
+
+void rpc_tag_post(struct ep_rpc *rpc, struct rpc_tag *tag, bool ok)
+{
+    tag->ok = ok;
+    tag->next = atomic_load_explicit(&rpc->inbox, memory_order_relaxed);
+    /* Release: pairs with the exchange in rpc_run_inbox(). */
+    while (!atomic_compare_exchange_weak_explicit(&rpc->inbox, &tag->next, tag,
+                                                  memory_order_release, memory_order_relaxed))
+        ;
+    uv_async_send(&rpc->async);
+}
+
+static void fetch_inbox(struct ep_rpc *rpc)
+{
+    struct rpc_tag *tag = atomic_exchange_explicit(&rpc->inbox, NULL, memory_order_acquire);
+    struct rpc_tag *first = NULL, **end = &rpc->ready;
+
+    while (tag) { /* newest first becomes oldest first */
+        struct rpc_tag *next = tag->next;
+
+        tag->next = first;
+        first = tag;
+        tag = next;
+    }
+    while (*end)
+        end = &(*end)->next;
+    *end = first;
+}
+
+/* May be entered again from a callback (a server destroyed in one): the list is the runtime's. */
+void rpc_run_inbox(struct ep_rpc *rpc)
+{
+    uintptr_t outer = atomic_exchange(&rpc->dispatcher, (uintptr_t)pthread_self());
+
+    fetch_inbox(rpc);
+    while (rpc->ready) {
+        struct rpc_tag *tag = rpc->ready;
+
+        rpc->ready = tag->next;
+        tag->fn(tag, tag->ok); /* may free the tag */
+    }
+    atomic_store(&rpc->dispatcher, outer);
+}
+
+bool rpc_on_dispatcher(const struct ep_rpc *rpc)
+{
+    return atomic_load(&rpc->dispatcher) == (uintptr_t)pthread_self();
+}
+
+static void on_async(uv_async_t *async)
+{
+    rpc_run_inbox(async->data);
+}
+
+static void cq_main(void *arg)
+{
+    struct ep_rpc *rpc = arg;
+
+    for (;;) {
+        grpc_event event = grpc_completion_queue_next(rpc->cq, gpr_inf_future(GPR_CLOCK_MONOTONIC),
+                                                      NULL);
+
+        if (event.type == GRPC_QUEUE_SHUTDOWN)
+            return;
+        if (event.type == GRPC_OP_COMPLETE)
+            rpc_tag_post(rpc, take(event.tag), event.success != 0);
+    }
+}
+
+/* ---- open and close ------------------------------------------------------------------ */
+
+static void free_runtime(struct ep_rpc *rpc)
+{
+    if (rpc->schema)
+        google__protobuf__file_descriptor_set__free_unpacked(rpc->schema, NULL);
+    free(rpc);
+}
+
+static void on_async_closed(uv_handle_t *handle)
+{
+    free_runtime(handle->data);
+}
+
+ep_status ep_rpc_open(uv_loop_t *loop, struct ep_rpc **out, struct ep_error *error)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    struct ep_rpc *rpc = calloc(1, sizeof *rpc);
+    int result;
+
+    if (!rpc)
+        return ep_error_set(error, EP_NO_MEMORY, "cannot open the RPC runtime: out of memory");
+    if (rpc_schema_load(&rpc->schema, error) != EP_OK)
+        goto free_rpc;
+    if (loop && (result = uv_async_init(loop, &rpc->async, on_async)) != 0) {
+        ep_error_set(error, EP_INTERNAL, "cannot open the RPC runtime: %s", uv_strerror(result));
+        goto free_rpc;
+    }
+    if (loop) {
+        rpc->loop = loop;
+        rpc->async.data = rpc;
+        uv_unref((uv_handle_t *)&rpc->async); /* a server keeps the loop alive, a runtime does not */
+    }
+    pthread_once(&once, route_log);
+    grpc_init();
+    rpc->cq = grpc_completion_queue_create_for_next(NULL);
+    result = uv_thread_create(&rpc->thread, cq_main, rpc);
+    if (result != 0) {
+        ep_error_set(error, EP_INTERNAL, "cannot start the RPC thread: %s", uv_strerror(result));
+        goto shut_grpc;
+    }
+    *out = rpc;
+    return EP_OK;
+
+shut_grpc:
+    grpc_completion_queue_shutdown(rpc->cq);
+    grpc_completion_queue_destroy(rpc->cq);
+    grpc_shutdown_blocking();
+    if (loop) {
+        uv_close((uv_handle_t *)&rpc->async, on_async_closed);
+        return error ? error->status : EP_INTERNAL;
+    }
+free_rpc:
+    free_runtime(rpc);
+    return error ? error->status : EP_INTERNAL;
+}
+
+void ep_rpc_close(struct ep_rpc *rpc)
+{
+    if (!rpc)
+        return;
+    assert(rpc->servers == 0);
+    grpc_completion_queue_shutdown(rpc->cq);
+    uv_thread_join(&rpc->thread);
+    rpc_run_inbox(rpc);
+    grpc_completion_queue_destroy(rpc->cq);
+    /* Blocking: what gRPC frees is freed when this returns, and the credential sources are idle. */
+    grpc_shutdown_blocking();
+    rpc_server_tls_free_all(rpc);
+    if (rpc->loop)
+        uv_close((uv_handle_t *)&rpc->async, on_async_closed);
+    else
+        free_runtime(rpc);
+}
