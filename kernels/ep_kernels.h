@@ -1,0 +1,150 @@
+/*
+ * ep_kernels: what the rest of the system sees of the data path.
+ *
+ *   layout     sizes and offsets of a window            (layout.c)
+ *   placement  which rank holds which expert            (placement.c)
+ *   op check   is a descriptor safe to execute          (op_check.c)
+ *   host team  the host backend: CPU threads and shared memory (host/)
+ *
+ * The reference (reference/ep_reference.h) checks all of it and shares no code with it.
+ *
+ * ## Dispatch and combine, and why memory is never reused too early
+ *
+ * Each rank executes its ops in order.  LL dispatches carry a number n = 1, 2, ... that all
+ * ranks of the group agree on by counting; HT ops (dispatch and combine) have a number of their
+ * own.  A rank takes part in op n when it is not absent and n >= the number it joined at.
+ *
+ * LL dispatch n uses bank n mod B.
+ *   1. Source s waits for each participant d's credit: d has released number n - B (or B >= n, or
+ *      d joined after n - B).
+ *   2. s writes header, scales and row of each token once per destination rank into
+ *      d.bank[s][slot], slots 0, 1, ... in token order, then the flag {n, count}, release.
+ *   3. d waits for each participant's flag {n, .}, acquire, and lays the rows out in order of
+ *      source.  Header fields are bounds-checked on a private copy; routing goes to the handle.
+ * LL combine of number n: d reduces a token's rows over its local experts in fp32 in ascending k,
+ *   rounds once, writes the partial to s.bank.combine[d][token], then the flag {n, count}; then
+ *   credits: d tells every peer that it has released n.  s waits for the flags of those ranks it
+ *   sent to, sums the partials in fp32 by ascending rank, adds bias, rounds once.
+ * A handle released without a combine, or a bank taken by n while n - B was never combined,
+ *   posts the credit too, so a skipped combine blocks nobody.
+ *   (Safe: region [s] of a bank has one writer, s; s overwrites it only after d released it.  A
+ *   combine region [d] is overwritten by d for n only after d saw s's dispatch flag n, which s
+ *   sent after it finished or abandoned n - B.)
+ *
+ * HT op m: every rank first publishes its `ready` record (output location, counts).  Once each
+ *   participant has published, has given m up or is absent, the first to see it writes the roster of m:
+ *   all ranks compute rows from the records of the roster, so no two of them can disagree about where
+ *   a row goes, whoever dies meanwhile.  Then they push rows, then the data flag {m, count}, and wait
+ *   for the members' flags.  A combine's partials lie at the source in the order of its lists: those
+ *   of rank d begin where the tokens for ranks below d end.  A rank that has joined has nothing to
+ *   combine: its first HT op is the next dispatch that its peers make.
+ *   A late writer must not touch memory whose owner gave the op up: before pushing to d, s
+ *   announces "pushing to d" and then looks at d's `closed` word; d, giving up m, writes `closed`
+ *   and then waits until nobody is announced.  (Dekker; pushes never wait, so this is bounded.)
+ *
+ * What decides over another rank's memory (credits, ready records, rosters, `closed`) a host team keeps
+ * in the server's own memory, where no client can forge it; flags, headers and rows are in the windows.
+ * The window has room for all of it, for executors that share nothing else.
+ *
+ * Waits are bounded by the group's timeout; a participant that turns absent while it is waited for
+ * is dropped from the op.  The result says who arrived.
+ */
+#ifndef EP_KERNELS_H
+#define EP_KERNELS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "ep_error.h"
+#include "window.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- layout ------------------------------------------------------------------- */
+
+/* Checks every limit (the error names the field) and fills *map. */
+ep_status ep_layout_compute(const struct ep_limits *limits, struct ep_layout_map *map,
+                            struct ep_error *error);
+
+/* Arena that holds one op's inputs and the largest outputs of every mode and layout. */
+uint64_t ep_layout_default_arena(const struct ep_limits *limits);
+
+/* ---- placement ---------------------------------------------------------------- */
+
+/* Homes of expert e: entries first[e] .. first[e + 1] - 1 of rank[] and local[].  Token t of source s
+ * goes to home (s + t) mod (number of homes), whether or not that rank is present. */
+struct ep_placement {
+    uint32_t ranks, experts;
+    uint32_t *first; /* [E + 1] */
+    uint32_t *rank;  /* [first[E]] */
+    uint32_t *local;
+    uint32_t *local_experts; /* [R] experts that rank holds */
+    uint32_t max_local;      /* largest of them */
+};
+
+struct ep_expert_home { uint32_t expert, rank; };
+
+/* Expert e on the rank that holds it when the first E mod R ranks hold one more than the others. */
+ep_status ep_placement_contiguous(uint32_t ranks, uint32_t experts, struct ep_placement *out,
+                                  struct ep_error *error);
+/* Local numbers follow the order of `homes`.  Every expert at least once, no (expert, rank) twice. */
+ep_status ep_placement_explicit(uint32_t ranks, uint32_t experts, const struct ep_expert_home *homes,
+                                uint32_t n, struct ep_placement *out, struct ep_error *error);
+void ep_placement_free(struct ep_placement *placement);
+
+/* ---- op check ------------------------------------------------------------------ */
+
+/*
+ * Every field of a descriptor that can be judged without a handle: kinds, dtypes, sizes, spans
+ * inside the arena and large enough.  `op` is a private copy.  The error names the field.
+ */
+ep_status ep_op_check(const struct ep_layout_map *map, const struct ep_op *op, struct ep_error *error);
+
+/* ---- host team ------------------------------------------------------------------ */
+
+/*
+ * All ranks of one group and epoch that run on this host.  Thread rules: ep_host_execute of one
+ * rank from one thread at a time; everything else from any thread.
+ */
+struct ep_host_team;
+
+ep_status ep_host_team_create(const struct ep_layout_map *map, const struct ep_placement *placement,
+                              uint32_t timeout_ms, struct ep_host_team **out, struct ep_error *error);
+/* No execute may be running. */
+void ep_host_team_destroy(struct ep_host_team *team);
+
+void ep_host_team_set_timeout(struct ep_host_team *team, uint32_t timeout_ms);
+
+/* The rank's window, map->total_bytes, zeroed, page-aligned; before its first op. */
+void ep_host_team_set_window(struct ep_host_team *team, uint32_t rank, void *window);
+
+/*
+ * Membership.  A new team expects every rank: ops wait for all.
+ *   leave   the rank turns absent: nobody waits for it any more, and its own running op ends
+ *           with EP_DETACHED.
+ *   join    it takes part again, from the next op that no rank has begun.  Forgets its handles.
+ *           Only after leave, when no execute of it runs.
+ *   reset   every rank is expected again; only when all are absent and none executes.
+ */
+void ep_host_team_leave(struct ep_host_team *team, uint32_t rank);
+void ep_host_team_join(struct ep_host_team *team, uint32_t rank);
+void ep_host_team_reset(struct ep_host_team *team);
+
+/*
+ * How long `rank` has waited for `peer` in all its ops, and the longest of these waits.  Where it waits
+ * for several at once the time counts against the one it looks at first.
+ */
+void ep_host_team_peer_wait(const struct ep_host_team *team, uint32_t rank, uint32_t peer, uint64_t *sum_ns,
+                            uint64_t *max_ns);
+
+/* Runs one op to its end and fills *result (always, status included).  `op` is a private copy that
+ * passed ep_op_check.  Blocks for peers, bounded by the timeout. */
+void ep_host_execute(struct ep_host_team *team, uint32_t rank, const struct ep_op *op,
+                     struct ep_op_result *result);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,259 @@
+/*
+ * window.h: the layout of a rank's memory, shared by server, clients and device code.
+ *
+ * A window is one rank's memory for one group and epoch.  It is symmetric: every rank's
+ * window has the same layout, so an offset means the same thing in all of them.
+ *
+ *     control   identity, ring of ops, their results
+ *     LL bank 0 .. B-1, each:
+ *         dispatch flags    [R] lines   src s: {number, count}
+ *         combine flags     [R] lines   peer d: {number, count}
+ *         credits           [R] lines   peer d: the last LL number of this bank it has released
+ *         dispatch headers  [R][T_ll]   which local experts, with which weights
+ *         dispatch scales   [R][T_ll]   fp8 only
+ *         dispatch rows     [R][T_ll]
+ *         combine rows      [R][T_ll]   partial sums, by the source's token number
+ *     HT region:
+ *         ready             [2][R]      struct ep_ht_ready, by parity of the HT number
+ *         data flags        [R] lines
+ *         closed            [R] lines   peer d: the last HT number it has closed
+ *         headers           [R * T_ht]  of received rows, in flat order
+ *         combine rows      [T_ht * min(K, R)]
+ *         combine gradients [T_ht * min(K, R)][K] fp32
+ *     arena     the client's own allocations: inputs and outputs of ops
+ *
+ * A "line" is EP_LINE bytes that one rank writes and one rank reads.  Flags are 64-bit words
+ * written with release and read with acquire order; the data they announce is written before.
+ * Only `control` and `arena` are the client's to write.
+ *
+ * Everything here is trusted by nobody: the server copies what it reads from memory that a
+ * client can write, and checks the copy.
+ */
+#ifndef EP_WINDOW_H
+#define EP_WINDOW_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "ep_types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#define EP_STATIC_ASSERT static_assert
+#else
+#define EP_STATIC_ASSERT _Static_assert
+#endif
+
+#define EP_WINDOW_MAGIC 0x31574e4957534550ull /* "EPSWINW1" */
+#define EP_WINDOW_VERSION 1u
+#define EP_LINE 64u
+#define EP_REGION_ALIGN 4096u
+#define EP_RING_SLOTS 32u
+#define EP_MAX_HANDLES 64u
+#define EP_MAX_LL_BANKS 4u
+#define EP_RESULT_TEXT 160u
+
+/* ---- sizes ------------------------------------------------------------------ */
+
+/* What a group settled on; everything else follows from it. */
+struct ep_limits {
+    uint32_t ranks;          /* R, 1..EP_MAX_RANKS */
+    uint32_t experts;        /* E, logical experts */
+    uint32_t local_experts;  /* L: the most experts that any rank holds, replicas counted */
+    uint32_t top_k;          /* K, 1..EP_MAX_TOP_K */
+    uint32_t hidden;         /* H, elements */
+    uint32_t modes;          /* bits 1u << ep_mode */
+    uint32_t dtypes;         /* bits 1u << ep_dtype */
+    uint32_t ll_max_tokens;  /* T_ll, 0 without LL */
+    uint32_t ht_max_tokens;  /* T_ht, 0 without HT */
+    uint32_t ll_banks;       /* B, 2..EP_MAX_LL_BANKS, 0 without LL */
+    uint64_t arena_bytes;
+};
+
+struct ep_bank_layout { /* offsets from the bank's start */
+    uint64_t dispatch_flags, combine_flags, credits;
+    uint64_t headers, scales, rows, combine_rows;
+};
+
+struct ep_layout_map { /* offsets from the window's start, bytes */
+    struct ep_limits limits;
+    uint64_t total_bytes;
+    uint64_t ll, bank_bytes;
+    struct ep_bank_layout bank;
+    uint64_t ht, ht_bytes;
+    uint64_t ht_ready, ht_ready_stride; /* one source's record; [2][R] of them */
+    uint64_t ht_flags, ht_closed, ht_headers, ht_combine_rows, ht_combine_grads;
+    uint64_t arena;
+    /* strides, bytes */
+    uint32_t header_bytes;      /* struct ep_row_header with K entries, multiple of 16 */
+    uint32_t scales_bytes;      /* one row's scales, multiple of 16; 0 without fp8 */
+    uint32_t row_bytes;         /* widest dispatch row of the group's dtypes */
+    uint32_t combine_row_bytes; /* widest combine row */
+    uint32_t ht_fanout;         /* min(K, R): rows that one token can have in a combine */
+};
+
+/* One element of `dtype`, and one row of H of them; a row is a multiple of 16 bytes. */
+uint32_t ep_dtype_bytes(ep_dtype dtype);
+static inline uint32_t ep_row_scales(uint32_t hidden)
+{
+    return (hidden + EP_FP8_BLOCK - 1) / EP_FP8_BLOCK;
+}
+
+/* ---- what ranks write to each other ------------------------------------------- */
+
+/* A flag: number in the high half, count in the low one.  0 is "never". */
+static inline uint64_t ep_flag_make(uint64_t number, uint32_t count)
+{
+    return number << 32 | count;
+}
+static inline uint32_t ep_flag_number(uint64_t flag) { return (uint32_t)(flag >> 32); }
+static inline uint32_t ep_flag_count(uint64_t flag) { return (uint32_t)flag; }
+
+/* One token as it arrives at a rank: which of its top-k live here. */
+struct ep_route {
+    int32_t expert; /* local expert 0..L-1, -1: this choice is not on this rank */
+    float weight;
+};
+struct ep_row_header {
+    uint32_t token; /* number at the source */
+    uint32_t routes; /* how many of route[] have expert >= 0 */
+    struct ep_route route[]; /* K, at the place they have in the source's topk */
+};
+
+/* HT: what a rank tells its peers before data may come. */
+struct ep_ht_ready {
+    uint64_t flag;                 /* ep_flag_make(HT number, 1), written last */
+    uint64_t rows, rows_bytes;     /* where its rows go in its window, how many bytes are there */
+    uint64_t scales, scales_bytes; /* fp8 */
+    uint32_t op;                   /* enum ep_op_kind */
+    uint32_t layout;
+    uint32_t dtype;
+    uint32_t alignment;
+    uint32_t tokens;               /* T of this op at this rank */
+    uint32_t reserved[5];
+    /* fresh dispatch: tokens this rank sends to rank d at [d], routes it sends to local expert l of
+     * rank d at [R + d * L + l] */
+    uint32_t counts[];
+};
+EP_STATIC_ASSERT(sizeof(struct ep_ht_ready) == 80, "ep_ht_ready is part of the protocol");
+
+/* ---- the ring ------------------------------------------------------------------ */
+
+enum ep_op_kind {
+    EP_OP_DISPATCH = 1,
+    EP_OP_COMBINE = 2,
+    EP_OP_COMPLETE = 3, /* second half of a send-only dispatch or combine */
+    EP_OP_RELEASE = 4   /* the handle is gone; its bank's credit goes back */
+};
+
+/* Part of the window: offset from its start.  bytes 0: not given. */
+struct ep_span {
+    uint64_t offset, bytes;
+};
+
+/*
+ * One op, written by the client.  Spans lie in the arena, 16-byte aligned; only a rank-major
+ * combine may also read rows in place from the handle's own bank.
+ */
+struct ep_op {
+    uint32_t kind;        /* enum ep_op_kind */
+    uint32_t mode;        /* ep_mode, of the handle for all but a fresh dispatch */
+    uint32_t layout;      /* ep_layout */
+    uint32_t flags;       /* EP_OP_* */
+    uint32_t input_dtype; /* of x */
+    uint32_t wire_dtype;  /* dispatch: what travels and arrives: input_dtype or fp8.  combine: = input */
+    uint32_t tokens;      /* T, may be 0 */
+    uint32_t top_k;       /* k of this op, 1..K */
+    uint32_t index_bytes; /* of topk_idx: 4 or 8 */
+    uint32_t alignment;   /* packed: rows, power of two, >= 1 */
+    uint32_t handle;      /* 0..EP_MAX_HANDLES-1 */
+    uint32_t generation;  /* of the handle: a stale one is refused */
+    /* inputs */
+    struct ep_span x;            /* dispatch [T, H]; combine: rows as the dispatch laid them out */
+    struct ep_span x_scales;     /* dispatch of fp8 input: [T, ceil(H/128)] fp32 */
+    struct ep_span topk_idx;     /* [T, k], -1: no expert */
+    struct ep_span topk_weights; /* [T, k] fp32; absent: 1 */
+    struct ep_span bias;         /* combine: [T, H], added in the last step */
+    struct ep_span row_grads;    /* HT combine: fp32 gradients of the weights, flat [N, k], packed [rows] */
+    /* outputs */
+    struct ep_span out;          /* dispatch rows; combine [T, H] */
+    struct ep_span out_scales;   /* fp8: like out, ceil(H/128) fp32 a row */
+    struct ep_span counts;       /* int32: expert-major, packed [L]; rank-major, flat [R] */
+    struct ep_span offsets;      /* int32 [L + 1]: packed */
+    struct ep_span out_topk;     /* int32: rank-major [R, T_ll, k], flat [rows, k]; local expert or -1 */
+    struct ep_span out_weights;  /* fp32, like out_topk */
+    struct ep_span sources;      /* struct ep_source per row of out (rank-major: [R, T_ll]) */
+    struct ep_span topk_grads;   /* HT combine: [T, k] fp32 */
+    uint64_t reserved[2];
+};
+EP_STATIC_ASSERT(sizeof(struct ep_op) == 48 + 14 * 16 + 16, "ep_op is part of the protocol");
+
+/* Where a received row comes from. */
+struct ep_source {
+    uint32_t rank, token;
+};
+
+enum ep_wait_phase { EP_WAIT_NONE, EP_WAIT_ARRIVAL, EP_WAIT_CREDIT, EP_WAIT_READY };
+
+/* What became of it, written by the executor. */
+struct ep_op_result {
+    int32_t status;       /* ep_status */
+    uint32_t late_rank;   /* EP_TIMEOUT: whom it waited for */
+    uint32_t wait_phase;  /* EP_TIMEOUT: enum ep_wait_phase */
+    uint32_t absent;      /* ranks that were left out */
+    uint64_t number;      /* LL or HT number of the op in the group */
+    uint64_t rows;        /* dispatch: rows received (packed: padding included) */
+    uint64_t rows_needed; /* EP_OVERFLOW: what `out` should have held */
+    uint64_t dropped;     /* routes dropped: id outside [-1, E) or home absent */
+    uint64_t wire_bytes;  /* sent to other ranks */
+    uint64_t logical_bytes; /* T * k rows, as the field's READMEs count */
+    uint64_t start_ns, end_ns; /* executor's clock (CLOCK_MONOTONIC on the host) */
+    uint64_t wait_ns;     /* of it, waiting for peers */
+    uint64_t view, view_stride;               /* rank-major: rows of rank r at view + r * stride */
+    uint64_t scales_view, scales_view_stride; /* and its scales, rows ep_layout_map.scales_bytes apart */
+    uint64_t arrived[EP_MASK_WORDS]; /* bit r: rank r's part is in the result */
+    char text[EP_RESULT_TEXT];    /* NUL-terminated: which field, what was wrong */
+};
+
+/*
+ * Hand-shake words hold 0 or 1 so that a CUDA graph can replay the client's half.
+ *   client: fill op, doorbell = 1 (release); add 1 to wake; futex-wake `wake` if `asleep`
+ *   server: sees doorbell 1 (acquire), copies op, doorbell = 0, executes, fills result,
+ *           done = 1 (release); futex-wake `done` if `waiters`
+ *   client: sees done 1 (acquire), copies result, done = 0; the slot is free
+ * Slots are used in order.  EP_DONE_POISON is written by libepclient alone, when its server is gone.
+ */
+#define EP_DONE_POISON 2u
+struct ep_ring_slot {
+    uint32_t doorbell;
+    uint32_t reserved0[15];
+    uint32_t done;
+    uint32_t waiters; /* clients asleep on `done` */
+    uint32_t reserved1[14];
+    struct ep_op op;
+    uint8_t reserved2[512 - sizeof(struct ep_op)];
+    struct ep_op_result result;
+    uint8_t reserved3[512 - sizeof(struct ep_op_result)];
+};
+EP_STATIC_ASSERT(sizeof(struct ep_ring_slot) == 1152, "ep_ring_slot");
+
+struct ep_control {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t rank;
+    uint64_t epoch;
+    struct ep_limits limits;
+    uint8_t reserved0[192 - 24 - sizeof(struct ep_limits)];
+    uint32_t wake; /* counts doorbells and server-side events: the word the executor sleeps on */
+    uint32_t reserved1[15];
+    uint32_t asleep; /* 1: the executor is about to sleep, or does */
+    uint32_t reserved2[15];
+    struct ep_ring_slot slot[EP_RING_SLOTS];
+};
+EP_STATIC_ASSERT(offsetof(struct ep_control, wake) == 192, "ep_control.wake");
+EP_STATIC_ASSERT(offsetof(struct ep_control, slot) == 320, "ep_control.slot");
+
+#ifdef __cplusplus
+}
+#endif
+#endif
