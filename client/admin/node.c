@@ -1,0 +1,260 @@
+/* The node commands. */
+#include "admin.h"
+
+#include <inttypes.h>
+#include <poll.h>
+
+#include "ep_clock.h"
+#include "output.h"
+#include "progress.h"
+
+enum { DRAIN_POLL_MS = 250 };
+
+static const char *state_name(const Ep__V1__NodeInfo *node)
+{
+    return ep_text_enum(&ep__v1__node_state__descriptor, (int)node->state);
+}
+
+static struct ep_text memory(uint64_t used, uint64_t all)
+{
+    struct ep_text text;
+
+    snprintf(text.s, sizeof text.s, "%.24s of %.24s", ep_text_size(used).s, ep_text_size(all).s);
+    return text;
+}
+
+/* "1 worker", "2 workers", and how the sentence goes on. */
+static struct ep_text workers(uint32_t n, const char *one, const char *many)
+{
+    struct ep_text text;
+
+    snprintf(text.s, sizeof text.s, "%u worker%s", n, n == 1 ? one : many);
+    return text;
+}
+
+/* ---- views ------------------------------------------------------------------------- */
+
+static void print_list(Ep__V1__NodeInfo *const *nodes, size_t n)
+{
+    static const struct ep_column columns[] = {
+        { "NAME", 0 },
+        { "STATE", EP_COLUMN_STATE },
+        { "DEVICES", EP_COLUMN_RIGHT },
+        { "MEMORY", 0 },
+        { "WORKERS", EP_COLUMN_RIGHT },
+        { "VERSION", 0 },
+        { "UP", EP_COLUMN_RIGHT },
+        { "ADDRESS", 0 },
+        { "REASON", EP_COLUMN_LONG },
+    };
+    struct ep_table *table = ep_table_create(columns, sizeof columns / sizeof *columns);
+
+    for (size_t i = 0; i < n; i++) {
+        const Ep__V1__NodeInfo *node = nodes[i];
+
+        ep_table_add(table, (const char *[]){
+                                node->name, state_name(node), ep_text_u64(node->n_devices).s,
+                                memory(node->memory_used_bytes, node->memory_budget_bytes).s,
+                                ep_text_u64(node->attachments).s, node->version ? node->version->version : "",
+                                ep_text_age(node->started_us).s, node->admin_address, node->reason });
+    }
+    ep_table_print(table, stdout);
+}
+
+static void print_version(const Ep__V1__Version *version)
+{
+    char backends[128] = "";
+
+    for (size_t i = 0; i < version->n_backends; i++) {
+        size_t used = strlen(backends);
+
+        snprintf(backends + used, sizeof backends - used, "%s%s", i ? ", " : "", version->backends[i]);
+    }
+    ep_output_pair(stdout, "version", "%s (%s), backends: %s, window %u, attach %u", version->version,
+                   version->commit, backends, version->window_version, version->attach_version);
+}
+
+static void print_devices(const Ep__V1__NodeInfo *node)
+{
+    static const struct ep_column columns[] = {
+        { "DEVICE", 0 },
+        { "BACKEND", 0 },
+        { "MEMORY", 0 },
+        { "GROUPS", EP_COLUMN_RIGHT },
+        { "DETAIL", EP_COLUMN_LONG },
+    };
+    struct ep_table *table;
+
+    if (node->n_devices == 0)
+        return;
+    table = ep_table_create(columns, sizeof columns / sizeof *columns);
+    for (size_t i = 0; i < node->n_devices; i++) {
+        const Ep__V1__Device *device = node->devices[i];
+
+        ep_table_add(table,
+                     (const char *[]){ device->name,
+                                       ep_text_enum(&ep__v1__backend__descriptor, (int)device->backend),
+                                       memory(device->used_bytes, device->memory_bytes).s,
+                                       ep_text_u64(device->groups).s, device->detail });
+    }
+    putchar('\n');
+    ep_table_print(table, stdout);
+}
+
+static void print_one(const Ep__V1__NodeInfo *node)
+{
+    ep_output_pair(stdout, "name", "%s", node->name);
+    ep_output_pair(stdout, "state", "%s%s%s", state_name(node), *node->reason ? ": " : "", node->reason);
+    if (node->version)
+        print_version(node->version);
+    ep_output_pair(stdout, "host", "%u cpus, %s", node->cpus, node->kernel);
+    ep_output_pair(stdout, "memory", "%s for windows",
+                   memory(node->memory_used_bytes, node->memory_budget_bytes).s);
+    ep_output_pair(stdout, "workers", "%u attached", node->attachments);
+    ep_output_pair(stdout, "server", "pid %" PRId64 ", up since %s (%s)", node->pid,
+                   ep_text_time(node->started_us).s, ep_text_age(node->started_us).s);
+    ep_output_pair(stdout, "socket", "%s", node->socket);
+    if (*node->admin_address)
+        ep_output_pair(stdout, "address", "%s", node->admin_address);
+    print_devices(node);
+}
+
+/* ---- list, get --------------------------------------------------------------------- */
+
+int ep_node_list(struct ep_admin *admin, const struct ep_invocation *invocation)
+{
+    Ep__V1__ListNodesRequest request = EP__V1__LIST_NODES_REQUEST__INIT;
+    Ep__V1__ListNodesReply *list;
+    struct ep_error error;
+    ProtobufCMessage *reply;
+    int code = 0;
+
+    (void)invocation;
+    if (ep_admin_call(admin, "ListNodes", &request.base, 0, &reply, &error) != EP_OK)
+        return ep_admin_fail(admin, &error);
+    list = (Ep__V1__ListNodesReply *)reply;
+    if (admin->format != EP_FORMAT_TABLE)
+        code = ep_output_message(admin, reply);
+    else if (admin->quiet)
+        for (size_t i = 0; i < list->n_nodes; i++)
+            puts(list->nodes[i]->name);
+    else
+        print_list(list->nodes, list->n_nodes);
+    ep_admin_free(reply);
+    return code;
+}
+
+static ep_status get_node(struct ep_admin *admin, const char *name, bool with_note, ProtobufCMessage **reply,
+                          struct ep_error *error)
+{
+    Ep__V1__GetNodeRequest request = EP__V1__GET_NODE_REQUEST__INIT;
+
+    if (name)
+        request.name = (char *)(uintptr_t)name;
+    if (with_note)
+        return ep_admin_call(admin, "GetNode", &request.base, 0, reply, error);
+    return ep_admin_call_service(admin, &ep__v1__admin__descriptor, "GetNode", &request.base, 0, reply,
+                                 error);
+}
+
+int ep_node_get(struct ep_admin *admin, const struct ep_invocation *invocation)
+{
+    struct ep_error error;
+    ProtobufCMessage *reply;
+    int code = 0;
+
+    if (get_node(admin, invocation->argument, true, &reply, &error) != EP_OK)
+        return ep_admin_fail(admin, &error);
+    if (admin->format == EP_FORMAT_TABLE)
+        print_one((Ep__V1__NodeInfo *)reply);
+    else
+        code = ep_output_message(admin, reply);
+    ep_admin_free(reply);
+    return code;
+}
+
+/* ---- drain, uncordon ----------------------------------------------------------------- */
+
+/* Asks until nobody is attached; *node is replaced by the last answer. */
+static ep_status poll_until_empty(struct ep_admin *admin, const char *name, uint64_t deadline_ns,
+                                  ProtobufCMessage **node, struct ep_error *error)
+{
+    while (((Ep__V1__NodeInfo *)*node)->attachments > 0) {
+        ProtobufCMessage *reply;
+
+        if (ep_clock_ns() > deadline_ns)
+            return ep_error_set(error, EP_DEADLINE_EXCEEDED, "%s is drained, but %s still attached", name,
+                                workers(((Ep__V1__NodeInfo *)*node)->attachments, " is", "s are").s);
+        poll(NULL, 0, DRAIN_POLL_MS);
+        ep_status status = get_node(admin, name, false, &reply, error);
+        if (status != EP_OK)
+            return status;
+        ep_admin_free(*node);
+        *node = reply;
+    }
+    return EP_OK;
+}
+
+static ep_status wait_until_empty(struct ep_admin *admin, const char *name, int64_t wait_ms,
+                                  ProtobufCMessage **node, struct ep_error *error)
+{
+    struct ep_progress progress;
+    char what[sizeof progress.text];
+
+    snprintf(what, sizeof what, "%s: waiting for %s to leave", admin->what,
+             workers(((Ep__V1__NodeInfo *)*node)->attachments, "", "s").s);
+    ep_progress_begin(&progress, admin->quiet, what);
+    ep_status status =
+        poll_until_empty(admin, name, ep_clock_ns() + (uint64_t)wait_ms * EP_NS_PER_MS, node, error);
+    ep_progress_end(&progress);
+    return status;
+}
+
+static int show_change(const struct ep_admin *admin, const ProtobufCMessage *reply, const char *what)
+{
+    const Ep__V1__NodeInfo *node = (const Ep__V1__NodeInfo *)reply;
+
+    if (admin->format != EP_FORMAT_TABLE)
+        return ep_output_message(admin, reply);
+    if (!admin->quiet)
+        printf("node %s %s: %s, %s attached\n", node->name, what, state_name(node),
+               workers(node->attachments, "", "s").s);
+    return 0;
+}
+
+int ep_node_drain(struct ep_admin *admin, const struct ep_invocation *invocation)
+{
+    Ep__V1__DrainNodeRequest request = EP__V1__DRAIN_NODE_REQUEST__INIT;
+    const char *reason = ep_invocation_text(invocation, "reason");
+    int64_t wait_ms = ep_invocation_ms(invocation, "wait", 0);
+    struct ep_error error;
+    ProtobufCMessage *reply;
+    int code;
+
+    request.name = (char *)(uintptr_t)invocation->argument;
+    if (reason)
+        request.reason = (char *)(uintptr_t)reason;
+    if (ep_admin_call(admin, "DrainNode", &request.base, 0, &reply, &error) != EP_OK)
+        return ep_admin_fail(admin, &error);
+    if (wait_ms > 0 && wait_until_empty(admin, invocation->argument, wait_ms, &reply, &error) != EP_OK)
+        code = ep_admin_fail(admin, &error);
+    else
+        code = show_change(admin, reply, "drained");
+    ep_admin_free(reply);
+    return code;
+}
+
+int ep_node_uncordon(struct ep_admin *admin, const struct ep_invocation *invocation)
+{
+    Ep__V1__UncordonNodeRequest request = EP__V1__UNCORDON_NODE_REQUEST__INIT;
+    struct ep_error error;
+    ProtobufCMessage *reply;
+    int code;
+
+    request.name = (char *)(uintptr_t)invocation->argument;
+    if (ep_admin_call(admin, "UncordonNode", &request.base, 0, &reply, &error) != EP_OK)
+        return ep_admin_fail(admin, &error);
+    code = show_change(admin, reply, "takes workers again");
+    ep_admin_free(reply);
+    return code;
+}

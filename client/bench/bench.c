@@ -1,0 +1,32 @@
+#include "bench.h"
+
+const struct bench_dtype_info bench_dtypes[BENCH_DTYPES] = {
+    [BENCH_BF16] = { "bf16", EP_BF16, EP_BF16, EP_BF16 },
+    [BENCH_FP16] = { "fp16", EP_FP16, EP_FP16, EP_FP16 },
+    [BENCH_FP32] = { "fp32", EP_FP32, EP_FP32, EP_FP32 },
+    [BENCH_FP8] = { "fp8", EP_BF16, EP_FP8_E4M3, EP_BF16 },
+    [BENCH_FP8_GIVEN] = { "fp8-given", EP_FP8_E4M3, EP_FP8_E4M3, EP_BF16 },
+};
+
+const char *bench_mode_name(ep_mode mode)
+{
+    return mode == EP_MODE_LL ? "ll" : "ht";
+}
+
+const char *bench_layout_name(ep_layout layout)
+{
+    switch (layout) {
+    case EP_LAYOUT_EXPERT_MAJOR: return "expert-major";
+    case EP_LAYOUT_RANK_MAJOR: return "rank-major";
+    case EP_LAYOUT_PACKED: return "packed";
+    case EP_LAYOUT_FLAT: return "flat";
+    }
+    return "?";
+}
+
+bool bench_layout_exists(ep_mode mode, ep_layout layout)
+{
+    if (layout == EP_LAYOUT_PACKED)
+        return true;
+    return mode == EP_MODE_HT ? layout == EP_LAYOUT_FLAT : layout != EP_LAYOUT_FLAT;
+}

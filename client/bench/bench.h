@@ -1,0 +1,153 @@
+/*
+ * bench: what the parts of ep-bench share.
+ *
+ *   options      the command line                       options.c
+ *   routing      which experts a token goes to           routing*.c
+ *   inputs       every rank's inputs, from the seed      inputs.c
+ *   experts      what experts make of rows               experts.c
+ *   verify       results against the reference           verify.c
+ *   worker       one rank: a process of its own          worker.c, worker_case.c, worker_time.c
+ *   crew         the workers' processes and messages     crew.c
+ *   sweep        the cases, one after the other          sweep.c, kill.c
+ *   group        the group, through the Admin service    group.c
+ *   private      --spawn: a server for this run          private_server.c
+ *   figures      --reference                             figures.c
+ *   report       table, JSON, CSV                        report*.c
+ *
+ * The coordinator starts one worker per rank (exec of itself with --worker).  Commands and answers
+ * are small messages on a socket pair; the configuration and results are in shared memory.
+ */
+#ifndef BENCH_H
+#define BENCH_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "ep_error.h"
+#include "ep_reference.h"
+#include "ep_types.h"
+#include "routing.h"
+
+enum {
+    BENCH_MAX_HOMES = 8192,
+    BENCH_MAX_CASES = 1024,
+    BENCH_MAX_RANKS = 64,
+    BENCH_MAX_ITERS = 100000,
+    BENCH_TEXT = 320
+};
+
+enum bench_dtype { BENCH_BF16, BENCH_FP16, BENCH_FP32, BENCH_FP8, BENCH_FP8_GIVEN, BENCH_DTYPES };
+
+struct bench_dtype_info {
+    const char *name;
+    ep_dtype input, wire, combine;
+};
+extern const struct bench_dtype_info bench_dtypes[BENCH_DTYPES];
+
+const char *bench_mode_name(ep_mode mode);
+const char *bench_layout_name(ep_layout layout);
+bool bench_layout_exists(ep_mode mode, ep_layout layout);
+
+struct bench_case {
+    ep_mode mode;
+    ep_layout layout;
+    enum bench_dtype dtype;
+    uint32_t tokens;
+};
+
+enum bench_output { BENCH_TABLE, BENCH_JSON, BENCH_CSV };
+
+/* Everything that was asked for.  Plain data: workers find a copy in shared memory. */
+struct bench_config {
+    char server[256]; /* "unix:PATH"; empty: the library's default */
+    char group[128];  /* empty: one of our own */
+    bool spawn;
+    uint32_t ranks, experts, hidden, top_k; /* 0: not given */
+    uint32_t alignment;                     /* of packed */
+    struct routing_spec routing;
+    char routing_text[1100];
+    uint32_t iters, warmup;
+    uint64_t seed;
+    bool verify;
+    int32_t zero_rank; /* -1: none */
+    double drop;
+    enum bench_output output;
+    char record[1024];
+    uint32_t timeout_ms;
+    int32_t kill_rank, kill_case; /* -1: none */
+    bool keep_going, reference;
+    bool modes_given, tokens_given; /* else cases that an existing group cannot hold are left out */
+    uint32_t n_cases;
+    struct bench_case cases[BENCH_MAX_CASES];
+    uint32_t n_homes; /* of an existing group with an explicit placement; 0: contiguous */
+    struct ep_ref_home homes[BENCH_MAX_HOMES];
+};
+
+/* ---- one rank's results --------------------------------------------------------- */
+
+struct bench_verdict {
+    uint32_t runs;          /* verified runs made */
+    uint64_t mismatches;    /* elements, counts and rows that were not as they must be */
+    uint64_t hash;          /* of all outputs of the last run */
+    double max_error;       /* of a combine's element */
+    double max_bound_ratio; /* of error and bound: over 1 is wrong */
+    char first[BENCH_TEXT]; /* the first thing that was wrong */
+};
+
+struct bench_sample { /* one iteration, us */
+    float dispatch, combine, pair, service;
+    float copy_gbps; /* dispatch: rows laid down per time that was not waiting */
+};
+
+/* In shared memory.  The worker writes, and the coordinator reads after the answer; the first
+ * block is read at any time. */
+struct bench_rank_result {
+    uint64_t progress;    /* grows while the worker gets on */
+    uint32_t at_the_edge; /* the victim stands in the middle of an op */
+    uint32_t reserved;
+
+    double open_us, join_us, claim_wait_us; /* attaching; waiting until the rank could be claimed */
+    uint64_t window_bytes, arena_bytes;
+    struct bench_verdict verdict;
+    uint64_t wire_bytes, logical_bytes; /* of one dispatch and combine */
+    double chain_us;                    /* period of a pair, back to back */
+    uint64_t ops_finished, ops_failed;
+    double longest_op_us;
+    uint32_t samples;
+    struct bench_sample sample[]; /* [iters] */
+};
+
+struct bench_shared {
+    struct bench_config config;
+    uint64_t results, result_stride; /* offset of rank 0's, and from one to the next */
+};
+
+static inline struct bench_rank_result *bench_result(struct bench_shared *shared, uint32_t rank)
+{
+    return (struct bench_rank_result *)((char *)shared + shared->results + rank * shared->result_stride);
+}
+
+/* ---- messages ------------------------------------------------------------------- */
+
+enum bench_command {
+    BENCH_ATTACH = 1, /* join; BENCH_FLAG_RETRY: until the rank can be claimed */
+    BENCH_PREPARE,    /* memory and inputs of a case */
+    BENCH_VERIFY,     /* BENCH_FLAG_MASKED: one run, some ranks are gone */
+    BENCH_TIME,       /* BENCH_FLAG_VICTIM, _MASKED: latencies only */
+    BENCH_END,        /* of the case */
+    BENCH_EXIT
+};
+enum { BENCH_FLAG_RETRY = 1, BENCH_FLAG_MASKED = 2, BENCH_FLAG_VICTIM = 4 };
+
+struct bench_message {
+    uint32_t command; /* enum bench_command; an answer repeats it */
+    uint32_t case_index, flags;
+    int32_t status; /* ep_status */
+    char text[EP_ERROR_TEXT_MAX];
+};
+
+/* The hidden --worker=RANK,SOCKET,MEMORY.  Returns the process's exit code. */
+int bench_worker(const char *argument);
+
+#endif

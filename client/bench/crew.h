@@ -1,0 +1,50 @@
+/*
+ * crew: the workers' processes.  Everything that waits here is bounded: a worker that ends is noticed
+ * at once, and one that makes no progress after a while; what it wrote to stderr is shown.
+ */
+#ifndef CREW_H
+#define CREW_H
+
+#include <sys/types.h>
+
+#include "bench.h"
+
+struct crew_member {
+    pid_t pid;  /* 0: not running */
+    int socket; /* -1 */
+    int log;    /* what it writes to stdout and stderr */
+};
+
+struct crew {
+    struct bench_shared *shared;
+    size_t shared_bytes;
+    int memory;
+    uint32_t ranks;
+    struct crew_member member[BENCH_MAX_RANKS];
+};
+
+/* Set by a signal handler: every wait ends with EP_CANCELLED. */
+extern volatile int crew_cancelled;
+
+/* Shares a copy of the configuration; starts nobody. */
+ep_status crew_open(const struct bench_config *config, struct crew *crew, struct ep_error *error);
+void crew_close(struct crew *crew); /* stops who is left */
+
+ep_status crew_start(struct crew *crew, uint32_t rank, struct ep_error *error);
+ep_status crew_start_all(struct crew *crew, struct ep_error *error);
+/* Lets them leave, and kills those that do not. */
+void crew_stop_all(struct crew *crew);
+void crew_kill(struct crew *crew, uint32_t rank);
+
+/* One command to the ranks in `mask` (bit r), and their answers.  The first failure is returned, named by
+ * its rank, after all have answered or nothing more is to be expected. */
+ep_status crew_send(struct crew *crew, uint64_t mask, enum bench_command command, uint32_t case_index,
+                    uint32_t flags, struct ep_error *error);
+ep_status crew_collect(struct crew *crew, uint64_t mask, struct ep_error *error);
+ep_status crew_do(struct crew *crew, uint64_t mask, enum bench_command command, uint32_t case_index,
+                  uint32_t flags, struct ep_error *error);
+
+uint64_t crew_all(const struct crew *crew);
+struct bench_rank_result *crew_result(const struct crew *crew, uint32_t rank);
+
+#endif

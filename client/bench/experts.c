@@ -1,0 +1,224 @@
+#include "experts.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+static bool by_expert(ep_layout layout)
+{
+    return layout == EP_LAYOUT_EXPERT_MAJOR || layout == EP_LAYOUT_PACKED;
+}
+
+/* ---- rows ----------------------------------------------------------------------- */
+
+const void *received_row(const struct received *received, uint64_t position)
+{
+    if (received->layout != EP_LAYOUT_RANK_MAJOR)
+        return received->base + position * received->row_bytes;
+    return received->base + position / received->max_tokens * received->stride +
+           position % received->max_tokens * received->row_bytes;
+}
+
+const float *received_scales(const struct received *received, uint64_t position)
+{
+    uint64_t offset = position * received->scale_row;
+
+    if (!received->scale_base)
+        return NULL;
+    if (received->layout == EP_LAYOUT_RANK_MAJOR)
+        offset = position / received->max_tokens * received->scale_stride +
+                 position % received->max_tokens * received->scale_row;
+    return (const float *)((const char *)received->scale_base + offset);
+}
+
+static float from_bits(uint32_t bits)
+{
+    float value;
+
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static uint32_t to_bits(float value)
+{
+    uint32_t bits;
+
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static void load_row(const struct received *received, uint64_t position, double *values)
+{
+    const void *row = received_row(received, position);
+    const float *scales = received_scales(received, position);
+    uint32_t bytes = ep_ref_bytes(received->dtype);
+
+    for (uint32_t h = 0; h < received->hidden; h++) {
+        if (received->dtype == EP_BF16)
+            values[h] = (double)from_bits((uint32_t)((const uint16_t *)row)[h] << 16);
+        else if (received->dtype == EP_FP32)
+            values[h] = (double)((const float *)row)[h];
+        else
+            values[h] = ep_ref_decode(received->dtype, (const char *)row + (size_t)h * bytes);
+        if (scales)
+            values[h] *= (double)scales[h / EP_FP8_BLOCK];
+    }
+}
+
+/* To 8 significant bits, nearest, ties to even, straight from the double's bits. */
+static uint16_t bf16_bits(double value)
+{
+    const unsigned dropped = 53 - 8;
+    uint64_t bits;
+    double rounded;
+
+    memcpy(&bits, &value, sizeof bits);
+    bits += (1ull << (dropped - 1)) - 1 + (bits >> dropped & 1);
+    bits &= ~((1ull << dropped) - 1);
+    memcpy(&rounded, &bits, sizeof rounded);
+    return (uint16_t)(to_bits((float)rounded) >> 16);
+}
+
+void experts_store(ep_dtype dtype, double value, void *row, uint32_t column)
+{
+    double magnitude = fabs(value);
+
+    if (dtype == EP_FP32)
+        ((float *)row)[column] = (float)value;
+    else if (dtype == EP_BF16 && (value == 0 || (magnitude > 1e-30 && magnitude < 1e30)))
+        ((uint16_t *)row)[column] = bf16_bits(value);
+    else
+        ep_ref_store(dtype, value, (char *)row + (size_t)column * ep_ref_bytes(dtype));
+}
+
+/* ---- the worker's experts --------------------------------------------------------- */
+
+/* What a row is multiplied with: its expert's constant, or the weighted sum of them. */
+static double factor(const struct inputs *inputs, uint32_t rank, const struct received *received,
+                     const struct ep_ref_row *row)
+{
+    double sum = 0;
+
+    if (row->expert >= 0)
+        return inputs_expert((uint32_t)ep_ref_expert_at(&inputs->routing, rank, (uint32_t)row->expert));
+    for (uint32_t j = 0; j < received->top_k; j++) {
+        int32_t local = received->topk[row->position * received->top_k + j];
+        int64_t expert = local < 0 ? -1 : ep_ref_expert_at(&inputs->routing, rank, (uint32_t)local);
+
+        if (expert >= 0)
+            sum += (double)received->weights[row->position * received->top_k + j] *
+                   inputs_expert((uint32_t)expert);
+    }
+    return sum;
+}
+
+static char *output_row(const struct received *received, char *rows, uint64_t rows_stride, uint64_t row_bytes,
+                        uint64_t position)
+{
+    if (rows_stride == 0)
+        return rows + position * row_bytes;
+    return rows + position / received->max_tokens * rows_stride + position % received->max_tokens * row_bytes;
+}
+
+ep_status experts_run(const struct inputs *inputs, uint32_t rank, const struct received *received,
+                      const struct ep_ref_dispatch *plan, char *rows, uint64_t rows_stride,
+                      struct ep_error *error)
+{
+    ep_dtype dtype = bench_dtypes[inputs->of.dtype].combine;
+    uint64_t row_bytes = (uint64_t)inputs->hidden * ep_ref_bytes(dtype);
+    double *values = malloc(inputs->hidden * sizeof *values);
+
+    if (!values)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a row of %u elements", inputs->hidden);
+    for (uint64_t i = 0; i < plan->n_rows; i++) {
+        const struct ep_ref_row *row = &plan->rows[i];
+        char *to = output_row(received, rows, rows_stride, row_bytes, row->position);
+
+        if (row->padding)
+            continue;
+
+        double c = factor(inputs, rank, received, row);
+
+        load_row(received, row->position, values);
+        for (uint32_t h = 0; h < inputs->hidden; h++)
+            experts_store(dtype, c * values[h], to, h);
+    }
+    free(values);
+    return EP_OK;
+}
+
+/* ---- the reference's experts ------------------------------------------------------- */
+
+bool experts_model_init(struct experts_model *model, const struct inputs *inputs)
+{
+    *model = (struct experts_model){ .inputs = inputs };
+    model->values = malloc(inputs->hidden * sizeof *model->values);
+    model->radius = calloc(inputs->hidden, sizeof *model->radius);
+    if (model->values && model->radius)
+        return true;
+    experts_model_fini(model);
+    return false;
+}
+
+void experts_model_fini(struct experts_model *model)
+{
+    free(model->values);
+    free(model->radius);
+    model->values = model->radius = NULL;
+}
+
+static bool quantised(const struct inputs *inputs)
+{
+    return inputs->of.dtype == BENCH_FP8;
+}
+
+static void radius_of_block(struct experts_model *model, uint32_t first, uint32_t last)
+{
+    double amax = 0;
+
+    for (uint32_t h = first; h < last; h++)
+        amax = fmax(amax, fabs(model->values[h]));
+    for (uint32_t h = first; h < last; h++)
+        model->radius[h] = ep_ref_fp8_radius(model->values[h], amax);
+}
+
+/* A token is asked for once per expert, one after the other. */
+static void load_token(struct experts_model *model, uint32_t source, uint32_t token)
+{
+    uint32_t hidden = model->inputs->hidden;
+
+    if (model->ready && model->source == source && model->token == token)
+        return;
+    inputs_values(model->inputs, source, token, model->values);
+    for (uint32_t first = 0; quantised(model->inputs) && first < hidden; first += EP_FP8_BLOCK)
+        radius_of_block(model, first, first + EP_FP8_BLOCK < hidden ? first + EP_FP8_BLOCK : hidden);
+    model->ready = true;
+    model->source = source;
+    model->token = token;
+}
+
+/*
+ * Rows of one expert hold c x, rounded.  Of an exact x the rounded number is known; of a quantised one
+ * it is c x give or take |c| r and one rounding.  Otherwise the sum is rounded, which the
+ * reference accounts for.
+ */
+void experts_model_expert(void *user, uint32_t source, uint32_t token, uint32_t expert, double *value,
+                          double *radius)
+{
+    struct experts_model *model = user;
+    ep_dtype dtype = bench_dtypes[model->inputs->of.dtype].combine;
+    bool rounded = by_expert(model->inputs->of.layout);
+    double c = inputs_expert(expert);
+
+    load_token(model, source, token);
+    for (uint32_t h = 0; h < model->inputs->hidden; h++) {
+        double r = fabs(c) * model->radius[h];
+
+        value[h] = c * model->values[h];
+        radius[h] = r;
+        if (rounded && quantised(model->inputs))
+            radius[h] += ep_ref_half_ulp(dtype, fabs(value[h]) + r);
+        else if (rounded)
+            value[h] = ep_ref_round(dtype, value[h]);
+    }
+}

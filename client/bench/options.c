@@ -1,0 +1,418 @@
+#include "options.h"
+
+#include <argp.h>
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ep_client.h"
+#include "report.h"
+
+/* ---- what --help says ---------------------------------------------------------------------------- */
+
+enum {
+    KEY_SERVER = 0x100,
+    KEY_GROUP,
+    KEY_SPAWN,
+    KEY_RANKS,
+    KEY_EXPERTS,
+    KEY_HIDDEN,
+    KEY_TOP_K,
+    KEY_ALIGNMENT,
+    KEY_TOKENS,
+    KEY_MODES,
+    KEY_LAYOUTS,
+    KEY_DTYPES,
+    KEY_ROUTING,
+    KEY_ITERS,
+    KEY_WARMUP,
+    KEY_SEED,
+    KEY_VERIFY,
+    KEY_NO_VERIFY,
+    KEY_ZERO_RANK,
+    KEY_DROP,
+    KEY_OUTPUT,
+    KEY_RECORD,
+    KEY_TIMEOUT,
+    KEY_KILL,
+    KEY_KEEP_GOING,
+    KEY_REFERENCE
+};
+
+static const struct argp_option flags[] = {
+    { NULL, 0, NULL, 0, "Where:", 1 },
+    { "server", KEY_SERVER, "unix:PATH", 0,
+      "socket of ep-server (default: $EP_SERVER, else the user's own server, else unix:/run/ep-server/ep.sock)", 1 },
+    { "group", KEY_GROUP, "NAME", 0,
+      "a group that is there; its sizes are taken.  Without it a group is made for the run and deleted "
+      "afterwards",
+      1 },
+    { "spawn", KEY_SPAWN, NULL, 0,
+      "start an ep-server for this run, on sockets in a temporary directory, and stop it", 1 },
+    { NULL, 0, NULL, 0, "Sizes:", 2 },
+    { "ranks", KEY_RANKS, "R", 0, "worker processes, 1 to 64 (default 2)", 2 },
+    { "experts", KEY_EXPERTS, "E", 0, "experts in all (default 64)", 2 },
+    { "hidden", KEY_HIDDEN, "H", 0, "elements of a token (default 2048)", 2 },
+    { "top-k", KEY_TOP_K, "K", 0, "experts of a token, 1 to 16 (default 8)", 2 },
+    { "alignment", KEY_ALIGNMENT, "ROWS", 0, "of the blocks of the packed layout, a power of two (default 1)",
+      2 },
+    { NULL, 0, NULL, 0, "Sweep (every combination that exists):", 3 },
+    { "tokens", KEY_TOKENS, "LIST", 0, "tokens of a rank (default 1,32,128, as far as the group takes them)",
+      3 },
+    { "modes", KEY_MODES, "LIST", 0, "of ll, ht (default: both, or what the group has)", 3 },
+    { "layouts", KEY_LAYOUTS, "LIST", 0, "of expert-major, rank-major, packed, flat (default: all)", 3 },
+    { "dtypes", KEY_DTYPES, "LIST", 0,
+      "of bf16, fp16, fp32, fp8 (bf16 quantised on the way), fp8-given (default bf16)", 3 },
+    { "routing", KEY_ROUTING, "NAME", 0,
+      "uniform, zipf:S, hot:E, deepseek-v3, text:FILE or trace:FILE (default uniform); see below", 3 },
+    { "drop", KEY_DROP, "P", 0, "share of the choices that become -1, 0 to 1 (default 0)", 3 },
+    { "zero-rank", KEY_ZERO_RANK, "RANK", 0, "this rank sends no tokens", 3 },
+    { "seed", KEY_SEED, "S", 0, "of everything random (default 1)", 3 },
+    { "record", KEY_RECORD, "FILE", 0, "write the routing as a trace", 3 },
+    { NULL, 0, NULL, 0, "Run:", 4 },
+    { "iters", KEY_ITERS, "N", 0, "timed iterations, 1 to 100000 (default 200)", 4 },
+    { "warmup", KEY_WARMUP, "N", 0, "iterations before them (default 20)", 4 },
+    { "verify", KEY_VERIFY, NULL, 0, "check every output of every rank against the reference (default)", 4 },
+    { "no-verify", KEY_NO_VERIFY, NULL, 0, "do not", 4 },
+    { "timeout-ms", KEY_TIMEOUT, "MS", 0,
+      "bound of a wait for a rank, in the group that is made (default 10000)", 4 },
+    { "keep-going", KEY_KEEP_GOING, NULL, 0, "go on after a case that failed", 4 },
+    { "kill", KEY_KILL, "RANK@CASE", 0,
+      "kill -9 this rank's worker in the middle of that case (both from 0); the others must finish, a new "
+      "worker attaches, and the case is run again",
+      4 },
+    { "reference", KEY_REFERENCE, NULL, 0,
+      "also measure what this machine gives: memcpy, futex, RPC, attaching, one token's round trip", 4 },
+    { "output", KEY_OUTPUT, "FORMAT", 0, "table, json or csv (default table)", 4 },
+    { 0 }
+};
+
+static const char doc[] =
+    "Runs dispatch and combine through ep-server with one worker process per rank, verifies every "
+    "result and measures.\v"
+    "Routing:\n"
+    "  uniform      k different experts, all alike\n"
+    "  zipf:S       the i-th expert (from 1) with odds 1/i^S\n"
+    "  hot:E        expert E and k - 1 others\n"
+    "  deepseek-v3  group-limited top-k: 8 groups, the 4 best stay; sigmoid scores with a bias, weights\n"
+    "               normalised times 2.5.  E not divisible by 8: as many groups as the largest\n"
+    "               divisor of E below 8, half of them stay (rounded up), and more when those have\n"
+    "               fewer than k experts\n"
+    "  text:FILE    the words of a text, one per token; the k hashes of a word are its k experts\n"
+    "  trace:FILE   as recorded with --record.  Text: the line 'ep-trace 1 ranks R experts E top_k K',\n"
+    "               then a line 'RANK TOKEN ID:WEIGHT ...' for each token (K choices, ID -1: none);\n"
+    "               tokens of a rank count from 0; lines with # are remarks\n\n";
+
+/* ---- values ---------------------------------------------------------- */
+
+struct parse {
+    struct bench_config *config;
+    struct ep_error *error;
+    uint32_t tokens[64], n_tokens;
+    uint32_t modes, layouts, dtypes; /* bits */
+    bool bad;
+};
+
+static ep_status number(const char *flag, const char *text, uint64_t low, uint64_t high, uint64_t *value,
+                        struct ep_error *error)
+{
+    char *end;
+
+    errno = 0;
+    *value = strtoull(text, &end, 10);
+    if (end == text || *end || strchr(text, '-') || errno || *value < low || *value > high)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "--%s %s: must be a number from %llu to %llu", flag,
+                            text, (unsigned long long)low, (unsigned long long)high);
+    return EP_OK;
+}
+
+static ep_status number32(const char *flag, const char *text, uint64_t low, uint64_t high, uint32_t *out,
+                          struct ep_error *error)
+{
+    uint64_t value;
+    ep_status status = number(flag, text, low, high, &value, error);
+
+    if (status == EP_OK)
+        *out = (uint32_t)value;
+    return status;
+}
+
+static ep_status share(const char *text, double *out, struct ep_error *error)
+{
+    char *end;
+
+    *out = strtod(text, &end);
+    if (end == text || *end || !(*out >= 0 && *out <= 1))
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "--drop %s: must be a number from 0 to 1", text);
+    return EP_OK;
+}
+
+static ep_status string(const char *flag, const char *text, char *out, size_t size, struct ep_error *error)
+{
+    size_t length = strlen(text);
+
+    if (length == 0 || length >= size)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "--%s '%s': must have 1 to %zu bytes", flag, text,
+                            size - 1);
+    memcpy(out, text, length + 1);
+    return EP_OK;
+}
+
+static ep_status kill_at(const char *text, struct bench_config *config, struct ep_error *error)
+{
+    unsigned rank, at;
+    char rest;
+
+    if (sscanf(text, "%5u@%5u%c", &rank, &at, &rest) != 2)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "--kill %s: must be RANK@CASE, both numbers from 0",
+                            text);
+    config->kill_rank = (int32_t)rank;
+    config->kill_case = (int32_t)at;
+    return EP_OK;
+}
+
+/* Calls item for each part between commas. */
+static ep_status each(const char *flag, const char *text, struct parse *parse,
+                      ep_status (*item)(struct parse *parse, const char *text))
+{
+    char *copy = strdup(text), *rest = copy, *part;
+    ep_status status = EP_OK;
+
+    if (!copy)
+        return ep_error_set(parse->error, EP_NO_MEMORY, "no memory for --%s", flag);
+    while (status == EP_OK && (part = strsep(&rest, ",")) != NULL)
+        status = item(parse, part);
+    free(copy);
+    return status;
+}
+
+static ep_status tokens_item(struct parse *parse, const char *text)
+{
+    if (parse->n_tokens == sizeof parse->tokens / sizeof *parse->tokens)
+        return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--tokens: at most %u numbers",
+                            parse->n_tokens);
+    return number32("tokens", text, 0, 1 << 20, &parse->tokens[parse->n_tokens++], parse->error);
+}
+
+static ep_status modes_item(struct parse *parse, const char *text)
+{
+    for (ep_mode mode = EP_MODE_LL; mode <= EP_MODE_HT; mode++)
+        if (strcmp(text, bench_mode_name(mode)) == 0) {
+            parse->modes |= 1u << mode;
+            return EP_OK;
+        }
+    return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--modes: '%s' must be ll or ht", text);
+}
+
+static ep_status layouts_item(struct parse *parse, const char *text)
+{
+    for (ep_layout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_FLAT; layout++)
+        if (strcmp(text, bench_layout_name(layout)) == 0) {
+            parse->layouts |= 1u << layout;
+            return EP_OK;
+        }
+    return ep_error_set(parse->error, EP_INVALID_ARGUMENT,
+                        "--layouts: '%s' must be expert-major, rank-major, packed or flat", text);
+}
+
+static ep_status dtypes_item(struct parse *parse, const char *text)
+{
+    for (int dtype = 0; dtype < BENCH_DTYPES; dtype++)
+        if (strcmp(text, bench_dtypes[dtype].name) == 0) {
+            parse->dtypes |= 1u << dtype;
+            return EP_OK;
+        }
+    return ep_error_set(parse->error, EP_INVALID_ARGUMENT,
+                        "--dtypes: '%s' must be bf16, fp16, fp32, fp8 or fp8-given", text);
+}
+
+static ep_status routing(const char *text, struct bench_config *config, struct ep_error *error)
+{
+    ep_status status = string("routing", text, config->routing_text, sizeof config->routing_text, error);
+
+    if (status == EP_OK && (status = routing_parse(text, &config->routing, error)) != EP_OK)
+        ep_error_prefix(error, "--routing");
+    return status;
+}
+
+static ep_status output(const char *text, enum bench_output *out, struct ep_error *error)
+{
+    static const char *const names[] = {
+        [BENCH_TABLE] = "table", [BENCH_JSON] = "json", [BENCH_CSV] = "csv"
+    };
+
+    for (int i = 0; i <= BENCH_CSV; i++)
+        if (strcmp(text, names[i]) == 0) {
+            *out = (enum bench_output)i;
+            return EP_OK;
+        }
+    return ep_error_set(error, EP_INVALID_ARGUMENT, "--output %s: must be table, json or csv", text);
+}
+
+static ep_status alignment(const char *text, uint32_t *out, struct ep_error *error)
+{
+    ep_status status = number32("alignment", text, 1, 1 << 20, out, error);
+
+    if (status == EP_OK && (*out & (*out - 1)) != 0)
+        status = ep_error_set(error, EP_INVALID_ARGUMENT, "--alignment %s: must be a power of two", text);
+    return status;
+}
+
+/* ---- flags ---------------------------------------------------------- */
+
+static ep_status take_flag(struct parse *parse, int key, const char *text)
+{
+    struct bench_config *config = parse->config;
+    struct ep_error *error = parse->error;
+    uint32_t rank = 0;
+    ep_status status = EP_OK;
+
+    switch (key) {
+    case KEY_SERVER: return string("server", text, config->server, sizeof config->server, error);
+    case KEY_GROUP: return string("group", text, config->group, sizeof config->group, error);
+    case KEY_SPAWN: config->spawn = true; return EP_OK;
+    case KEY_RANKS: return number32("ranks", text, 1, BENCH_MAX_RANKS, &config->ranks, error);
+    case KEY_EXPERTS: return number32("experts", text, 1, 65536, &config->experts, error);
+    case KEY_HIDDEN: return number32("hidden", text, 1, 1 << 20, &config->hidden, error);
+    case KEY_TOP_K: return number32("top-k", text, 1, EP_MAX_TOP_K, &config->top_k, error);
+    case KEY_ALIGNMENT: return alignment(text, &config->alignment, error);
+    case KEY_TOKENS: return each("tokens", text, parse, tokens_item);
+    case KEY_MODES: return each("modes", text, parse, modes_item);
+    case KEY_LAYOUTS: return each("layouts", text, parse, layouts_item);
+    case KEY_DTYPES: return each("dtypes", text, parse, dtypes_item);
+    case KEY_ROUTING: return routing(text, config, error);
+    case KEY_ITERS: return number32("iters", text, 1, BENCH_MAX_ITERS, &config->iters, error);
+    case KEY_WARMUP: return number32("warmup", text, 0, BENCH_MAX_ITERS, &config->warmup, error);
+    case KEY_SEED: return number("seed", text, 0, INT64_MAX, &config->seed, error);
+    case KEY_VERIFY: config->verify = true; return EP_OK;
+    case KEY_NO_VERIFY: config->verify = false; return EP_OK;
+    case KEY_ZERO_RANK:
+        status = number32("zero-rank", text, 0, BENCH_MAX_RANKS - 1, &rank, error);
+        config->zero_rank = (int32_t)rank;
+        return status;
+    case KEY_DROP: return share(text, &config->drop, error);
+    case KEY_OUTPUT: return output(text, &config->output, error);
+    case KEY_RECORD: return string("record", text, config->record, sizeof config->record, error);
+    case KEY_TIMEOUT: return number32("timeout-ms", text, 1, 3600000, &config->timeout_ms, error);
+    case KEY_KILL: return kill_at(text, config, error);
+    case KEY_KEEP_GOING: config->keep_going = true; return EP_OK;
+    case KEY_REFERENCE: config->reference = true; return EP_OK;
+    default: return EP_UNIMPLEMENTED;
+    }
+}
+
+static error_t on_flag(int key, char *text, struct argp_state *state)
+{
+    struct parse *parse = state->input;
+    ep_status status;
+
+    if (key == ARGP_KEY_ARG) {
+        ep_error_set(parse->error, EP_INVALID_ARGUMENT, "'%s': ep-bench takes flags only", text);
+        return EINVAL;
+    }
+    if (key < KEY_SERVER || key > KEY_REFERENCE)
+        return ARGP_ERR_UNKNOWN;
+    status = take_flag(parse, key, text);
+    return status == EP_OK ? 0 : EINVAL;
+}
+
+/* ---- the cases ---------------------------------------------------------- */
+
+static void add_case(struct bench_config *config, ep_mode mode, ep_layout layout, enum bench_dtype dtype,
+                     uint32_t tokens)
+{
+    if (config->n_cases < BENCH_MAX_CASES)
+        config->cases[config->n_cases++] = (struct bench_case){ mode, layout, dtype, tokens };
+}
+
+static void cross(const struct parse *parse)
+{
+    for (ep_mode mode = EP_MODE_LL; mode <= EP_MODE_HT; mode++)
+        for (ep_layout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_FLAT; layout++)
+            for (int dtype = 0; dtype < BENCH_DTYPES; dtype++)
+                for (uint32_t t = 0; t < parse->n_tokens; t++)
+                    if (parse->modes & 1u << mode && parse->layouts & 1u << layout &&
+                        parse->dtypes & 1u << dtype && bench_layout_exists(mode, layout))
+                        add_case(parse->config, mode, layout, (enum bench_dtype)dtype, parse->tokens[t]);
+}
+
+static ep_status finish(struct parse *parse)
+{
+    static const uint32_t tokens[] = { 1, 32, 128 };
+    struct bench_config *config = parse->config;
+
+    config->modes_given = parse->modes != 0;
+    config->tokens_given = parse->n_tokens != 0;
+    if (parse->n_tokens == 0) {
+        memcpy(parse->tokens, tokens, sizeof tokens);
+        parse->n_tokens = sizeof tokens / sizeof *tokens;
+    }
+    if (parse->modes == 0)
+        parse->modes = 1u << EP_MODE_LL | 1u << EP_MODE_HT;
+    if (parse->layouts == 0)
+        parse->layouts = ~0u;
+    if (parse->dtypes == 0)
+        parse->dtypes = 1u << BENCH_BF16;
+    cross(parse);
+    if (config->n_cases == 0)
+        return ep_error_set(parse->error, EP_INVALID_ARGUMENT,
+                            "--layouts: none exists in these modes (flat: ht; others: ll; packed: both)");
+    if (config->n_cases == BENCH_MAX_CASES)
+        return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--tokens: there would be more than %d cases",
+                            BENCH_MAX_CASES - 1);
+    if (config->spawn && (config->server[0] || config->group[0]))
+        return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--spawn: makes --%s of its own",
+                            config->server[0] ? "server" : "group");
+    if (config->server[0] && strncmp(config->server, "unix:", 5) != 0)
+        return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--server %s: must be unix:PATH",
+                            config->server);
+    return EP_OK;
+}
+
+static void set_defaults(struct bench_config *config)
+{
+    memset(config, 0, sizeof *config);
+    config->alignment = 1;
+    config->iters = 200;
+    config->warmup = 20;
+    config->seed = 1;
+    config->verify = true;
+    config->zero_rank = config->kill_rank = config->kill_case = -1;
+    config->timeout_ms = 10000;
+    memcpy(config->routing_text, "uniform", sizeof "uniform");
+}
+
+static void print_version(FILE *out, struct argp_state *state)
+{
+    (void)state;
+    fprintf(out, "ep-bench %s\n", ep_version());
+}
+
+static char *filter(int key, const char *text, void *input)
+{
+    char *all = NULL;
+
+    (void)input;
+    if (key != ARGP_KEY_HELP_POST_DOC)
+        return (char *)(uintptr_t)text;
+    if (asprintf(&all, "%s%s", text ? text : "", report_definitions) < 0)
+        return NULL;
+    return all;
+}
+
+ep_status options_parse(int argc, char **argv, struct bench_config *config, struct ep_error *error)
+{
+    static const struct argp argp = {
+        .options = flags, .parser = on_flag, .doc = doc, .help_filter = filter
+    };
+    struct parse parse = { .config = config, .error = error };
+
+    set_defaults(config);
+    argp_program_version_hook = print_version;
+    argp_err_exit_status = ep_status_exit_code(EP_INVALID_ARGUMENT);
+    if (argp_parse(&argp, argc, argv, 0, NULL, &parse) != 0)
+        return error->status != EP_OK ? error->status
+                                      : ep_error_set(error, EP_INVALID_ARGUMENT, "unknown flag; see --help");
+    return finish(&parse);
+}

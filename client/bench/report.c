@@ -1,0 +1,74 @@
+#include "report.h"
+
+#include <stdio.h>
+
+const char report_definitions[] =
+    "Times are us of the slowest rank in each iteration; percentiles are over iterations.\n"
+    "  dispatch, combine  from the call to the end of the op, one op at a time\n"
+    "  pair               both, one after the other\n"
+    "  period             of a pair when pairs follow each other without waiting; the first 16 are not "
+    "counted\n"
+    "  service            what the client saw of a pair minus the executor's own time (p50)\n"
+    "  wire GB/s          bytes that a rank sends to other ranks in a pair, each (token, rank) once, per "
+    "period\n"
+    "  logical GB/s       T x k rows out and T x k rows back per period (how most READMEs count)\n"
+    "  buffer             memory of a rank's window without the caller's arena\n"
+    "  bound              largest error of a combined element, as a share of the derived bound\n";
+
+/* ---- failures, for people, on stderr ---------------------------------------- */
+
+static void print_failures(const struct sweep *sweep)
+{
+    for (uint32_t i = 0; i < sweep->n_results; i++) {
+        const struct case_result *r = &sweep->results[i];
+        char name[80];
+
+        snprintf(name, sizeof name, "case %u (%s %s %s T=%u)", i, bench_mode_name(r->of.mode),
+                 bench_layout_name(r->of.layout), bench_dtypes[r->of.dtype].name, r->of.tokens);
+        if (r->error.status != EP_OK)
+            fprintf(stderr, "ep-bench: %s: %s\n", name, r->error.text);
+        if (r->mismatches)
+            fprintf(stderr, "ep-bench: %s: %llu mismatches; %s\n", name, (unsigned long long)r->mismatches,
+                    r->first);
+    }
+}
+
+/* ---- CSV ----------------------------------------------------------------------------------- */
+
+static void csv_line(const struct sweep *sweep, const struct case_result *r)
+{
+    const char *verified = !sweep->config.verify ? "unchecked" : r->verified ? "yes" : "no";
+
+    printf("%s,%s,%s,%u,%s,%llu,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.4f,%.4f,%llu,%.9g,%."
+           "6f\n",
+           bench_mode_name(r->of.mode), bench_layout_name(r->of.layout), bench_dtypes[r->of.dtype].name,
+           r->of.tokens, verified, (unsigned long long)r->mismatches, r->dispatch.p50, r->dispatch.p90,
+           r->dispatch.p99, r->combine.p50, r->combine.p90, r->combine.p99, r->pair.p50, r->pair.p90,
+           r->pair.p99, r->pair_us, r->service_us, r->wire_gbps, r->logical_gbps,
+           (unsigned long long)r->buffer_bytes, r->max_error, r->max_bound_ratio);
+}
+
+static ep_status report_csv(const struct sweep *sweep)
+{
+    puts("mode,layout,dtype,tokens,verified,mismatches,dispatch_p50_us,dispatch_p90_us,dispatch_p99_us,"
+         "combine_p50_us,combine_p90_us,combine_p99_us,p50_us,p90_us,p99_us,pair_us,service_us,wire_gbps,"
+         "logical_gbps,buffer_bytes,max_error,max_bound_ratio");
+    for (uint32_t i = 0; i < sweep->n_results; i++)
+        csv_line(sweep, &sweep->results[i]);
+    return EP_OK;
+}
+
+ep_status report(const struct sweep *sweep, const struct figures *figures, struct ep_error *error)
+{
+    ep_status status = EP_OK;
+
+    print_failures(sweep);
+    switch (sweep->config.output) {
+    case BENCH_TABLE: status = report_table(sweep, figures, error); break;
+    case BENCH_JSON: status = report_json(sweep, figures, error); break;
+    case BENCH_CSV: status = report_csv(sweep); break;
+    }
+    if (status == EP_OK && (fflush(stdout) != 0 || ferror(stdout)))
+        return ep_error_set(error, EP_IO, "cannot write the result");
+    return status;
+}

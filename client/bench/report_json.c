@@ -1,0 +1,117 @@
+#include <jansson.h>
+#include <math.h>
+
+#include "report.h"
+
+/* JSON has no infinity, which a wild result can be off by. */
+static json_t *real(double value)
+{
+    return isfinite(value) ? json_real(value) : json_null();
+}
+
+static json_t *case_object(const struct bench_config *config, const struct case_result *r)
+{
+    json_t *object = json_pack("{s:s, s:s, s:s, s:I, s:b, s:I}", "mode", bench_mode_name(r->of.mode),
+                               "layout", bench_layout_name(r->of.layout), "dtype",
+                               bench_dtypes[r->of.dtype].name, "tokens", (json_int_t)r->of.tokens, "verified",
+                               config->verify && r->verified, "mismatches", (json_int_t)r->mismatches);
+    const struct {
+        const char *name;
+        double value;
+    } numbers[] = {
+        { "p50_us", r->pair.p50 },
+        { "p90_us", r->pair.p90 },
+        { "p99_us", r->pair.p99 },
+        { "pair_us", r->pair_us },
+        { "dispatch_p50_us", r->dispatch.p50 },
+        { "dispatch_p90_us", r->dispatch.p90 },
+        { "dispatch_p99_us", r->dispatch.p99 },
+        { "combine_p50_us", r->combine.p50 },
+        { "combine_p90_us", r->combine.p90 },
+        { "combine_p99_us", r->combine.p99 },
+        { "service_us", r->service_us },
+        { "wire_gbps", r->wire_gbps },
+        { "logical_gbps", r->logical_gbps },
+        { "max_error", r->max_error },
+        { "max_bound_ratio", r->max_bound_ratio },
+    };
+
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        json_object_set_new(object, numbers[i].name, real(numbers[i].value));
+    json_object_set_new(object, "buffer_bytes", json_integer((json_int_t)r->buffer_bytes));
+    json_object_set_new(object, "hash", json_sprintf("%016llx", (unsigned long long)r->hash));
+    if (r->mismatches)
+        json_object_set_new(object, "first_mismatch", json_string(r->first));
+    if (r->error.status != EP_OK) {
+        json_object_set_new(object, "status", json_string(ep_status_name(r->error.status)));
+        json_object_set_new(object, "error", json_string(r->error.text));
+    }
+    return object;
+}
+
+static json_t *config_object(const struct bench_config *config)
+{
+    json_t *object = json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:s, s:I, s:I, s:I, s:b, s:I}", "group",
+                               config->group, "ranks", (json_int_t)config->ranks, "experts",
+                               (json_int_t)config->experts, "hidden", (json_int_t)config->hidden, "top_k",
+                               (json_int_t)config->top_k, "alignment", (json_int_t)config->alignment,
+                               "routing", config->routing_text, "iters", (json_int_t)config->iters, "warmup",
+                               (json_int_t)config->warmup, "seed", (json_int_t)config->seed, "verify",
+                               config->verify, "timeout_ms", (json_int_t)config->timeout_ms);
+
+    json_object_set_new(object, "drop", json_real(config->drop));
+    json_object_set_new(object, "spawn", json_boolean(config->spawn));
+    json_object_set_new(object, "zero_rank",
+                        config->zero_rank >= 0 ? json_integer(config->zero_rank) : json_null());
+    return object;
+}
+
+static json_t *kill_object(const struct kill_result *kill)
+{
+    return json_pack("{s:I, s:I, s:b, s:I, s:I, s:I, s:I, s:f, s:b, s:f, s:f, s:f}", "rank",
+                     (json_int_t)kill->rank, "case", (json_int_t)kill->case_index, "done", kill->done,
+                     "survivors", (json_int_t)kill->survivors, "ops_expected", (json_int_t)kill->ops_expected,
+                     "ops_finished", (json_int_t)kill->ops_finished, "ops_failed",
+                     (json_int_t)kill->ops_failed, "longest_op_us", kill->longest_op_us, "masked_verified",
+                     kill->masked_verified, "claim_wait_us", kill->claim_wait_us, "attach_us",
+                     kill->attach_us, "join_us", kill->join_us);
+}
+
+static json_t *figures_object(const struct figures *figures)
+{
+    json_t *list = json_array();
+
+    for (uint32_t i = 0; i < figures->n; i++) {
+        const struct figure *figure = &figures->figure[i];
+        json_t *object = json_pack("{s:s, s:f, s:s, s:s}", "name", figure->name, "value", figure->value,
+                                   "unit", figure->unit, "meaning", figure->meaning);
+
+        if (figure->bound > 0) {
+            json_object_set_new(object, figure->at_least ? "at_least" : "less_than",
+                                json_real(figure->bound));
+            json_object_set_new(object, "holds", json_boolean(figure_holds(figure)));
+        }
+        json_array_append_new(list, object);
+    }
+    return list;
+}
+
+ep_status report_json(const struct sweep *sweep, const struct figures *figures, struct ep_error *error)
+{
+    json_t *cases = json_array(), *root;
+    int failed;
+
+    for (uint32_t i = 0; i < sweep->n_results; i++)
+        json_array_append_new(cases, case_object(&sweep->config, &sweep->results[i]));
+    root = json_pack("{s:b, s:o, s:f, s:f, s:o}", "ok", sweep_verdict(sweep) == EP_OK, "config",
+                     config_object(&sweep->config), "attach_us", sweep->attach_us, "join_us", sweep->join_us,
+                     "cases", cases);
+    if (root && sweep->config.kill_rank >= 0)
+        json_object_set_new(root, "kill", kill_object(&sweep->kill));
+    if (root && figures)
+        json_object_set_new(root, "reference", figures_object(figures));
+    failed = !root || json_dumpf(root, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(9)) != 0;
+    json_decref(root);
+    putchar('\n');
+    return failed ? ep_error_set(error, EP_NO_MEMORY, "no memory for the JSON result") : EP_OK;
+}

@@ -1,0 +1,170 @@
+#include <libsmartcols/libsmartcols.h>
+#include <locale.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "report.h"
+
+/* ---- cells ----------------------------------------------------------------------------------- */
+
+struct column {
+    const char *name;
+    bool text; /* else a number: to the right */
+};
+
+static struct libscols_table *new_table(const struct column *columns, size_t n)
+{
+    struct libscols_table *table = scols_new_table();
+
+    for (size_t i = 0; table && i < n; i++)
+        if (!scols_table_new_column(table, columns[i].name, 0, columns[i].text ? 0 : SCOLS_FL_RIGHT)) {
+            scols_unref_table(table);
+            return NULL;
+        }
+    return table;
+}
+
+__attribute__((format(printf, 3, 4))) static void put(struct libscols_line *line, size_t *column,
+                                                      const char *format, ...)
+{
+    char text[512];
+    va_list args;
+
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    scols_line_set_data(line, (*column)++, text);
+}
+
+static void put_quantiles(struct libscols_line *line, size_t *column, const struct bench_quantiles *q,
+                          bool measured)
+{
+    if (measured)
+        put(line, column, "%.1f/%.1f/%.1f", q->p50, q->p90, q->p99);
+    else
+        put(line, column, "-");
+}
+
+/* ---- cases ------------------------------------------------------------------------------------ */
+
+static const struct column case_columns[] = {
+    { "MODE", true },
+    { "LAYOUT", true },
+    { "DTYPE", true },
+    { "T", false },
+    { "VERIFIED", true },
+    { "DISPATCH p50/p90/p99", false },
+    { "COMBINE p50/p90/p99", false },
+    { "PAIR p50/p90/p99", false },
+    { "PERIOD", false },
+    { "SERVICE", false },
+    { "WIRE GB/s", false },
+    { "LOGICAL GB/s", false },
+    { "BUFFER MiB", false },
+    { "BOUND", false },
+};
+
+static const char *verdict_word(const struct sweep *sweep, const struct case_result *r)
+{
+    if (r->error.status != EP_OK)
+        return ep_status_name(r->error.status);
+    return !sweep->config.verify ? "-" : r->verified ? "yes" : "NO";
+}
+
+static void case_line(struct libscols_table *table, const struct sweep *sweep, const struct case_result *r)
+{
+    struct libscols_line *line = scols_table_new_line(table, NULL);
+    size_t column = 0;
+
+    if (!line)
+        return;
+    put(line, &column, "%s", bench_mode_name(r->of.mode));
+    put(line, &column, "%s", bench_layout_name(r->of.layout));
+    put(line, &column, "%s", bench_dtypes[r->of.dtype].name);
+    put(line, &column, "%u", r->of.tokens);
+    put(line, &column, "%s", verdict_word(sweep, r));
+    put_quantiles(line, &column, &r->dispatch, r->measured);
+    put_quantiles(line, &column, &r->combine, r->measured);
+    put_quantiles(line, &column, &r->pair, r->measured);
+    put(line, &column, "%.1f", r->pair_us);
+    put(line, &column, "%.1f", r->service_us);
+    put(line, &column, "%.3f", r->wire_gbps);
+    put(line, &column, "%.3f", r->logical_gbps);
+    put(line, &column, "%.1f", (double)r->buffer_bytes / (1 << 20));
+    put(line, &column, "%.2f", r->max_bound_ratio);
+}
+
+static void print_kill(const struct kill_result *kill)
+{
+    printf(
+        "\nkill: rank %u in case %u; %u survivors finished %llu of %llu ops, %llu failed, longest %.1f ms, "
+        "results without it %s\n",
+        kill->rank, kill->case_index, kill->survivors, (unsigned long long)kill->ops_finished,
+        (unsigned long long)kill->ops_expected, (unsigned long long)kill->ops_failed,
+        kill->longest_op_us / 1e3, kill->masked_verified ? "verified" : "not verified");
+    if (kill->done)
+        printf("kill: a new worker attached in %.2f ms (joining alone %.2f ms) after waiting %.2f ms for the "
+               "rank\n",
+               kill->attach_us / 1e3, kill->join_us / 1e3, kill->claim_wait_us / 1e3);
+}
+
+/* ---- figures ------------------------------------------------------------------------------------ */
+
+static const struct column figure_columns[] = {
+    { "REFERENCE", true }, { "VALUE", false }, { "UNIT", true },
+    { "BOUND", true },     { "HOLDS", true },  { "MEANING", true }
+};
+
+static void figure_line(struct libscols_table *table, const struct figure *figure)
+{
+    struct libscols_line *line = scols_table_new_line(table, NULL);
+    size_t column = 0;
+
+    if (!line)
+        return;
+    put(line, &column, "%s", figure->name);
+    put(line, &column, "%.2f", figure->value);
+    put(line, &column, "%s", figure->unit);
+    if (figure->bound > 0) {
+        put(line, &column, "%s %.4g", figure->at_least ? ">=" : "<", figure->bound);
+        put(line, &column, "%s", figure_holds(figure) ? "yes" : "NO");
+    } else {
+        column += 2;
+    }
+    put(line, &column, "%s", figure->meaning);
+}
+
+static ep_status print_figures(const struct figures *figures, struct ep_error *error)
+{
+    struct libscols_table *table = new_table(figure_columns, sizeof figure_columns / sizeof *figure_columns);
+
+    if (!table)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a table");
+    for (uint32_t i = 0; i < figures->n; i++)
+        figure_line(table, &figures->figure[i]);
+    putchar('\n');
+    scols_print_table(table);
+    scols_unref_table(table);
+    return EP_OK;
+}
+
+ep_status report_table(const struct sweep *sweep, const struct figures *figures, struct ep_error *error)
+{
+    const struct bench_config *config = &sweep->config;
+    struct libscols_table *table = new_table(case_columns, sizeof case_columns / sizeof *case_columns);
+
+    if (!table)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a table");
+    printf("group %s: %u ranks, %u experts, hidden %u, top-k %u, routing %s, seed %llu, %u iterations\n\n",
+           config->group, config->ranks, config->experts, config->hidden, config->top_k, config->routing_text,
+           (unsigned long long)config->seed, config->iters);
+    for (uint32_t i = 0; i < sweep->n_results; i++)
+        case_line(table, sweep, &sweep->results[i]);
+    scols_print_table(table);
+    scols_unref_table(table);
+    if (config->kill_rank >= 0)
+        print_kill(&sweep->kill);
+    printf("\n%s", report_definitions);
+    return figures ? print_figures(figures, error) : EP_OK;
+}

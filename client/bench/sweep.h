@@ -1,0 +1,75 @@
+/*
+ * sweep: runs the cases one after the other and gathers what the ranks measured.
+ *
+ * A case: all ranks prepare, verify (one run against the reference, two that must equal it bit by bit,
+ * the last with the handle's cached routing and, in LL, sent and completed apart), then time:
+ * each op alone, and pairs of dispatch and combine back to back.
+ *
+ * Per iteration the slowest rank counts; percentiles are over iterations.
+ */
+#ifndef SWEEP_H
+#define SWEEP_H
+
+#include "crew.h"
+
+struct bench_quantiles {
+    double p50, p90, p99;
+};
+
+struct case_result {
+    struct bench_case of;
+    struct ep_error error; /* why it could not be finished; EP_OK otherwise */
+    bool measured;         /* the timed part is there */
+    bool verified;
+    uint64_t mismatches, hash; /* hash: of all ranks' outputs */
+    char first[BENCH_TEXT + 32];
+    double max_error, max_bound_ratio;
+    struct bench_quantiles dispatch, combine, pair; /* us */
+    double service_us;                /* p50 of what the client saw of a pair beyond the executor's time */
+    double pair_us;                   /* period, back to back */
+    double wire_bytes, logical_bytes; /* of a dispatch and a combine, mean over the ranks */
+    double wire_gbps, logical_gbps;   /* per rank: those bytes per period */
+    double copy_gbps;                 /* rank-major: all ranks' payload per time not spent waiting */
+    uint64_t buffer_bytes;            /* window of a rank without its arena */
+};
+
+struct kill_result {
+    bool done;
+    uint32_t rank, case_index;
+    uint32_t survivors;
+    uint64_t ops_expected, ops_finished, ops_failed; /* of the survivors */
+    double longest_op_us;
+    bool masked_verified;
+    double claim_wait_us;      /* from the new worker's first try until the rank could be claimed */
+    double attach_us, join_us; /* of the new worker: connecting and joining; joining alone */
+};
+
+struct sweep {
+    struct bench_config config;
+    uint32_t n_results;
+    struct case_result *results; /* [config.n_cases] */
+    struct kill_result kill;
+    double attach_us, join_us; /* slowest rank at the start */
+};
+
+/* The error of a case is in its result; what is returned stopped the sweep. */
+ep_status sweep_run(struct sweep *sweep, struct ep_error *error);
+void sweep_free(struct sweep *sweep);
+
+/* EP_OK when every case was run and verified (or need not be); else the worst of them. */
+ep_status sweep_verdict(const struct sweep *sweep);
+
+/* kill.c: the middle of a prepared and verified case; afterwards everybody is there again. */
+ep_status kill_run(struct crew *crew, const struct bench_config *config, uint32_t case_index,
+                   struct kill_result *kill, struct ep_error *error);
+
+/* summary.c: what the ranks measured, as one case's result. */
+void summarise(const struct crew *crew, struct case_result *result);
+void summarise_verdicts(const struct crew *crew, uint64_t mask, struct case_result *result);
+double percentile(double *values, uint32_t n, double p); /* sorts */
+
+/* progress.c: where we are, on stderr. */
+void progress(uint32_t index, uint32_t n, const struct bench_case *of, const char *what);
+void progress_end(void);
+
+#endif

@@ -1,0 +1,156 @@
+/* A worker's process: attaching, and the loop that takes commands. */
+#include "worker_private.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "ep_clock.h"
+
+enum { CLAIM_WAIT_MS = 10000 };
+
+void worker_get_on(struct worker *worker)
+{
+    __atomic_fetch_add(&worker->result->progress, 1, __ATOMIC_RELAXED);
+}
+
+ep_status worker_failure(struct ep_error *error, ep_status status, const char *what)
+{
+    return ep_error_set(error, status, "%s: %s: %s", what, ep_status_name(status), ep_error_message());
+}
+
+/* ---- attaching --------------------------------------------------------------------- */
+
+/* Someone else's rank that is about to be free again. */
+static bool worth_another_try(ep_status status)
+{
+    return status == EP_ALREADY_EXISTS || status == EP_FAILED_PRECONDITION || status == EP_UNAVAILABLE;
+}
+
+static ep_status join(struct worker *worker, bool retry, struct ep_error *error)
+{
+    ep_join_options options = { .size = sizeof options,
+                                .group = worker->config->group,
+                                .rank = (int32_t)worker->rank };
+    uint64_t first = ep_clock_ns(), start;
+    ep_status status;
+
+    for (;;) {
+        start = ep_clock_ns();
+        status = ep_join(worker->client, &options, &worker->ep);
+        if (status == EP_OK || !retry || !worth_another_try(status) ||
+            start - first > CLAIM_WAIT_MS * EP_NS_PER_MS)
+            break;
+        nanosleep(&(struct timespec){ .tv_nsec = 1000000 }, NULL);
+        worker_get_on(worker);
+    }
+    worker->result->claim_wait_us = (double)(start - first) / 1e3;
+    worker->result->join_us = (double)(ep_clock_ns() - start) / 1e3;
+    return status == EP_OK ? EP_OK : worker_failure(error, status, "ep_join");
+}
+
+static ep_status attach(struct worker *worker, bool retry, struct ep_error *error)
+{
+    const struct bench_config *config = worker->config;
+    uint64_t start = ep_clock_ns();
+    char name[64];
+    ep_client_options options = { .size = sizeof options, .name = name };
+    ep_status status;
+
+    snprintf(name, sizeof name, "ep-bench rank %u", worker->rank);
+    status = ep_client_open(config->server[0] ? config->server : NULL, &options, &worker->client);
+    if (status != EP_OK)
+        return worker_failure(error, status, "ep_client_open");
+    worker->result->open_us = (double)(ep_clock_ns() - start) / 1e3;
+    status = join(worker, retry, error);
+    if (status != EP_OK)
+        return status;
+    worker->info.size = sizeof worker->info;
+    status = ep_rank_describe(worker->ep, &worker->info);
+    if (status != EP_OK)
+        return worker_failure(error, status, "ep_rank_describe");
+    worker->result->window_bytes = worker->info.group.window_bytes;
+    worker->result->arena_bytes = worker->info.group.arena_bytes;
+
+    struct routing_shape shape = { config->ranks, config->experts, config->top_k, config->seed,
+                                   config->drop };
+
+    return routing_open(&config->routing, &shape, &worker->routing, error);
+}
+
+static void detach(struct worker *worker)
+{
+    worker_end(worker);
+    ep_leave(worker->ep);
+    ep_client_close(worker->client);
+    routing_close(worker->routing);
+}
+
+/* ---- commands ---------------------------------------------------------------------- */
+
+static ep_status obey(struct worker *worker, const struct bench_message *message, struct ep_error *error)
+{
+    switch ((enum bench_command)message->command) {
+    case BENCH_ATTACH: return attach(worker, (message->flags & BENCH_FLAG_RETRY) != 0, error);
+    case BENCH_PREPARE: return worker_prepare(worker, message->case_index, error);
+    case BENCH_VERIFY: return worker_verify(worker, (message->flags & BENCH_FLAG_MASKED) != 0, error);
+    case BENCH_TIME: return worker_time(worker, message->flags, error);
+    case BENCH_END: worker_end(worker); return EP_OK;
+    case BENCH_EXIT: return EP_OK;
+    }
+    return ep_error_set(error, EP_INTERNAL, "unknown command %u", message->command);
+}
+
+/* A failure is an answer; the coordinator decides what follows.  Ends with BENCH_EXIT or when the
+ * coordinator is gone. */
+static int serve(struct worker *worker)
+{
+    struct bench_message message;
+
+    while (recv(worker->socket, &message, sizeof message, 0) == (ssize_t)sizeof message) {
+        struct ep_error error = EP_ERROR_INIT;
+        bool last = message.command == BENCH_EXIT;
+
+        message.status = (int32_t)obey(worker, &message, &error);
+        memcpy(message.text, error.text, sizeof message.text);
+        if (last)
+            detach(worker);
+        if (send(worker->socket, &message, sizeof message, MSG_NOSIGNAL) != (ssize_t)sizeof message || last)
+            break;
+    }
+    return 0;
+}
+
+static bool map_shared(struct worker *worker, int fd)
+{
+    struct stat stat;
+
+    if (fstat(fd, &stat) != 0)
+        return false;
+    worker->shared = mmap(NULL, (size_t)stat.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    return worker->shared != MAP_FAILED;
+}
+
+int bench_worker(const char *argument)
+{
+    struct worker worker = { 0 };
+    int memory;
+
+    prctl(PR_SET_PDEATHSIG, SIGKILL); /* never longer than the coordinator */
+    if (sscanf(argument, "%u,%d,%d", &worker.rank, &worker.socket, &memory) != 3 ||
+        !map_shared(&worker, memory)) {
+        fprintf(stderr, "ep-bench: --worker is ep-bench's own\n");
+        return ep_status_exit_code(EP_INVALID_ARGUMENT);
+    }
+    worker.config = &worker.shared->config;
+    worker.result = bench_result(worker.shared, worker.rank);
+    return serve(&worker);
+}

@@ -1,0 +1,471 @@
+/*
+ * worker: one rank per process.  Dispatches and combines in a loop, prints a line per second, and
+ * does what a real worker must: goes on when a peer is lost, moves to a new epoch, leaves when the
+ * server drains, comes back when it returns.  See usage() for how to start four of them.
+ */
+#include <getopt.h>
+#include <math.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "ep_client.h"
+
+#define RETRY_MS 200
+#define MAX_FAILURES 10 /* steps in a row */
+
+struct options {
+    const char *address, *group;
+    int rank;
+    bool ll, ht, once;
+    uint32_t tokens;
+    unsigned pause_ms, seconds;
+};
+
+/* What one mode needs: a handle, its memory and its arguments. */
+struct lane {
+    ep_handle *handle;
+    ep_dispatch_args dispatch;
+    ep_combine_args combine;
+    uint16_t *result;
+    uint64_t steps, wrong, dropped, step_ns;
+};
+
+struct worker {
+    const struct options *options;
+    ep_rank *rank;
+    ep_rank_info info;
+    struct lane ll, ht;
+    uint64_t failures;
+    unsigned in_a_row;
+    uint32_t absent; /* in the last step */
+    bool leave;      /* asked to */
+    bool rejoin;     /* and to come back in the new epoch */
+};
+
+static volatile sig_atomic_t stop;
+static ep_rank *volatile interruptible; /* for the signal handler */
+
+static void on_signal(int number)
+{
+    (void)number;
+    stop = 1;
+    if (interruptible)
+        ep_rank_interrupt(interruptible);
+}
+
+static uint64_t now_ns(void)
+{
+    struct timespec t;
+
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static void say(const struct worker *w, const char *text)
+{
+    printf("rank %u epoch %llu: %s\n", w->info.rank, (unsigned long long)w->info.group.epoch, text);
+    fflush(stdout);
+}
+
+/* ---- memory -------------------------------------------------------------------------------- */
+
+/* bf16 1.0, weights that add up to 1 and experts that change nothing: every result is 1.0. */
+#define ONE 0x3f80u
+
+static void fill_inputs(const struct worker *w, uint32_t tokens, uint16_t *x, int32_t *choices, float *weights)
+{
+    const ep_group_info *g = &w->info.group;
+
+    for (size_t i = 0; i < (size_t)tokens * g->hidden; i++)
+        x[i] = ONE;
+    for (uint32_t i = 0; i < tokens * g->top_k; i++) {
+        choices[i] = (int32_t)((i * 7u + w->info.rank) % g->experts);
+        weights[i] = 1.0f / (float)g->top_k;
+    }
+}
+
+static uint32_t min(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
+/* Low latency gets fixed blocks per expert, high throughput exactly the rows that come. */
+static uint64_t rows_of(const ep_group_info *g, ep_mode mode, uint32_t tokens)
+{
+    if (mode == EP_MODE_LL)
+        return (uint64_t)g->max_local_experts * g->ranks * g->ll_max_tokens;
+    return (uint64_t)g->ranks * tokens * min(g->top_k, g->max_local_experts);
+}
+
+static bool make_lane(struct worker *w, struct lane *lane, ep_mode mode)
+{
+    const ep_group_info *g = &w->info.group;
+    const uint32_t most = mode == EP_MODE_LL ? g->ll_max_tokens : g->ht_max_tokens;
+    const uint32_t tokens = min(w->options->tokens, most);
+    const size_t row = g->hidden * sizeof(uint16_t);
+    const uint64_t rows = rows_of(g, mode, tokens);
+    uint16_t *x = ep_alloc(w->rank, tokens * row), *out = ep_alloc(w->rank, rows * row);
+    int32_t *choices = ep_alloc(w->rank, (size_t)tokens * g->top_k * sizeof *choices);
+    int32_t *counts = ep_alloc(w->rank, (g->max_local_experts + 1) * sizeof *counts);
+    int32_t *offsets = ep_alloc(w->rank, (g->max_local_experts + 1) * sizeof *offsets);
+    float *weights = ep_alloc(w->rank, (size_t)tokens * g->top_k * sizeof *weights);
+
+    lane->result = ep_alloc(w->rank, tokens * row);
+    if (!x || !out || !choices || !counts || !offsets || !weights || !lane->result
+        || ep_handle_create(w->rank, &lane->handle) != EP_OK)
+        return false;
+    fill_inputs(w, tokens, x, choices, weights);
+    lane->dispatch = (ep_dispatch_args){
+        .size = sizeof lane->dispatch,
+        .mode = mode,
+        .layout = mode == EP_MODE_LL ? EP_LAYOUT_EXPERT_MAJOR : EP_LAYOUT_PACKED,
+        .input_dtype = EP_BF16,
+        .num_tokens = tokens,
+        .tokens = x,
+        .topk_idx = choices,
+        .topk_weights = weights,
+        .out = out,
+        .out_bytes = rows * row,
+        .counts = counts,
+        .offsets = mode == EP_MODE_HT ? offsets : NULL,
+    };
+    lane->combine = (ep_combine_args){
+        .size = sizeof lane->combine,
+        .dtype = EP_BF16,
+        .rows = out,
+        .rows_bytes = rows * row,
+        .out = lane->result,
+    };
+    return true;
+}
+
+/* ---- steps --------------------------------------------------------------------------------- */
+
+static float from_bf16(uint16_t half)
+{
+    uint32_t bits = (uint32_t)half << 16;
+    float x;
+
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static void check(struct worker *w, struct lane *lane)
+{
+    ep_op_info d = { .size = sizeof d }, c = { .size = sizeof c };
+    const size_t n = (size_t)lane->dispatch.num_tokens * w->info.group.hidden;
+
+    if (ep_dispatch_info(lane->handle, &d) != EP_OK || ep_combine_info(lane->handle, &c) != EP_OK)
+        return;
+    w->absent = d.absent;
+    lane->dropped += d.dropped;
+    if (d.absent || c.absent || d.dropped)
+        return; /* their part is missing, and that is right */
+    for (size_t i = 0; i < n; i++)
+        lane->wrong += fabsf(from_bf16(lane->result[i]) - 1.0f) > 1.0f / 64;
+}
+
+static ep_status step(struct worker *w, struct lane *lane)
+{
+    const uint64_t start = now_ns();
+    ep_status status = ep_dispatch(lane->handle, &lane->dispatch, NULL);
+
+    if (status == EP_OK)
+        status = ep_handle_wait(lane->handle, -1);
+    /* Here the experts would work on lane->dispatch.out. */
+    if (status == EP_OK)
+        status = ep_combine(lane->handle, &lane->combine, NULL);
+    if (status == EP_OK)
+        status = ep_handle_wait(lane->handle, -1);
+    if (status != EP_OK)
+        return status;
+    lane->steps++;
+    lane->step_ns += now_ns() - start;
+    check(w, lane);
+    return EP_OK;
+}
+
+/* ---- events -------------------------------------------------------------------------------- */
+
+static void handle_event(struct worker *w, const ep_event *event)
+{
+    char text[400];
+
+    switch (event->type) {
+    case EP_EVENT_RANK_LOST:
+        snprintf(text, sizeof text, "rank %u lost: %s", event->rank, event->text);
+        break;
+    case EP_EVENT_RANK_JOINED:
+        snprintf(text, sizeof text, "rank %u joined", event->rank);
+        break;
+    case EP_EVENT_EPOCH:
+        snprintf(text, sizeof text, "moving to epoch %llu", (unsigned long long)event->epoch);
+        w->leave = w->rejoin = true;
+        break;
+    case EP_EVENT_DRAINING:
+        snprintf(text, sizeof text, "leaving, the server drains: %s", event->text);
+        w->leave = true;
+        break;
+    case EP_EVENT_DETACHED:
+        snprintf(text, sizeof text, "detached: %s", event->text);
+        w->leave = true;
+        break;
+    case EP_EVENT_EVENTS_LOST:
+        snprintf(text, sizeof text, "%llu events lost", (unsigned long long)event->value);
+        break;
+    default:
+        return; /* a lost server is seen by the step */
+    }
+    say(w, text);
+}
+
+static void handle_events(struct worker *w)
+{
+    ep_event event = { .size = sizeof event };
+
+    while (ep_event_next(w->rank, 0, &event) == EP_OK)
+        handle_event(w, &event);
+}
+
+/* ---- report -------------------------------------------------------------------------------- */
+
+static int describe(const char *name, struct lane *lane, char *text, size_t room)
+{
+    int n = snprintf(text, room, "  %s %llu steps, %.1f us each, %llu dropped, %llu wrong", name,
+                     (unsigned long long)lane->steps,
+                     lane->steps ? (double)lane->step_ns / (double)lane->steps / 1000.0 : 0.0,
+                     (unsigned long long)lane->dropped, (unsigned long long)lane->wrong);
+
+    lane->steps = lane->step_ns = lane->dropped = lane->wrong = 0;
+    return n;
+}
+
+static void report(struct worker *w)
+{
+    char text[400];
+    int n = snprintf(text, sizeof text, "absent %u, failures %llu", w->absent, (unsigned long long)w->failures);
+
+    if (w->options->ll)
+        n += describe("LL", &w->ll, text + n, sizeof text - (size_t)n);
+    if (w->options->ht)
+        describe("HT", &w->ht, text + n, sizeof text - (size_t)n);
+    say(w, text);
+}
+
+/* ---- the loop ------------------------------------------------------------------------------ */
+
+/* Others are of this step alone: a late rank, or one that has just joined and is a call ahead. */
+static bool is_the_end(ep_status status)
+{
+    return status == EP_SERVER_LOST || status == EP_DETACHED || status == EP_CANCELLED;
+}
+
+static ep_status steps(struct worker *w)
+{
+    ep_status status = EP_OK;
+
+    if (w->options->ll)
+        status = step(w, &w->ll);
+    if (w->options->ht && status == EP_OK)
+        status = step(w, &w->ht);
+    if (status == EP_OK || status == EP_CANCELLED) {
+        w->in_a_row = 0;
+        return EP_OK;
+    }
+    say(w, ep_error_message());
+    w->failures++;
+    return is_the_end(status) || ++w->in_a_row >= MAX_FAILURES ? status : EP_OK;
+}
+
+static ep_status loop(struct worker *w, uint64_t end_ns)
+{
+    uint64_t next_report = now_ns() + 1000000000u;
+    ep_status status = EP_OK;
+
+    while (status == EP_OK && !stop && !w->leave && now_ns() < end_ns) {
+        status = steps(w);
+        handle_events(w);
+        if (now_ns() >= next_report) {
+            report(w);
+            next_report += 1000000000u;
+        }
+        if (w->options->pause_ms)
+            usleep(w->options->pause_ms * 1000);
+    }
+    return status;
+}
+
+static ep_status join(ep_client *client, struct worker *w)
+{
+    ep_join_options join = { .size = sizeof join, .group = w->options->group, .rank = w->options->rank };
+    ep_status status = ep_join(client, &join, &w->rank);
+
+    if (status != EP_OK)
+        return status;
+    w->info = (ep_rank_info){ .size = sizeof w->info, .group.size = sizeof w->info.group };
+    status = ep_rank_describe(w->rank, &w->info);
+    if ((status == EP_OK && w->options->ll && !make_lane(w, &w->ll, EP_MODE_LL))
+        || (status == EP_OK && w->options->ht && !make_lane(w, &w->ht, EP_MODE_HT)))
+        status = EP_RESOURCE_EXHAUSTED;
+    if (status != EP_OK)
+        ep_leave(w->rank);
+    return status;
+}
+
+/* One stay in the group.  *again: come back. */
+static ep_status stay(ep_client *client, const struct options *options, uint64_t end_ns, bool *again)
+{
+    struct worker w = { .options = options };
+    ep_status status = join(client, &w);
+
+    *again = false;
+    if (status != EP_OK) {
+        fprintf(stderr, "worker: %s\n", ep_error_message());
+        return status;
+    }
+    say(&w, "attached");
+    interruptible = w.rank;
+    status = loop(&w, end_ns);
+    interruptible = NULL;
+    ep_leave(w.rank);
+    say(&w, "left");
+    *again = w.rejoin;
+    return status;
+}
+
+static ep_status session(const struct options *options, uint64_t end_ns)
+{
+    ep_client *client;
+    bool again = true;
+    ep_status status = ep_client_open(options->address, NULL, &client);
+
+    if (status != EP_OK) {
+        fprintf(stderr, "worker: %s\n", ep_error_message());
+        return status;
+    }
+    while (again && !stop)
+        status = stay(client, options, end_ns, &again);
+    ep_client_close(client);
+    return status;
+}
+
+/* ---- command line -------------------------------------------------------------------------- */
+
+static void usage(FILE *out)
+{
+    fputs("Usage: worker [OPTION]...\n"
+          "Join an expert group as one rank; dispatch and combine until told to stop.\n"
+          "\n"
+          "  --group=NAME      the group (default: hello)\n"
+          "  --rank=N          the rank to take (default: any free one)\n"
+          "  --server=ADDRESS  unix:PATH (default: $EP_SERVER, else unix:/run/ep-server/ep.sock)\n"
+          "  --mode=ll|ht|both what to do in a step (default: ll)\n"
+          "  --tokens=N        tokens per step (default: 8, at most what the group allows)\n"
+          "  --pause-ms=N      rest after every step (default: 0)\n"
+          "  --seconds=N       leave after that time (default: never)\n"
+          "  --once            exit when the server is lost; without it the worker waits for it\n"
+          "\n"
+          "Start four of them, one per rank of a group of four:\n"
+          "\n"
+          "  ep-server --host-ranks=4 &\n"
+          "  ep-admin group create hello --ranks=4 --experts=16 --hidden=512 --top-k=2\n"
+          "  for r in 0 1 2 3; do worker --rank=$r & done\n"
+          "\n"
+          "Each prints a line per second: absent ranks, failed steps, steps done and their time.\n"
+          "Kill one with SIGKILL: the others go on, and a new one may take its rank.\n"
+          "SIGTERM or SIGINT: leave cleanly.\n",
+          out);
+}
+
+static bool set_mode(struct options *o, const char *mode)
+{
+    o->ll = strcmp(mode, "ll") == 0 || strcmp(mode, "both") == 0;
+    o->ht = strcmp(mode, "ht") == 0 || strcmp(mode, "both") == 0;
+    return o->ll || o->ht;
+}
+
+/* A whole number from 0 to most. */
+static bool set_number(const char *text, unsigned long most, unsigned long *number)
+{
+    char *end;
+
+    *number = strtoul(text, &end, 10);
+    return *text >= '0' && *text <= '9' && *end == '\0' && *number <= most;
+}
+
+static bool set_option(struct options *o, int option, const char *value)
+{
+    unsigned long n = 0;
+    bool ok = true;
+
+    switch (option) {
+    case 'g': o->group = value; break;
+    case 's': o->address = value; break;
+    case 'o': o->once = true; break;
+    case 'm': ok = set_mode(o, value); break;
+    case 'r': ok = set_number(value, EP_MAX_RANKS - 1, &n); o->rank = (int)n; break;
+    case 't': ok = set_number(value, 1u << 20, &n); o->tokens = (uint32_t)n; break;
+    case 'p': ok = set_number(value, 60000, &n); o->pause_ms = (unsigned)n; break;
+    case 'n': ok = set_number(value, 1u << 30, &n); o->seconds = (unsigned)n; break;
+    default: return false;
+    }
+    if (!ok)
+        fprintf(stderr, "worker: bad value \"%s\"\n", value);
+    return ok;
+}
+
+static void parse(int argc, char **argv, struct options *o)
+{
+    static const struct option known[] = {
+        { "group", required_argument, NULL, 'g' },    { "rank", required_argument, NULL, 'r' },
+        { "server", required_argument, NULL, 's' },   { "mode", required_argument, NULL, 'm' },
+        { "tokens", required_argument, NULL, 't' },   { "pause-ms", required_argument, NULL, 'p' },
+        { "seconds", required_argument, NULL, 'n' },  { "once", no_argument, NULL, 'o' },
+        { "help", no_argument, NULL, 'h' },           { 0 },
+    };
+    int option;
+
+    while ((option = getopt_long(argc, argv, "", known, NULL)) != -1) {
+        if (option == 'h') {
+            usage(stdout);
+            exit(0);
+        }
+        if (!set_option(o, option, optarg)) {
+            fputs("Try worker --help.\n", stderr);
+            exit(2);
+        }
+    }
+    if (optind < argc) {
+        fprintf(stderr, "worker: unexpected argument \"%s\"\nTry worker --help.\n", argv[optind]);
+        exit(2);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    struct options options = { .group = "hello", .rank = EP_ANY_RANK, .ll = true, .tokens = 8 };
+    struct sigaction action = { .sa_handler = on_signal };
+    ep_status status;
+
+    parse(argc, argv, &options);
+    sigaction(SIGTERM, &action, NULL);
+    sigaction(SIGINT, &action, NULL);
+
+    const uint64_t end_ns = options.seconds ? now_ns() + options.seconds * 1000000000ull : UINT64_MAX;
+
+    for (;;) {
+        status = session(&options, end_ns);
+        /* The server is restarted, or our old place is still being given back. */
+        bool retry = status == EP_SERVER_LOST || status == EP_UNAVAILABLE;
+
+        if (!retry || options.once || stop || now_ns() >= end_ns)
+            break;
+        usleep(RETRY_MS * 1000);
+    }
+    return stop ? 0 : ep_status_exit_code(status);
+}

@@ -1,0 +1,301 @@
+/*
+ * ep_client: the public C API of libepclient.
+ *
+ * A worker opens a connection to the ep-server of its node, joins a group as one rank, takes
+ * memory from its window and then dispatches and combines.  No RPC is made on the data path.
+ *
+ *     ep_client *client;  ep_rank *rank;  ep_handle *handle;
+ *     ep_client_open("unix:/run/ep-server/ep.sock", NULL, &client);
+ *     ep_join(client, &(ep_join_options){ .size = sizeof(ep_join_options), .group = "moe" }, &rank);
+ *     void *x = ep_alloc(rank, bytes);                     // window memory, visible to the server
+ *     ep_handle_create(rank, &handle);
+ *     ep_dispatch(handle, &dispatch, NULL);                // asynchronous, in order
+ *     ep_sync(rank, -1);                                   // or ep_handle_wait()
+ *     ... experts ...
+ *     ep_combine(handle, &combine, NULL);
+ *     ep_sync(rank, -1);
+ *
+ * ## Errors
+ * Every call that can fail returns an ep_status.  ep_error_message() gives the sentence that names
+ * the argument, what was wrong and what would be right.  An error leaves every object usable and
+ * outputs untouched unless a call says otherwise.  Errors of an op that already runs come back from
+ * ep_sync() or ep_handle_wait().
+ *
+ * ## Threads
+ * An ep_client may be used by any thread.  An ep_rank and its handles belong to one thread at a time;
+ * several ranks in one process are fine.  ep_rank_interrupt() alone may come from any thread.
+ * fork() without exec is not allowed while a client is open.
+ *
+ * ## Streams and order
+ * Ops of a rank execute in the order of the calls.  On the host backend `stream` is NULL and calls
+ * return once the op is in the ring (they wait for a free slot when EP_RING_SLOTS ops are under
+ * way).  Inputs must stay unchanged, and outputs untouched, until the op is over.
+ *
+ * ## Every rank, in the same order
+ * Dispatch and combine are collective: the k-th LL dispatch of each rank belong together, likewise
+ * the k-th HT op.  Ranks may differ in tokens, layout of outputs and in what they read.
+ *
+ * Versioned structs start with their size, as ep_join_options above: set it to sizeof.  A library that
+ * is older than the program takes them as long as what it does not know is 0.
+ */
+#ifndef EP_CLIENT_H
+#define EP_CLIENT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "ep_status.h"
+#include "ep_types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define EP_API __attribute__((visibility("default")))
+
+typedef struct ep_client ep_client;
+typedef struct ep_rank ep_rank;
+typedef struct ep_handle ep_handle;
+typedef void *ep_stream; /* a CUstream on the cuda backend, NULL on the host backend */
+
+/* The sentence of the last failed call on this thread; never NULL. */
+EP_API const char *ep_error_message(void);
+
+/* "0.1.0" */
+EP_API const char *ep_version(void);
+
+/* ---- connection --------------------------------------------------------------- */
+
+typedef struct ep_client_options {
+    size_t size;
+    const char *name;       /* of this worker, for logs and for whoever finds its rank taken; NULL: the program's */
+    const char *token;      /* when the server asks for one */
+    int32_t timeout_ms;     /* of each control call; 0: 5000 */
+} ep_client_options;
+
+/*
+ * address: "unix:PATH"; NULL: $EP_SERVER, else the socket of the user's own server when it is there
+ * ($XDG_RUNTIME_DIR/ep-server/ep.sock), else unix:/run/ep-server/ep.sock.  options may be NULL.
+ * EP_UNAVAILABLE when no server answers there; EP_FAILED_PRECONDITION when it is of another release,
+ * whose windows this library does not know.
+ */
+EP_API ep_status ep_client_open(const char *address, const ep_client_options *options, ep_client **client);
+/* Its ranks should have left; those that have not are left now.  NULL is allowed. */
+EP_API void ep_client_close(ep_client *client);
+
+/* ---- groups ------------------------------------------------------------------- */
+
+/* What a group settled on. */
+typedef struct ep_group_info {
+    size_t size;
+    uint64_t epoch;
+    uint32_t ranks, experts, hidden, top_k;
+    uint32_t ll_max_tokens, ht_max_tokens; /* 0: the mode is not part of the group */
+    uint32_t ll_banks;
+    uint32_t dtypes;       /* bits 1u << ep_dtype */
+    uint32_t max_local_experts;
+    uint64_t arena_bytes, window_bytes;
+    uint32_t timeout_ms;
+} ep_group_info;
+
+EP_API ep_status ep_group_describe(ep_client *client, const char *group, ep_group_info *info);
+
+/* ---- joining ------------------------------------------------------------------ */
+
+#define EP_ANY_RANK (-1)
+
+typedef struct ep_join_options {
+    size_t size;
+    const char *group;
+    int32_t rank;           /* EP_ANY_RANK: a free one */
+} ep_join_options;
+
+/*
+ * Claims a rank and maps its window.  From here on peers wait for this rank in every op that
+ * begins, so be ready to take part.  EP_ALREADY_EXISTS: somebody holds the rank, and the message says
+ * who.  EP_FAILED_PRECONDITION: the node is drained or the group is not ready.  EP_UNAVAILABLE: its
+ * last worker has left and may still write its memory; a rank that is free within half a second is
+ * waited for.
+ */
+EP_API ep_status ep_join(ep_client *client, const ep_join_options *options, ep_rank **rank);
+
+/*
+ * Gives the rank back: waits for running ops (bounded by the group's timeout), unmaps the window.
+ * All pointers into it and all handles die.  NULL is allowed.
+ */
+EP_API void ep_leave(ep_rank *rank);
+
+typedef struct ep_rank_info {
+    size_t size;
+    uint32_t rank;
+    uint32_t local_experts;      /* L of this rank */
+    const uint32_t *local_to_expert; /* [local_experts] expert numbers, valid while joined */
+    ep_group_info group;
+} ep_rank_info;
+
+EP_API ep_status ep_rank_describe(const ep_rank *rank, ep_rank_info *info);
+
+/* ---- memory ------------------------------------------------------------------- */
+
+/*
+ * `bytes` of the rank's arena, 256-byte aligned, uninitialised; NULL with EP_RESOURCE_EXHAUSTED in
+ * ep_error_message() when the arena has no such block.  Everything an op reads or writes lies
+ * in it.  Freed by ep_free() or when the rank is left.  The table of blocks is in private memory:
+ * nothing is written to the window.  0 bytes give a block too.
+ */
+EP_API void *ep_alloc(ep_rank *rank, size_t bytes);
+EP_API void ep_free(ep_rank *rank, void *memory);
+
+/* ---- handles ------------------------------------------------------------------ */
+
+/*
+ * A handle holds the routing of one dispatch, for its combine and for later passes.  A new
+ * dispatch on it replaces the routing.  An LL handle's routing (and its rank-major rows) lives until
+ * the group's ll_banks-th LL dispatch after it, made on any handle of the rank; after that a combine
+ * returns EP_STALE_HANDLE.  At most EP_MAX_HANDLES (64) per rank.
+ */
+EP_API ep_status ep_handle_create(ep_rank *rank, ep_handle **handle);
+EP_API void ep_handle_destroy(ep_handle *handle); /* NULL is allowed */
+
+/* ---- dispatch ----------------------------------------------------------------- */
+
+/* Where a received row comes from. */
+typedef struct ep_source_row {
+    uint32_t rank, token;
+} ep_source_row;
+
+/*
+ * Shapes as in ep_types.h; T tokens of this rank, k choices each; L is the group's max_local_experts,
+ * on every rank.  Pointers come from ep_alloc() of the same rank and are multiples of 16.  An expert number outside [-1, experts) is counted as dropped, never followed.
+ */
+typedef struct ep_dispatch_args {
+    size_t size;
+    ep_mode mode;
+    ep_layout layout;
+    uint32_t flags;           /* EP_OP_SEND_ONLY (LL), EP_OP_CACHED */
+    ep_dtype input_dtype;     /* of tokens */
+    ep_dtype wire_dtype;      /* 0: as input_dtype.  EP_FP8_E4M3: quantised on the way */
+    uint32_t num_tokens;      /* T; 0 is legal */
+    uint32_t top_k;           /* k; 0: the group's, with EP_OP_CACHED the handle's */
+    uint32_t index_bytes;     /* of topk_idx: 4 (0: 4) or 8 */
+    uint32_t alignment;       /* packed: rows, a power of two; 0: 1 */
+    const void *tokens;       /* [T, H] */
+    const float *scales;      /* [T, ceil(H/128)], fp8 input only */
+    const void *topk_idx;     /* [T, k]; not with EP_OP_CACHED */
+    const float *topk_weights;/* [T, k]; NULL: 1; not with EP_OP_CACHED */
+    /* outputs */
+    void *out;                /* rows; NULL for rank-major, which is zero copy: see ep_op_info.view */
+    size_t out_bytes;         /* packed, flat: how many bytes `out` has; others need the full shape */
+    float *out_scales;        /* fp8 arrives: [rows of out, ceil(H/128)] */
+    int32_t *counts;          /* expert-major, packed [L]; rank-major, flat [R] */
+    int32_t *offsets;         /* packed [L + 1] */
+    int32_t *out_topk;        /* optional: rank-major [R, T_max, k], flat [rows, k]: local expert or -1 */
+    float *out_weights;       /* optional, like out_topk */
+    ep_source_row *sources;   /* optional: where each row of out comes from */
+} ep_dispatch_args;
+
+EP_API ep_status ep_dispatch(ep_handle *handle, const ep_dispatch_args *args, ep_stream stream);
+
+/* ---- combine ------------------------------------------------------------------ */
+
+/*
+ * Rows come as the handle's dispatch laid them out.  Expert-major and packed rows are one expert's
+ * output each: they are multiplied by the token's weight and summed over this rank's experts in fp32
+ * before they travel.  Rank-major and flat rows are the rank's sum for the token already,
+ * weights included.  What travels is rounded once to `dtype`, and so is the result.
+ */
+typedef struct ep_combine_args {
+    size_t size;
+    uint32_t flags;           /* EP_OP_SEND_ONLY (LL) */
+    ep_dtype dtype;           /* of rows, bias and out: bf16, fp16 or fp32 */
+    const void *rows;         /* rank-major: [R, T_max, H] packed, or NULL: in place in the window's view */
+    size_t rows_bytes;        /* packed, flat: bytes at `rows` */
+    const void *bias;         /* optional [T, H] */
+    void *out;                /* [T, H] in the order of the dispatch's tokens */
+    /* HT backward: gradients of the weights */
+    const float *row_grads;   /* optional: flat [N, k], packed [rows] */
+    float *topk_grads;        /* with row_grads: [T, k] */
+} ep_combine_args;
+
+EP_API ep_status ep_combine(ep_handle *handle, const ep_combine_args *args, ep_stream stream);
+
+/* The receiving half of the handle's last send-only dispatch or combine. */
+EP_API ep_status ep_complete(ep_handle *handle, ep_stream stream);
+
+/* ---- waiting and results -------------------------------------------------------- */
+
+/*
+ * Waits until every op of the rank is over.  Returns the first failure since the last call, and its
+ * message; EP_DEADLINE_EXCEEDED when timeout_ms (< 0: none beyond the group's own bounds) is over
+ * first; EP_SERVER_LOST when the server is gone; EP_DETACHED when it has taken the rank away;
+ * EP_CANCELLED after ep_rank_interrupt(), with the ops going on.  A failure is told once, by whichever
+ * of ep_sync() and ep_handle_wait() comes first; the loss of the server or the rank by every call.
+ */
+EP_API ep_status ep_sync(ep_rank *rank, int32_t timeout_ms);
+
+/* The same for the handle's ops only. */
+EP_API ep_status ep_handle_wait(ep_handle *handle, int32_t timeout_ms);
+
+/* Makes the wait that the rank's thread is in, or the next one, return EP_CANCELLED: ep_sync(),
+ * ep_handle_wait(), ep_event_next(), or a call that waits for a free slot.  Any thread,
+ * async-signal-safe. */
+EP_API void ep_rank_interrupt(ep_rank *rank);
+
+/* What became of the handle's last finished dispatch or combine, as far as a wait has seen it.  For a
+ * send-only op that is both halves together, total_ns is ep_complete()'s. */
+typedef struct ep_op_info {
+    size_t size;
+    ep_status status;
+    uint64_t number;          /* LL or HT number of the op in the group */
+    uint64_t rows;            /* dispatch: rows received (packed: padding included) */
+    uint64_t rows_needed;     /* EP_OVERFLOW: rows that `out` should have held */
+    uint64_t dropped;         /* routes dropped: bad id or absent home */
+    uint32_t absent;          /* ranks left out */
+    uint32_t late_rank;       /* EP_TIMEOUT: whom it waited for */
+    uint64_t wire_bytes;      /* sent to other ranks, each (token, rank) once */
+    uint64_t logical_bytes;   /* T * k rows */
+    uint64_t service_ns;      /* executor's time from start to end */
+    uint64_t wait_ns;         /* of it, waiting for peers */
+    uint64_t total_ns;        /* from the call to the result, as this process saw it */
+    const void *view;         /* rank-major dispatch: row i of rank r at view + r*view_stride + i*row bytes */
+    uint64_t view_stride;     /* bytes */
+    const float *scales_view; /* fp8: scales of that row at + r*scales_view_stride + i*scales_row_stride bytes */
+    uint64_t scales_view_stride, scales_row_stride;
+    uint64_t arrived[EP_MASK_WORDS]; /* bit r: rank r's part is in the result */
+} ep_op_info;
+
+EP_API ep_status ep_dispatch_info(const ep_handle *handle, ep_op_info *info);
+EP_API ep_status ep_combine_info(const ep_handle *handle, ep_op_info *info);
+
+/* ---- events ------------------------------------------------------------------- */
+
+typedef enum ep_event_type {
+    EP_EVENT_NONE = 0,
+    EP_EVENT_RANK_LOST = 1,   /* rank: peers go on without it */
+    EP_EVENT_RANK_JOINED = 2, /* rank */
+    EP_EVENT_EPOCH = 3,       /* a newer epoch is there: leave and join again to move */
+    EP_EVENT_DRAINING = 4,    /* leave when it suits */
+    EP_EVENT_DETACHED = 5,    /* the group is gone: leave */
+    EP_EVENT_EVENTS_LOST = 6, /* value: that many were dropped because nobody read them */
+    EP_EVENT_SERVER_LOST = 7
+} ep_event_type;
+
+typedef struct ep_event {
+    size_t size;
+    ep_event_type type;
+    uint32_t rank;
+    uint64_t epoch, value;
+    char text[256];
+} ep_event;
+
+/* Readable while an event waits; for poll(2).  Owned by the rank. */
+EP_API int ep_event_fd(const ep_rank *rank);
+/* The next event; EP_DEADLINE_EXCEEDED when none comes within timeout_ms (0: do not wait; < 0: wait for
+ * ever).  When all have been read and none can come: EP_SERVER_LOST or EP_DETACHED. */
+EP_API ep_status ep_event_next(ep_rank *rank, int32_t timeout_ms, ep_event *event);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

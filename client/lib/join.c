@@ -1,0 +1,328 @@
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "client_private.h"
+
+/* A rank whose last worker has just gone is free in a moment: so long we ask again, that often. */
+#define CLAIM_PATIENCE_MS 500u
+#define CLAIM_AGAIN_MS 5u
+
+/* ep_leave: what a running op may take beyond the group's bound. */
+#define LEAVE_SLACK_MS 1000u
+
+/* ---- claim ----------------------------------------------------------------------- */
+
+static ep_status claim(struct ep_client *client, const ep_join_options *options,
+                       Ep__V1__ClaimReply **reply, struct ep_error *error)
+{
+    Ep__V1__ClaimRequest request = EP__V1__CLAIM_REQUEST__INIT;
+    ProtobufCMessage *message = NULL;
+
+    if (!options->group)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "ep_join_options.group is NULL");
+    if (options->rank < EP_ANY_RANK)
+        return ep_error_set(error, EP_INVALID_ARGUMENT,
+                            "ep_join_options.rank is %d: must be a rank or EP_ANY_RANK (%d)",
+                            options->rank, EP_ANY_RANK);
+    request.group = (char *)options->group; /* only packed */
+    if (options->rank != EP_ANY_RANK) {
+        request._rank_case = EP__V1__CLAIM_REQUEST___RANK_RANK;
+        request.rank = (uint32_t)options->rank;
+    }
+    request.worker = client->name;
+    request.token = client->token;
+    request.window_version = EP_WINDOW_VERSION;
+    request.attach_version = EP_ATTACH_VERSION;
+
+    const uint64_t end = ep_clock_ns() + CLAIM_PATIENCE_MS * EP_NS_PER_MS;
+
+    while (call_server(client, "Claim", &request.base, &message, error) != EP_OK) {
+        if (error->status != EP_UNAVAILABLE || ep_clock_ns() >= end)
+            return error->status;
+        usleep(CLAIM_AGAIN_MS * 1000);
+    }
+    *reply = (Ep__V1__ClaimReply *)message;
+    return EP_OK;
+}
+
+static ep_status check_reply(const Ep__V1__ClaimReply *reply, struct ep_error *error)
+{
+    if (!reply->spec || reply->ticket.len != EP_ATTACH_TICKET_BYTES)
+        return ep_error_set(error, EP_PROTOCOL, "the server's answer to a claim has no %s",
+                            reply->spec ? "ticket" : "spec");
+    if (reply->backend != EP__V1__BACKEND__BACKEND_HOST)
+        return ep_error_set(error, EP_UNIMPLEMENTED,
+                            "the group's backend is %d: this libepclient has the host backend (%d) only",
+                            (int)reply->backend, (int)EP__V1__BACKEND__BACKEND_HOST);
+    return EP_OK;
+}
+
+/* ---- side socket ----------------------------------------------------------------- */
+
+static int try_connect(int fd, const char *path)
+{
+    struct sockaddr_un address = { .sun_family = AF_UNIX };
+
+    if (strlen(path) >= sizeof address.sun_path) {
+        errno = ENAMETOOLONG;
+        return -1;
+    }
+    memcpy(address.sun_path, path, strlen(path) + 1);
+    return connect(fd, (const struct sockaddr *)&address, sizeof address);
+}
+
+/* In a container the server's directory may be mounted under another name: beside its RPC socket. */
+static int try_neighbour(struct ep_client *client, int fd, const char *path)
+{
+    const char *slash = strrchr(client->path, '/');
+    const char *name = strrchr(path, '/');
+    char beside[512];
+
+    if (!slash || !name
+        || snprintf(beside, sizeof beside, "%.*s%s", (int)(slash - client->path), client->path, name)
+               >= (int)sizeof beside)
+        return -1;
+    return try_connect(fd, beside);
+}
+
+static ep_status connect_side(struct ep_client *client, const char *path, int *out,
+                              struct ep_error *error)
+{
+    struct timeval bound = { .tv_sec = client->timeout_ms / 1000,
+                             .tv_usec = client->timeout_ms % 1000 * 1000 };
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+
+    if (fd < 0)
+        return ep_error_errno(error, EP_IO, "socket");
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &bound, sizeof bound);
+    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &bound, sizeof bound);
+    if (try_connect(fd, path) < 0 && try_neighbour(client, fd, path) < 0) {
+        ep_error_errno(error, EP_UNAVAILABLE, "connect to the server's side socket %s", path);
+        close(fd);
+        return EP_UNAVAILABLE;
+    }
+    *out = fd;
+    return EP_OK;
+}
+
+/* HELLO, then WELCOME with the window's descriptor. */
+static ep_status greet(int socket, const ProtobufCBinaryData *ticket, struct ep_attach_frame *welcome,
+                       int *window_fd, struct ep_error *error)
+{
+    struct ep_attach_frame hello;
+    int fd;
+
+    ep_attach_frame_init(&hello, EP_ATTACH_HELLO);
+    memcpy(hello.ticket, ticket->data, sizeof hello.ticket);
+    if (ep_attach_send(socket, &hello, -1, error) != EP_OK
+        || ep_attach_receive(socket, welcome, &fd, error) != EP_OK) {
+        if (error->status == EP_UNAVAILABLE)
+            ep_error_set(error, EP_DEADLINE_EXCEEDED, "the server does not answer on its side socket");
+        return error->status;
+    }
+    if (welcome->type == EP_ATTACH_WELCOME && fd >= 0) {
+        *window_fd = fd;
+        return EP_OK;
+    }
+    if (fd >= 0)
+        close(fd);
+    if (welcome->type == EP_ATTACH_REFUSED)
+        return ep_error_set(error, (ep_status)welcome->status, "%s", welcome->text);
+    return ep_error_set(error, EP_PROTOCOL, "the server answered HELLO with frame type %u%s", welcome->type,
+                        welcome->type == EP_ATTACH_WELCOME ? " and no descriptor" : "");
+}
+
+/* ---- window ---------------------------------------------------------------------- */
+
+static ep_status map_window(struct ep_rank *rank, int fd, uint64_t bytes, struct ep_error *error)
+{
+    struct stat st;
+
+    if (fstat(fd, &st) < 0)
+        return ep_error_errno(error, EP_IO, "the window's descriptor");
+    if (bytes != rank->shape.map.total_bytes || (uint64_t)st.st_size < bytes)
+        return ep_error_set(error, EP_PROTOCOL, "the window has %llu bytes (WELCOME says %llu): must have %llu",
+                            (unsigned long long)st.st_size, (unsigned long long)bytes,
+                            (unsigned long long)rank->shape.map.total_bytes);
+
+    void *window = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+
+    if (window == MAP_FAILED)
+        return ep_error_errno(error, EP_NO_MEMORY, "map a window of %llu bytes", (unsigned long long)bytes);
+    rank->window = window;
+    rank->control = window;
+    return EP_OK;
+}
+
+static ep_status check_window(const struct ep_rank *rank, struct ep_error *error)
+{
+    const struct ep_control *c = rank->control;
+
+    if (c->magic != EP_WINDOW_MAGIC || c->version != EP_WINDOW_VERSION)
+        return ep_error_set(error, EP_PROTOCOL,
+                            "the window has version %u: this libepclient knows %u, they must be of "
+                            "matching releases",
+                            c->magic == EP_WINDOW_MAGIC ? c->version : 0, EP_WINDOW_VERSION);
+    if (c->rank != rank->rank || c->epoch != rank->epoch
+        || memcmp(&c->limits, &rank->shape.map.limits, sizeof c->limits) != 0)
+        return ep_error_set(error, EP_PROTOCOL, "the window is that of another rank, epoch or group");
+    return EP_OK;
+}
+
+/* local number -> expert, from the placement's homes. */
+static ep_status list_experts(struct ep_rank *rank, struct ep_error *error)
+{
+    const struct ep_placement *p = &rank->shape.placement;
+    const uint32_t n = p->local_experts[rank->rank];
+
+    rank->local_to_expert = calloc(n ? n : 1, sizeof *rank->local_to_expert);
+    if (!rank->local_to_expert)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for the rank's experts");
+    for (uint32_t e = 0; e < p->experts; e++)
+        for (uint32_t i = p->first[e]; i < p->first[e + 1]; i++)
+            if (p->rank[i] == rank->rank)
+                rank->local_to_expert[p->local[i]] = e;
+    return EP_OK;
+}
+
+/* ---- join ------------------------------------------------------------------------ */
+
+/* Frees what is there; works on a half-made rank too. */
+static void destroy(struct ep_rank *rank)
+{
+    if (rank->window)
+        munmap(rank->window, rank->shape.map.total_bytes);
+    if (rank->event_fd >= 0)
+        events_fini(rank);
+    if (rank->socket >= 0)
+        close(rank->socket);
+    arena_fini(&rank->arena);
+    ep_placement_free(&rank->shape.placement);
+    free(rank->local_to_expert);
+    free(rank);
+}
+
+static struct ep_rank *make_rank(struct ep_client *client)
+{
+    struct ep_rank *rank = calloc(1, sizeof *rank);
+
+    if (!rank)
+        return NULL;
+    rank->client = client;
+    rank->socket = -1;
+    rank->event_fd = -1;
+    return rank;
+}
+
+static ep_status attach(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, struct ep_error *error)
+{
+    struct ep_attach_frame welcome;
+    int fd = -1;
+
+    if (connect_side(rank->client, reply->socket, &rank->socket, error) != EP_OK
+        || greet(rank->socket, &reply->ticket, &welcome, &fd, error) != EP_OK)
+        return error->status;
+
+    ep_status status = map_window(rank, fd, welcome.value, error);
+
+    close(fd);
+    if (status != EP_OK || check_window(rank, error) != EP_OK)
+        return error->status;
+    if (fcntl(rank->socket, F_SETFL, O_NONBLOCK) < 0)
+        return ep_error_errno(error, EP_IO, "the rank's connection");
+    return EP_OK;
+}
+
+static ep_status set_up(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, struct ep_error *error)
+{
+    if (check_reply(reply, error) != EP_OK
+        || shape_from_spec(reply->spec, reply->window_bytes, &rank->shape, error) != EP_OK)
+        return error->status;
+    rank->rank = reply->rank;
+    rank->epoch = reply->epoch;
+    rank->spin_ns = 1;
+    if (rank->rank >= rank->shape.map.limits.ranks)
+        return ep_error_set(error, EP_PROTOCOL, "the server gave rank %u of %u", rank->rank,
+                            rank->shape.map.limits.ranks);
+    if (list_experts(rank, error) != EP_OK
+        || arena_init(&rank->arena, rank->shape.map.limits.arena_bytes, error) != EP_OK
+        || events_init(rank, error) != EP_OK || attach(rank, reply, error) != EP_OK)
+        return error->status;
+    return monitor_add(rank, error);
+}
+
+ep_status ep_join(ep_client *client, const ep_join_options *given, ep_rank **out)
+{
+    struct ep_error *error = last_error();
+    Ep__V1__ClaimReply *reply = NULL;
+    ep_join_options options;
+    struct ep_rank *rank;
+
+    if (!client || !out)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "%s is NULL", client ? "rank" : "client");
+    if (take_struct("ep_join_options", given, &options, sizeof options) != EP_OK)
+        return EP_INVALID_ARGUMENT;
+    rank = make_rank(client);
+    if (!rank)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
+    if (claim(client, &options, &reply, error) == EP_OK && set_up(rank, reply, error) == EP_OK) {
+        protobuf_c_message_free_unpacked(&reply->base, NULL);
+        *out = rank;
+        return EP_OK;
+    }
+    if (reply)
+        protobuf_c_message_free_unpacked(&reply->base, NULL);
+    destroy(rank);
+    return error->status;
+}
+
+/* ---- leave ----------------------------------------------------------------------- */
+
+/* The window is unmapped: its memory may be used again at once. */
+static void say_bye(const struct ep_rank *rank)
+{
+    struct ep_attach_frame bye;
+
+    ep_attach_frame_init(&bye, EP_ATTACH_BYE);
+    (void)ep_attach_send(rank->socket, &bye, -1, NULL);
+}
+
+void ep_leave(ep_rank *rank)
+{
+    struct ep_error error = EP_ERROR_INIT;
+
+    if (!rank)
+        return;
+
+    const uint64_t bound = (uint64_t)rank->shape.timeout_ms + LEAVE_SLACK_MS;
+
+    (void)ring_wait(rank, rank->head, ep_clock_ns() + bound * EP_NS_PER_MS, false, &error);
+    monitor_remove(rank);
+    handles_free(rank);
+    munmap(rank->window, rank->shape.map.total_bytes);
+    rank->window = NULL;
+    say_bye(rank);
+    destroy(rank);
+}
+
+ep_status ep_rank_describe(const ep_rank *rank, ep_rank_info *info)
+{
+    ep_rank_info full = { .size = sizeof full };
+
+    if (!rank)
+        return ep_error_set(last_error(), EP_INVALID_ARGUMENT, "rank is NULL");
+    full.rank = rank->rank;
+    full.local_experts = rank->shape.placement.local_experts[rank->rank];
+    full.local_to_expert = rank->local_to_expert;
+    shape_info(&rank->shape, rank->epoch, &full.group);
+    return give_struct("ep_rank_info", info, &full, sizeof full);
+}
