@@ -1,0 +1,78 @@
+/* What the files of the API share.  Nobody else includes this. */
+#ifndef EP_API_PRIVATE_H
+#define EP_API_PRIVATE_H
+
+#include "ep_api.h"
+#include "ep_store.h"
+
+#define API_MODULE "api"
+
+struct ep_api {
+    struct ep_api_options options;
+    struct api_watch *watches;     /* WatchGroups */
+    struct api_stats_stream *streams; /* WatchStats */
+    struct api_claim *claims;      /* Claims that wait for a rank */
+    struct api_cordon_change *cordon_changes; /* on their way to the store */
+    bool ending;                   /* no new streams */
+    uint64_t requests;
+};
+
+/*
+ * A call whose answer comes later, from the store.  The call may end before: then `call` is NULL and
+ * only the audit line is left to write.
+ */
+struct api_pending {
+    struct ep_api *api;
+    struct ep_rpc_call *call;
+    const char *action; /* "group.create" */
+    char *target;
+    char *identity;
+    bool dry_run;
+};
+
+/* NULL when there is no memory; the call has been failed then. */
+struct api_pending *api_pending_create(struct ep_api *api, struct ep_rpc_call *call, const char *action,
+                                       const char *target, bool dry_run);
+/* Writes the audit line and frees; the call (or NULL) is the caller's to answer. */
+struct ep_rpc_call *api_pending_finish(struct api_pending *pending, const struct ep_error *error);
+/* on_closed of every handler that uses them. */
+void api_pending_closed(struct ep_rpc_call *call, void *user);
+
+/* Fails the call and returns true when *error is one. */
+bool api_failed(struct ep_rpc_call *call, const struct ep_error *error);
+
+/* Handlers, one table for each service. */
+void api_create_group(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+void api_get_group(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+void api_list_groups(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+void api_update_group(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+void api_delete_group(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+
+void api_watch_groups(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+void api_watch_writable(struct ep_rpc_call *call, void *user);
+void api_watch_closed(struct ep_rpc_call *call, void *user);
+void api_watches_end(struct ep_api *api);
+
+void api_list_nodes(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+void api_get_node(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+void api_drain_node(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+void api_uncordon_node(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+void api_get_version(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+/* Changes on their way to the store find no API any more. */
+void api_cordon_forget(struct ep_api *api);
+
+void api_get_stats(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+void api_watch_stats(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+void api_watch_stats_closed(struct ep_rpc_call *call, void *user);
+void api_stats_end(struct ep_api *api);
+
+/* The node's counters, of one group or all; clear with ep_groups_stats_clear(). */
+void api_stats_fill(struct ep_api *api, const char *group, Ep__V1__Stats *stats);
+
+/* Claims that wait are answered now. */
+void api_claims_end(struct ep_api *api);
+
+extern const struct ep_rpc_handler api_attach_handlers[];
+extern const size_t api_attach_handlers_count;
+
+#endif

@@ -1,0 +1,362 @@
+#include "attach_private.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "ep_log.h"
+
+/* ---- life ---------------------------------------------------------------------- */
+
+static void link_newest(struct connection *connection)
+{
+    struct ep_attach *attach = connection->attach;
+
+    connection->older = attach->newest;
+    if (attach->newest)
+        attach->newest->newer = connection;
+    else
+        attach->oldest = connection;
+    attach->newest = connection;
+    attach->n_connections++;
+}
+
+static void unlink_connection(struct connection *connection)
+{
+    struct ep_attach *attach = connection->attach;
+
+    if (connection->older)
+        connection->older->newer = connection->newer;
+    else
+        attach->oldest = connection->newer;
+    if (connection->newer)
+        connection->newer->older = connection->older;
+    else
+        attach->newest = connection->older;
+    attach->n_connections--;
+}
+
+static void on_handle_closed(uv_handle_t *handle)
+{
+    struct connection *connection = handle->data;
+    struct ep_attach *attach = connection->attach;
+
+    if (--connection->handles == 0) {
+        free(connection->queue);
+        free(connection);
+    }
+    attach_handle_closed(attach);
+}
+
+void connection_close(struct connection *connection)
+{
+    if (connection->state == CONNECTION_CLOSED)
+        return;
+    connection->state = CONNECTION_CLOSED;
+    connection->claim = NULL;
+    unlink_connection(connection);
+    uv_close((uv_handle_t *)&connection->poll, on_handle_closed);
+    uv_close((uv_handle_t *)&connection->deadline, on_handle_closed);
+    close(connection->fd); /* uv_close has taken it out of the poll set */
+    connection->fd = -1;
+}
+
+bool connection_drop_silent(struct ep_attach *attach)
+{
+    for (struct connection *c = attach->oldest; c; c = c->newer)
+        if (c->state == CONNECTION_SILENT) {
+            attach->counters.silent++;
+            connection_close(c);
+            return true;
+        }
+    return false;
+}
+
+/* ---- refusals ------------------------------------------------------------------- */
+
+static void send_refusal(int fd, const struct ep_error *error)
+{
+    struct ep_attach_frame frame;
+
+    ep_attach_frame_init(&frame, EP_ATTACH_REFUSED);
+    frame.status = error->status;
+    snprintf(frame.text, sizeof frame.text, "%.*s", (int)sizeof frame.text - 1, error->text);
+    (void)ep_attach_send(fd, &frame, -1, NULL); /* it is closed next in any case */
+}
+
+static void refuse(struct connection *connection, const struct ep_error *error)
+{
+    connection->attach->counters.refused++;
+    EP_INFO("attach", "hello refused", EP_I("pid", connection->pid), EP_U("uid", connection->uid),
+            EP_S("why", error->text));
+    send_refusal(connection->fd, error);
+    connection_close(connection);
+}
+
+/* Not a frame, or one that has no place here: whoever sends it is not our library. */
+static void bad_frame(struct connection *connection, const struct ep_error *error)
+{
+    struct claim *claim = connection->claim;
+
+    connection->attach->counters.bad_frames++;
+    EP_WARN("attach", "bad frame, connection closed", EP_I("pid", connection->pid),
+            EP_U("uid", connection->uid), EP_S("why", error->text));
+    send_refusal(connection->fd, error);
+    connection_close(connection);
+    if (claim)
+        claim_disconnected(claim, "its worker sent a bad frame");
+}
+
+/* ---- events out ------------------------------------------------------------------ */
+
+static void on_ready(uv_poll_t *poll, int status, int events);
+
+static void watch(struct connection *connection)
+{
+    bool waiting = connection->queued > 0 || connection->lost > 0;
+
+    uv_poll_start(&connection->poll, UV_READABLE | (waiting ? UV_WRITABLE : 0), on_ready);
+}
+
+/* The last place is kept for DETACHED, which no worker may miss: its ops would never end. */
+static bool enqueue(struct connection *connection, const struct ep_attach_frame *event)
+{
+    uint32_t room = event->event == EP_ATTACH_DETACHED ? EVENT_QUEUE : EVENT_QUEUE - 1;
+
+    if (!connection->queue)
+        connection->queue = calloc(EVENT_QUEUE, sizeof *connection->queue);
+    if (!connection->queue || connection->queued >= room)
+        return false;
+    connection->queue[(connection->first + connection->queued++) % EVENT_QUEUE] = *event;
+    return true;
+}
+
+/* After the events that had room, the number of those that had none. */
+static bool send_lost(struct connection *connection)
+{
+    struct ep_attach_frame frame;
+
+    ep_attach_frame_init(&frame, EP_ATTACH_EVENT);
+    frame.event = EP_ATTACH_EVENTS_LOST;
+    frame.value = connection->lost;
+    if (ep_attach_send(connection->fd, &frame, -1, NULL) != EP_OK)
+        return false;
+    connection->lost = 0;
+    return true;
+}
+
+static void flush(struct connection *connection)
+{
+    while (connection->queued > 0) {
+        if (ep_attach_send(connection->fd, &connection->queue[connection->first], -1, NULL) != EP_OK)
+            return; /* full, or closed: then reading will say so */
+        connection->first = (connection->first + 1) % EVENT_QUEUE;
+        connection->queued--;
+    }
+    if (connection->lost == 0 || send_lost(connection))
+        watch(connection);
+}
+
+void connection_event(struct connection *connection, const struct ep_attach_frame *event)
+{
+    bool idle = connection->queued == 0 && connection->lost == 0;
+
+    if (idle && ep_attach_send(connection->fd, event, -1, NULL) == EP_OK)
+        return;
+    if (!enqueue(connection, event))
+        connection->lost++;
+    watch(connection);
+}
+
+/* ---- frames in ------------------------------------------------------------------- */
+
+static ep_status send_welcome(struct connection *connection, const struct ep_membership_info *info,
+                              struct ep_error *error)
+{
+    struct ep_attach_frame frame;
+
+    ep_attach_frame_init(&frame, EP_ATTACH_WELCOME);
+    frame.rank = info->rank;
+    frame.epoch = info->epoch;
+    frame.value = info->window_bytes;
+    return ep_attach_send(connection->fd, &frame, info->window_fd, error);
+}
+
+static void on_hello(struct connection *connection, const struct ep_attach_frame *hello)
+{
+    struct ep_attach *attach = connection->attach;
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_membership_info info;
+    struct claim *claim = claim_find(attach, hello->ticket, connection->pid, connection->uid, &error);
+
+    if (!claim || claim_attach(claim, connection, &info, &error) != EP_OK) {
+        refuse(connection, &error);
+        return;
+    }
+    connection->state = CONNECTION_ATTACHED;
+    connection->claim = claim;
+    uv_timer_stop(&connection->deadline);
+    if (send_welcome(connection, &info, &error) != EP_OK) {
+        connection_close(connection);
+        claim_disconnected(claim, "its worker went away while attaching");
+        return;
+    }
+    attach->counters.attaches++;
+    claim->connection = connection; /* from now on it hears events */
+}
+
+static void on_bye(struct connection *connection)
+{
+    struct claim *claim = connection->claim;
+
+    connection_close(connection);
+    claim_bye(claim);
+}
+
+static void on_frame(struct connection *connection, const struct ep_attach_frame *frame)
+{
+    struct ep_error error = EP_ERROR_INIT;
+
+    if (connection->state == CONNECTION_SILENT && frame->type == EP_ATTACH_HELLO) {
+        on_hello(connection, frame);
+    } else if (connection->state == CONNECTION_ATTACHED && frame->type == EP_ATTACH_BYE) {
+        on_bye(connection);
+    } else {
+        ep_error_set(&error, EP_PROTOCOL, "frame type is %u: %s", frame->type,
+                     connection->state == CONNECTION_SILENT ? "HELLO comes first"
+                                                            : "only BYE may follow HELLO");
+        bad_frame(connection, &error);
+    }
+}
+
+static void on_lost(struct connection *connection)
+{
+    struct claim *claim = connection->claim;
+
+    if (connection->state == CONNECTION_SILENT)
+        connection->attach->counters.silent++;
+    connection_close(connection);
+    if (claim)
+        claim_disconnected(claim, "its worker's connection closed without a goodbye");
+}
+
+static void on_readable(struct connection *connection)
+{
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_attach_frame frame;
+    int fd;
+    ep_status status = ep_attach_receive(connection->fd, &frame, &fd, &error);
+
+    if (fd >= 0)
+        close(fd); /* workers have none to give */
+    if (status == EP_OK)
+        on_frame(connection, &frame);
+    else if (status == EP_PROTOCOL)
+        bad_frame(connection, &error);
+    else if (status != EP_UNAVAILABLE)
+        on_lost(connection);
+}
+
+/*
+ * The worker closed with events of ours unread: the socket is in error, and what it said before, BYE
+ * as a rule, is still there to be read.
+ */
+static void on_reset(struct connection *connection)
+{
+    on_readable(connection);
+    if (connection->state != CONNECTION_CLOSED)
+        on_lost(connection);
+}
+
+static void on_ready(uv_poll_t *poll, int status, int events)
+{
+    struct connection *connection = poll->data;
+
+    if (status < 0) {
+        on_reset(connection);
+        return;
+    }
+    if (events & UV_WRITABLE)
+        flush(connection);
+    if (events & UV_READABLE)
+        on_readable(connection);
+}
+
+static void on_deadline(uv_timer_t *timer)
+{
+    struct connection *connection = timer->data;
+
+    connection->attach->counters.silent++;
+    connection_close(connection);
+}
+
+/* ---- accept ---------------------------------------------------------------------- */
+
+/* A newcomer pushes out who has been silent the longest; real workers speak at once. */
+static bool make_room(struct ep_attach *attach)
+{
+    return attach->n_connections < attach->max_connections || connection_drop_silent(attach);
+}
+
+static ep_status admit(struct ep_attach *attach, int fd, struct ucred *peer, struct ep_error *error)
+{
+    socklen_t size = sizeof *peer;
+
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, peer, &size) < 0)
+        return ep_error_errno(error, EP_IO, "credentials of the worker");
+    if (!ep_attach_allowed(attach, peer->uid, peer->gid))
+        return ep_error_set(error, EP_PERMISSION_DENIED, "uid %u, gid %u may not attach to this server",
+                            peer->uid, peer->gid);
+    if (!make_room(attach))
+        return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "the server has %u connections: no more are let in",
+                            attach->n_connections);
+    return EP_OK;
+}
+
+static ep_status open_handles(struct connection *connection, struct ep_error *error)
+{
+    struct ep_attach *attach = connection->attach;
+    int rc = uv_poll_init(attach->loop, &connection->poll, connection->fd);
+
+    if (rc < 0)
+        return ep_error_set(error, EP_IO, "poll a connection: %s", uv_strerror(rc));
+    uv_timer_init(attach->loop, &connection->deadline);
+    connection->handles = 2;
+    attach_handle_opened(attach);
+    attach_handle_opened(attach);
+    connection->poll.data = connection->deadline.data = connection;
+    return EP_OK;
+}
+
+void connection_accept(struct ep_attach *attach, int fd)
+{
+    struct ep_error error = EP_ERROR_INIT;
+    struct connection *connection = NULL;
+    struct ucred peer;
+
+    if (admit(attach, fd, &peer, &error) != EP_OK)
+        goto refused;
+    connection = calloc(1, sizeof *connection);
+    if (!connection) {
+        ep_error_set(&error, EP_NO_MEMORY, "no memory for a connection");
+        goto refused;
+    }
+    connection->attach = attach;
+    connection->fd = fd;
+    connection->pid = peer.pid;
+    connection->uid = peer.uid;
+    if (open_handles(connection, &error) != EP_OK)
+        goto refused;
+    link_newest(connection);
+    uv_timer_start(&connection->deadline, on_deadline, attach->hello_timeout_ms, 0);
+    watch(connection);
+    return;
+
+refused:
+    attach->counters.refused++;
+    send_refusal(fd, &error);
+    free(connection);
+    close(fd);
+}

@@ -1,0 +1,56 @@
+#include "arena.h"
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define BLOCK_BYTES 8192u
+
+struct arena_block {
+    struct arena_block *next;
+    size_t used, size;
+    max_align_t memory[];
+};
+
+static struct arena_block *add_block(struct arena *arena, size_t bytes)
+{
+    size_t size = bytes > BLOCK_BYTES ? bytes : BLOCK_BYTES;
+    struct arena_block *block = calloc(1, sizeof *block + size);
+
+    if (!block)
+        abort(); /* a few kilobytes of bookkeeping: nothing sensible can go on without them */
+    block->size = size;
+    block->next = arena->blocks;
+    arena->blocks = block;
+    return block;
+}
+
+void *arena_alloc(struct arena *arena, size_t bytes)
+{
+    struct arena_block *block = arena->blocks;
+    void *memory;
+
+    bytes = (bytes + sizeof(max_align_t) - 1) / sizeof(max_align_t) * sizeof(max_align_t);
+    if (!block || block->size - block->used < bytes)
+        block = add_block(arena, bytes);
+    memory = (uint8_t *)block->memory + block->used;
+    block->used += bytes;
+    return memory;
+}
+
+char *arena_strdup(struct arena *arena, const char *text)
+{
+    size_t n = strlen(text) + 1;
+
+    return memcpy(arena_alloc(arena, n), text, n);
+}
+
+void arena_clear(struct arena *arena)
+{
+    while (arena->blocks) {
+        struct arena_block *block = arena->blocks;
+
+        arena->blocks = block->next;
+        free(block);
+    }
+}

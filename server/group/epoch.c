@@ -1,0 +1,233 @@
+/* One agreed configuration: a window per rank, the team they form, their counters. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ep_clock.h"
+#include "ep_log.h"
+#include "group_private.h"
+
+static ep_status map_window(struct epoch *epoch, struct rank *rank, struct ep_error *error)
+{
+    char name[128];
+    ep_status status;
+
+    snprintf(name, sizeof name, "%s/%llu/%u", epoch->group->name, (unsigned long long)epoch->number,
+             rank->number);
+    status = ep_node_window_create(epoch->group->groups->node, rank->device, name,
+                                   epoch->settled.map.total_bytes, &rank->fd, &rank->window, error);
+    if (!status)
+        ep_host_team_set_window(epoch->team, rank->number, rank->window);
+    return status;
+}
+
+/* Windows are symmetric, so what fits one rank must fit all. */
+static ep_status make_window(struct epoch *epoch, struct rank *rank, struct ep_error *error)
+{
+    ep_status status = ep_node_reserve(epoch->group->groups->node, rank->device,
+                                       epoch->settled.map.total_bytes, error);
+
+    if (status)
+        return status;
+    rank->reserved = true;
+    return map_window(epoch, rank, error);
+}
+
+/* ---- a fresh window for the next worker -------------------------------------------- */
+
+struct dropped {
+    uv_work_t work;
+    struct rank *rank;
+    int fd;
+    void *window;
+};
+
+/* A thread of the pool: giving pages back takes its time. */
+static void drop_window(uv_work_t *work)
+{
+    struct dropped *old = work->data;
+    struct epoch *epoch = old->rank->epoch;
+
+    ep_node_window_destroy(epoch->group->groups->node, old->rank->device, old->fd, old->window,
+                           epoch->settled.map.total_bytes);
+}
+
+static void on_window_dropped(uv_work_t *work, int status)
+{
+    struct dropped *old = work->data;
+    struct epoch *epoch = old->rank->epoch;
+
+    (void)status; /* it is never cancelled */
+    epoch->dropping--;
+    group_later(epoch->group->groups);
+    free(old);
+}
+
+void epoch_renew_window(struct rank *rank)
+{
+    struct epoch *epoch = rank->epoch;
+    struct dropped *old = group_allocate(1, sizeof *old);
+    struct ep_error error = EP_ERROR_INIT;
+
+    *old = (struct dropped){ .rank = rank, .fd = rank->fd, .window = rank->window };
+    old->work.data = old;
+    if (map_window(epoch, rank, &error)) {
+        EP_ERROR("group", "no fresh window: the next worker gets the old one",
+                 EP_S("group", epoch->group->name), EP_U("rank", rank->number), EP_S("error", error.text));
+        rank->fd = old->fd;
+        rank->window = old->window;
+        free(old);
+        return;
+    }
+    epoch->dropping++;
+    uv_queue_work(epoch->group->groups->loop, &old->work, drop_window, on_window_dropped);
+}
+
+/* ---- form and free ----------------------------------------------------------------- */
+
+static void init_ranks(struct epoch *epoch)
+{
+    uint32_t devices = ep_node_devices(epoch->group->groups->node);
+    uint64_t now = ep_clock_wall_us();
+
+    for (uint32_t i = 0; i < epoch->n_ranks; i++)
+        epoch->ranks[i] = (struct rank){
+            .epoch = epoch,
+            .number = i,
+            .device = i % devices,
+            .state = EP_RANK_STATE(EXPECTED),
+            .since_us = now,
+            .fd = -1,
+        };
+}
+
+static ep_status form(struct epoch *epoch, struct ep_error *error)
+{
+    const struct ep_settled *settled = &epoch->settled;
+    ep_status status = ep_host_team_create(&settled->map, &settled->placement, settled->spec->timeout_ms,
+                                           &epoch->team, error);
+
+    for (uint32_t i = 0; !status && i < epoch->n_ranks; i++)
+        status = make_window(epoch, &epoch->ranks[i], error);
+    return status;
+}
+
+ep_status epoch_form(struct group *group, uint64_t number, struct ep_settled *settled, struct epoch **out,
+                     struct ep_error *error)
+{
+    struct epoch *epoch = group_allocate(1, sizeof *epoch);
+    ep_status status;
+
+    epoch->group = group;
+    epoch->number = number;
+    epoch->settled = *settled;
+    *settled = (struct ep_settled){ 0 };
+    epoch->n_ranks = epoch->settled.spec->ranks;
+    epoch->ranks = group_allocate(epoch->n_ranks, sizeof *epoch->ranks);
+    init_ranks(epoch);
+    status = form(epoch, error);
+    if (status) {
+        epoch_free(epoch);
+        return status;
+    }
+    *out = epoch;
+    return EP_OK;
+}
+
+/* A thread of the pool. */
+static void give_back(uv_work_t *work)
+{
+    struct epoch *epoch = work->data;
+    struct ep_node *node = epoch->group->groups->node;
+    uint64_t bytes = epoch->settled.map.total_bytes;
+
+    if (epoch->team)
+        ep_host_team_destroy(epoch->team);
+    for (uint32_t i = 0; i < epoch->n_ranks; i++) {
+        struct rank *rank = &epoch->ranks[i];
+
+        if (rank->fd >= 0)
+            ep_node_window_destroy(node, rank->device, rank->fd, rank->window, bytes);
+    }
+}
+
+static void given_back(uv_work_t *work, int status)
+{
+    struct epoch *epoch = work->data;
+    struct group *group = epoch->group;
+
+    (void)status; /* it is never cancelled */
+    for (uint32_t i = 0; i < epoch->n_ranks; i++) {
+        struct rank *rank = &epoch->ranks[i];
+
+        if (rank->reserved)
+            ep_node_release(group->groups->node, rank->device, epoch->settled.map.total_bytes);
+        worker_clear(&rank->claimant);
+        worker_clear(&rank->worker);
+    }
+    ep_settled_clear(&epoch->settled);
+    free(epoch->ranks);
+    free(epoch);
+    group->freeing--;
+    group_later(group->groups);
+}
+
+void epoch_free(struct epoch *epoch)
+{
+    epoch->group->freeing++;
+    epoch->freeing.data = epoch;
+    if (uv_queue_work(epoch->group->groups->loop, &epoch->freeing, give_back, given_back) == 0)
+        return;
+    give_back(&epoch->freeing); /* cannot be, and slow is better than never */
+    given_back(&epoch->freeing, 0);
+}
+
+bool epoch_idle(const struct epoch *epoch)
+{
+    return !epoch->members && !epoch->engines && !epoch->quarantined && !epoch->dropping;
+}
+
+bool epoch_reset_due(const struct epoch *epoch)
+{
+    return epoch->used && !epoch->attached && !epoch->engines && !epoch->quarantined;
+}
+
+bool epoch_resetting(const struct epoch *epoch)
+{
+    return epoch->used && !epoch->attached && !epoch->quarantined;
+}
+
+void epoch_reset(struct epoch *epoch)
+{
+    /* The team wants all absent; ranks that nobody ever took are not. */
+    for (uint32_t i = 0; i < epoch->n_ranks; i++)
+        if (epoch->ranks[i].state == EP_RANK_STATE(EXPECTED))
+            ep_host_team_leave(epoch->team, i);
+    ep_host_team_reset(epoch->team);
+    for (uint32_t i = 0; i < epoch->n_ranks; i++) {
+        rank_set_state(&epoch->ranks[i], EP_RANK_RESET);
+        epoch->ranks[i].reason[0] = '\0';
+    }
+    epoch->used = false;
+}
+
+void epoch_tell(struct epoch *epoch, const struct rank *but, bool attached_only, enum ep_group_event event,
+                uint32_t rank, uint64_t number, const char *text)
+{
+    for (uint32_t i = 0; i < epoch->n_ranks; i++) {
+        struct ep_membership *member = epoch->ranks[i].member;
+
+        if (member && &epoch->ranks[i] != but && (member->attached || !attached_only))
+            member->on_event(event, rank, number, text, member->user);
+    }
+}
+
+void epoch_detach(struct epoch *epoch, const char *reason)
+{
+    if (epoch->detached)
+        return;
+    epoch->detached = true;
+    for (uint32_t i = 0; i < epoch->n_ranks; i++)
+        ep_host_team_leave(epoch->team, i);
+    epoch_tell(epoch, NULL, false, EP_GROUP_DETACHED, 0, epoch->number, reason);
+}

@@ -1,0 +1,317 @@
+/* Claimed ranks: claim, attach, release. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ep_clock.h"
+#include "ep_log.h"
+#include "group_private.h"
+
+void worker_clear(struct worker *worker)
+{
+    free(worker->name);
+    *worker = (struct worker){ 0 };
+}
+
+void worker_set(struct worker *worker, const struct ep_worker *from)
+{
+    char *name = strdup(from->name ? from->name : "");
+
+    worker_clear(worker);
+    *worker = (struct worker){ .pid = from->pid, .uid = from->uid, .name = name };
+}
+
+static const char *worker_name(const struct worker *worker)
+{
+    return worker->name ? worker->name : "";
+}
+
+void rank_set_state(struct rank *rank, enum ep_rank_event event)
+{
+    ep_rank_state next = ep_rank_state_next(rank->state, event);
+
+    if (next == EP_RANK_STATE(UNSPECIFIED)) {
+        EP_ERROR("group", "a rank made a move that it cannot", EP_S("group", rank->epoch->group->name),
+                 EP_U("rank", rank->number), EP_S("state", ep_rank_state_name(rank->state)),
+                 EP_I("event", event));
+        return;
+    }
+    if (next != rank->state)
+        rank->since_us = ep_clock_wall_us();
+    rank->state = next;
+}
+
+/* ---- claim -------------------------------------------------------------------- */
+
+static ep_status refuse_held(const struct rank *rank, struct ep_error *error)
+{
+    const struct worker *worker = &rank->claimant;
+    uint64_t now = ep_clock_wall_us();
+
+    return ep_error_set(error, EP_ALREADY_EXISTS,
+                        "rank %u of group %s is held by pid %d (uid %u, worker \"%.64s\"), %s for %.1f s",
+                        rank->number, rank->epoch->group->name, (int)worker->pid, (unsigned)worker->uid,
+                        worker_name(worker), rank->member->attached ? "attached" : "claimed",
+                        now > rank->claimed_us ? (double)(now - rank->claimed_us) / 1e6 : 0.0);
+}
+
+ep_status rank_claimable(const struct rank *rank, struct ep_error *error)
+{
+    const char *group = rank->epoch->group->name;
+
+    if (rank->member)
+        return refuse_held(rank, error);
+    if (rank->quarantined)
+        return ep_error_set(
+            error, EP_UNAVAILABLE,
+            "rank %u of group %s is quarantined: pid %d (uid %u, worker \"%.64s\") may still write its "
+            "window; it is free when that process has ended",
+            rank->number, group, (int)rank->worker.pid, (unsigned)rank->worker.uid,
+            worker_name(&rank->worker));
+    if (rank->engine || epoch_resetting(rank->epoch))
+        return ep_error_set(error, EP_UNAVAILABLE, "rank %u of group %s is being released: try again",
+                            rank->number, group);
+    return EP_OK;
+}
+
+/* The lowest free one; the best of the reasons when there is none. */
+static struct rank *pick_rank(struct epoch *epoch, struct ep_error *error)
+{
+    struct ep_error why = EP_ERROR_INIT, soon = EP_ERROR_INIT;
+
+    for (uint32_t i = 0; i < epoch->n_ranks; i++) {
+        if (rank_claimable(&epoch->ranks[i], &why) == EP_OK)
+            return &epoch->ranks[i];
+        if (why.status == EP_UNAVAILABLE && !soon.status)
+            soon = why;
+    }
+    if (soon.status)
+        ep_error_set(error, EP_UNAVAILABLE, "no rank is free yet: %.300s", soon.text);
+    else
+        ep_error_set(error, EP_ALREADY_EXISTS, "all %u ranks of group %s are held", epoch->n_ranks,
+                     epoch->group->name);
+    return NULL;
+}
+
+static ep_status check_open(const struct group *group, struct ep_error *error)
+{
+    const char *why = NULL;
+    const struct ep_groups *groups = group->groups;
+
+    if (ep_node_cordoned(groups->node, &why))
+        return ep_error_set(error, EP_FAILED_PRECONDITION, "node %s is drained: %s",
+                            ep_node_name(groups->node), why && *why ? why : "no new workers");
+    if (group->phase == EP_PHASE(DRAINING) || group->phase == EP_PHASE(DELETED))
+        return ep_error_set(error, EP_FAILED_PRECONDITION, "group %s is being deleted: %s", group->name,
+                            group->reason);
+    if (group->change && !strcmp(group->change, "deletion"))
+        return ep_error_set(error, EP_UNAVAILABLE, "group %s is being deleted", group->name);
+    if (!group->epoch)
+        return ep_error_set(error, EP_FAILED_PRECONDITION, "group %s is %s: %s", group->name,
+                            ep_phase_name(group->phase), group->reason);
+    return EP_OK;
+}
+
+static struct rank *find_rank(struct group *group, int32_t number, struct ep_error *error)
+{
+    struct epoch *epoch = group->epoch;
+
+    if (number < 0)
+        return pick_rank(epoch, error);
+    if ((uint32_t)number >= epoch->n_ranks) {
+        ep_error_set(error, EP_INVALID_ARGUMENT, "rank is %d: group %s has ranks 0 to %u", number,
+                     group->name, epoch->n_ranks - 1);
+        return NULL;
+    }
+    return rank_claimable(&epoch->ranks[number], error) == EP_OK ? &epoch->ranks[number] : NULL;
+}
+
+ep_status ep_groups_claim(struct ep_groups *groups, const char *name, int32_t number,
+                          const struct ep_worker *worker, ep_group_event_fn on_event, void *user,
+                          struct ep_membership **out, struct ep_error *error)
+{
+    struct ep_error why = EP_ERROR_INIT;
+    struct group *group = group_get(groups, name, &why);
+    struct ep_membership *member;
+    struct rank *rank = NULL;
+
+    if (group && check_open(group, &why) == EP_OK)
+        rank = find_rank(group, number, &why);
+    if (!rank) {
+        if (error)
+            *error = why;
+        return why.status;
+    }
+    member = group_allocate(1, sizeof *member);
+    *member = (struct ep_membership){ .rank = rank, .on_event = on_event, .user = user };
+    worker_set(&rank->claimant, worker);
+    rank->claimed_us = ep_clock_wall_us();
+    rank->member = member;
+    rank->epoch->members++;
+    *out = member;
+    return EP_OK;
+}
+
+void ep_membership_info(const struct ep_membership *member, struct ep_membership_info *info)
+{
+    static const Ep__V1__GroupSpec none = EP__V1__GROUP_SPEC__INIT;
+    const struct rank *rank = member->rank;
+
+    *info = (struct ep_membership_info){ .group = "", .spec = &none, .window_fd = -1 };
+    if (!rank)
+        return;
+    info->group = rank->epoch->group->name;
+    info->rank = rank->number;
+    info->epoch = rank->epoch->number;
+    info->spec = rank->epoch->settled.spec;
+    info->window_bytes = rank->epoch->settled.map.total_bytes;
+    info->window_fd = rank->fd;
+}
+
+/* ---- attach ------------------------------------------------------------------- */
+
+static void on_timeout(const struct ep_engine_timeout *timeout, void *user)
+{
+    status_timeout(user, timeout);
+}
+
+static ep_status start_engine(struct rank *rank, struct ep_error *error)
+{
+    struct epoch *epoch = rank->epoch;
+    const struct ep_engine_options options = {
+        .loop = epoch->group->groups->loop,
+        .team = epoch->team,
+        .map = &epoch->settled.map,
+        .rank = rank->number,
+        .epoch = epoch->number,
+        .window = rank->window,
+        .counters = &rank->counters,
+        .on_timeout = on_timeout,
+        .user = rank,
+    };
+    /* An expected rank is part of the team already; one that was absent joins at the next op. */
+    bool joins = rank->state == EP_RANK_STATE(ABSENT);
+    ep_status status;
+
+    if (joins)
+        ep_host_team_join(epoch->team, rank->number);
+    status = ep_engine_start(&options, &rank->engine, error);
+    if (status && joins)
+        ep_host_team_leave(epoch->team, rank->number);
+    return status;
+}
+
+ep_status ep_membership_attach(struct ep_membership *member, const struct ep_worker *worker,
+                               struct ep_error *error)
+{
+    struct rank *rank = member->rank;
+    struct epoch *epoch = rank ? rank->epoch : NULL;
+    ep_status status;
+
+    if (!rank || epoch->detached)
+        return ep_error_set(error, EP_DETACHED, "the group is gone");
+    if (member->attached)
+        return ep_error_set(error, EP_FAILED_PRECONDITION, "rank %u of group %s is attached already",
+                            rank->number, epoch->group->name);
+    status = start_engine(rank, error);
+    if (status)
+        return status;
+    member->attached = true;
+    worker_set(&rank->worker, worker);
+    rank->reason[0] = '\0';
+    rank_set_state(rank, EP_RANK_ATTACH);
+    epoch->used = true;
+    epoch->attached++;
+    epoch->engines++;
+    if (epoch != epoch->group->epoch) {
+        member->tell_epoch = true; /* from the loop: its worker has not been welcomed yet */
+        group_later(epoch->group->groups);
+    }
+    epoch_tell(epoch, rank, true, EP_GROUP_RANK_JOINED, rank->number, epoch->number,
+               worker_name(&rank->worker));
+    group_assess(epoch->group);
+    status_changed(epoch->group);
+    return EP_OK;
+}
+
+/* ---- release ------------------------------------------------------------------ */
+
+static void on_engine_stopped(void *user)
+{
+    struct rank *rank = user;
+    struct group *group = rank->epoch->group;
+
+    rank->engine = NULL;
+    rank->epoch->engines--;
+    if (rank->epoch == group->epoch && !rank->epoch->detached)
+        epoch_renew_window(rank);
+    group_later(group->groups);
+    status_changed(group);
+}
+
+/* Peers go on at once; the engine ends when its running op has noticed. */
+static void leave(struct rank *rank, const char *reason, bool writer_alive)
+{
+    struct epoch *epoch = rank->epoch;
+
+    ep_host_team_leave(epoch->team, rank->number);
+    epoch->attached--;
+    snprintf(rank->reason, sizeof rank->reason, "%s", reason ? reason : "");
+    rank_set_state(rank, writer_alive ? EP_RANK_LEFT_ALIVE : EP_RANK_LEFT);
+    ep_engine_stop(rank->engine, on_engine_stopped, rank);
+}
+
+void ep_membership_release(struct ep_membership *member, const char *reason, bool writer_alive)
+{
+    struct rank *rank = member->rank;
+    bool attached = member->attached;
+    struct epoch *epoch;
+
+    writer_alive = writer_alive && attached; /* who never attached has no window */
+    member->released = true;
+    if (rank) {
+        epoch = rank->epoch;
+        rank->member = NULL;
+        epoch->members--;
+        if (writer_alive) {
+            rank->quarantined = member;
+            epoch->quarantined++;
+        }
+        if (attached)
+            leave(rank, reason, writer_alive);
+        if (attached && !epoch->detached)
+            epoch_tell(epoch, rank, true, EP_GROUP_RANK_LOST, rank->number, epoch->number, rank->reason);
+        group_assess(epoch->group);
+        group_later(epoch->group->groups);
+        status_changed(epoch->group);
+    }
+    if (!writer_alive)
+        free(member);
+}
+
+void ep_membership_writer_gone(struct ep_membership *member)
+{
+    struct rank *rank = member->rank;
+
+    if (rank) {
+        rank->quarantined = NULL;
+        rank->epoch->quarantined--;
+        rank_set_state(rank, EP_RANK_WRITER_GONE);
+        group_assess(rank->epoch->group);
+        group_later(rank->epoch->group->groups);
+        status_changed(rank->epoch->group);
+    }
+    free(member);
+}
+
+void rank_orphan(struct rank *rank, const char *reason)
+{
+    struct ep_membership *member = rank->member ? rank->member : rank->quarantined;
+
+    if (rank->member && rank->member->attached)
+        leave(rank, reason, false);
+    if (member)
+        member->rank = NULL;
+    rank->member = rank->quarantined = NULL;
+}

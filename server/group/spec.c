@@ -1,0 +1,393 @@
+#include "spec.h"
+
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_EXPERTS     65536u /* their homes fit into one message */
+#define NAME_MAX_BYTES  63u
+#define LABEL_KEY_MAX   63u
+#define LABEL_VALUE_MAX 255u
+
+/* ---- names ------------------------------------------------------------------- */
+
+static bool is_alnum(char c)
+{
+    return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9');
+}
+
+ep_status ep_group_name_check(const char *name, struct ep_error *error)
+{
+    size_t n = strlen(name);
+    bool good = n >= 1 && n <= NAME_MAX_BYTES && is_alnum(name[0]) && is_alnum(name[n - 1]);
+
+    for (size_t i = 0; good && i < n; i++)
+        good = is_alnum(name[i]) || name[i] == '-';
+    if (good)
+        return EP_OK;
+    return ep_error_set(
+        error, EP_INVALID_ARGUMENT,
+        "name is \"%.80s\": must be 1 to 63 of a-z, 0-9 and '-', with a letter or digit at both ends", name);
+}
+
+/* ---- notes ------------------------------------------------------------------- */
+
+__attribute__((format(printf, 2, 3))) static void note(struct ep_settled *settled, const char *format, ...)
+{
+    char **notes = realloc(settled->notes, (settled->n_notes + 1) * sizeof *notes);
+    va_list args;
+
+    if (!notes)
+        abort(); /* as in arena.c */
+    settled->notes = notes;
+    va_start(args, format);
+    if (vasprintf(&notes[settled->n_notes], format, args) < 0)
+        abort();
+    va_end(args);
+    settled->n_notes++;
+}
+
+static void settle_u32(struct ep_settled *settled, const char *field, uint32_t *value, uint32_t fallback)
+{
+    if (*value)
+        return;
+    *value = fallback;
+    note(settled, "%s: 0 asked, %u settled: default", field, fallback);
+}
+
+/* ---- checks ------------------------------------------------------------------ */
+
+static ep_status check_range(const char *field, uint64_t value, uint64_t low, uint64_t high,
+                             struct ep_error *error)
+{
+    if (value >= low && value <= high)
+        return EP_OK;
+    return ep_error_set(error, EP_INVALID_ARGUMENT, "%s is %" PRIu64 ": must be %" PRIu64 " to %" PRIu64,
+                        field, value, low, high);
+}
+
+static ep_status check_ranks(const Ep__V1__GroupSpec *spec, const struct ep_spec_bounds *bounds,
+                             struct ep_error *error)
+{
+    ep_status status = check_range("ranks", spec->ranks, 1, EP_MAX_RANKS, error);
+
+    if (status || (status = check_range("experts", spec->experts, 1, MAX_EXPERTS, error)) ||
+        (status = check_range("top_k", spec->top_k, 1, EP_MAX_TOP_K, error)))
+        return status;
+    if (spec->top_k > spec->experts)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "top_k is %u: must be at most experts, which is %u",
+                            spec->top_k, spec->experts);
+    if (spec->ranks > bounds->devices)
+        return ep_error_set(
+            error, EP_FAILED_PRECONDITION,
+            "ranks is %u: node %s has %u devices; start ep-server with more host ranks or ask for fewer",
+            spec->ranks, bounds->node, bounds->devices);
+    return EP_OK;
+}
+
+static ep_status check_backend(const Ep__V1__GroupSpec *spec, struct ep_error *error)
+{
+    switch (spec->backend) {
+    case EP__V1__BACKEND__BACKEND_UNSPECIFIED:
+    case EP__V1__BACKEND__BACKEND_HOST: return EP_OK;
+    case EP__V1__BACKEND__BACKEND_CUDA:
+        return ep_error_set(error, EP_FAILED_PRECONDITION,
+                            "backend is cuda: this node has host devices only");
+    default:
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "backend is %d: must be host or cuda",
+                            (int)spec->backend);
+    }
+}
+
+/* Numbers of an enumeration, each once, between low and high; *bits gets them. */
+static ep_status check_set(const char *field, const int *values, size_t n, int low, int high,
+                           const char *right, uint32_t *bits, struct ep_error *error)
+{
+    *bits = 0;
+    for (size_t i = 0; i < n; i++) {
+        if (values[i] < low || values[i] > high)
+            return ep_error_set(error, EP_INVALID_ARGUMENT, "%s has %d: must be of %s", field, values[i],
+                                right);
+        if (*bits >> values[i] & 1)
+            return ep_error_set(error, EP_INVALID_ARGUMENT, "%s has %d twice: name each once", field,
+                                values[i]);
+        *bits |= 1u << values[i];
+    }
+    return EP_OK;
+}
+
+static ep_status check_label(const Ep__V1__GroupSpec__LabelsEntry *label, struct ep_error *error)
+{
+    size_t key = strlen(label->key), value = strlen(label->value);
+
+    if (key < 1 || key > LABEL_KEY_MAX)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "labels has the key \"%.80s\": must be 1 to %u bytes",
+                            label->key, LABEL_KEY_MAX);
+    if (value > LABEL_VALUE_MAX)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "labels.%s has %zu bytes: must be at most %u",
+                            label->key, value, LABEL_VALUE_MAX);
+    return EP_OK;
+}
+
+static ep_status check_labels(const Ep__V1__GroupSpec *spec, struct ep_error *error)
+{
+    ep_status status;
+
+    if (spec->n_labels > EP_MAX_LABELS)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "labels has %zu entries: must be at most %u",
+                            spec->n_labels, EP_MAX_LABELS);
+    for (size_t i = 0; i < spec->n_labels; i++) {
+        if ((status = check_label(spec->labels[i], error)))
+            return status;
+        for (size_t j = 0; j < i; j++)
+            if (!strcmp(spec->labels[i]->key, spec->labels[j]->key))
+                return ep_error_set(error, EP_INVALID_ARGUMENT, "labels has the key %s twice",
+                                    spec->labels[i]->key);
+    }
+    return EP_OK;
+}
+
+static ep_status check_timeout(const Ep__V1__GroupSpec *spec, struct ep_error *error)
+{
+    return check_range("timeout_ms", spec->timeout_ms, 0, EP_MAX_TIMEOUT_MS, error);
+}
+
+/* ---- modes and dtypes ---------------------------------------------------------- */
+
+_Static_assert(sizeof(Ep__V1__Mode) == sizeof(int) && sizeof(Ep__V1__Dtype) == sizeof(int), "enums are ints");
+
+static bool has_mode(const struct ep_limits *limits, ep_mode mode)
+{
+    return limits->modes >> mode & 1;
+}
+
+/* Replaces a list of enumerators by the ascending list of `bits`. */
+static void set_list(int **list, size_t *n, uint32_t bits)
+{
+    int *values = calloc(32, sizeof *values);
+
+    if (!values)
+        abort();
+    free(*list);
+    *list = values;
+    *n = 0;
+    for (int i = 0; i < 32; i++)
+        if (bits >> i & 1)
+            values[(*n)++] = i;
+}
+
+static ep_status settle_sets(struct ep_settled *settled, struct ep_limits *limits, struct ep_error *error)
+{
+    Ep__V1__GroupSpec *spec = settled->spec;
+    ep_status status = check_set("modes", (const int *)spec->modes, spec->n_modes, EP_MODE_LL, EP_MODE_HT,
+                                 "1 (ll), 2 (ht)", &limits->modes, error);
+
+    if (status ||
+        (status = check_set("dtypes", (const int *)spec->dtypes, spec->n_dtypes, EP_BF16, EP_FP8_E4M3,
+                            "1 (bf16), 2 (fp16), 3 (fp32), 4 (fp8_e4m3)", &limits->dtypes, error)))
+        return status;
+    if (!limits->modes) {
+        limits->modes = 1u << EP_MODE_LL | 1u << EP_MODE_HT;
+        note(settled, "modes: none asked, ll and ht settled: default");
+    }
+    if (!limits->dtypes) {
+        limits->dtypes = 1u << EP_BF16 | 1u << EP_FP8_E4M3;
+        note(settled, "dtypes: none asked, bf16 and fp8_e4m3 settled: default");
+    }
+    set_list((int **)&spec->modes, &spec->n_modes, limits->modes);
+    set_list((int **)&spec->dtypes, &spec->n_dtypes, limits->dtypes);
+    return EP_OK;
+}
+
+/* A size that belongs to a mode the group lacks is no error: modes may come back by an update. */
+static void drop(struct ep_settled *settled, const char *field, uint32_t *value, const char *mode)
+{
+    if (*value)
+        note(settled, "%s: %u asked, 0 settled: modes lacks %s", field, *value, mode);
+    *value = 0;
+}
+
+static void settle_tokens(struct ep_settled *settled, const struct ep_limits *limits)
+{
+    Ep__V1__GroupSpec *spec = settled->spec;
+
+    if (has_mode(limits, EP_MODE_LL)) {
+        settle_u32(settled, "ll_max_tokens", &spec->ll_max_tokens, EP_DEFAULT_LL_MAX_TOKENS);
+        settle_u32(settled, "ll_banks", &spec->ll_banks, EP_DEFAULT_LL_BANKS);
+    } else {
+        drop(settled, "ll_max_tokens", &spec->ll_max_tokens, "ll");
+        drop(settled, "ll_banks", &spec->ll_banks, "ll");
+    }
+    if (has_mode(limits, EP_MODE_HT))
+        settle_u32(settled, "ht_max_tokens", &spec->ht_max_tokens, EP_DEFAULT_HT_MAX_TOKENS);
+    else
+        drop(settled, "ht_max_tokens", &spec->ht_max_tokens, "ht");
+}
+
+/* ---- placement ----------------------------------------------------------------- */
+
+static ep_status place_explicit(struct ep_settled *settled, struct ep_error *error)
+{
+    const Ep__V1__GroupSpec *spec = settled->spec;
+    size_t n = spec->placement->n_homes;
+    struct ep_expert_home *homes = calloc(n ? n : 1, sizeof *homes);
+    ep_status status;
+
+    if (!homes)
+        return ep_error_set(error, EP_NO_MEMORY, "placement: out of memory");
+    for (size_t i = 0; i < n; i++)
+        homes[i] =
+            (struct ep_expert_home){ spec->placement->homes[i]->expert, spec->placement->homes[i]->rank };
+    status =
+        ep_placement_explicit(spec->ranks, spec->experts, homes, (uint32_t)n, &settled->placement, error);
+    free(homes);
+    return status;
+}
+
+/* Homes of a contiguous placement, by rank and local number, so that workers need not know the rule. */
+static void list_homes(struct ep_settled *settled)
+{
+    Ep__V1__Placement *list = settled->spec->placement;
+    const struct ep_placement *placement = &settled->placement;
+    uint32_t n = placement->first[placement->experts];
+
+    list->homes = calloc(n, sizeof *list->homes);
+    if (!list->homes)
+        abort();
+    for (uint32_t expert = 0; expert < placement->experts; expert++) {
+        Ep__V1__ExpertHome *home = malloc(sizeof *home);
+
+        if (!home)
+            abort();
+        ep__v1__expert_home__init(home);
+        home->expert = expert;
+        home->rank = placement->rank[placement->first[expert]];
+        list->homes[list->n_homes++] = home;
+    }
+}
+
+static ep_status place_contiguous(struct ep_settled *settled, struct ep_error *error)
+{
+    Ep__V1__GroupSpec *spec = settled->spec;
+    ep_status status;
+
+    if (spec->placement->n_homes)
+        return ep_error_set(error, EP_INVALID_ARGUMENT,
+                            "placement.homes has %zu entries: they need placement.strategy explicit",
+                            spec->placement->n_homes);
+    status = ep_placement_contiguous(spec->ranks, spec->experts, &settled->placement, error);
+    if (status)
+        return status;
+    spec->placement->strategy = EP__V1__PLACEMENT_STRATEGY__PLACEMENT_STRATEGY_CONTIGUOUS;
+    list_homes(settled);
+    return EP_OK;
+}
+
+static ep_status settle_placement(struct ep_settled *settled, struct ep_error *error)
+{
+    Ep__V1__GroupSpec *spec = settled->spec;
+
+    if (!spec->placement) {
+        spec->placement = malloc(sizeof *spec->placement);
+        if (!spec->placement)
+            return ep_error_set(error, EP_NO_MEMORY, "placement: out of memory");
+        ep__v1__placement__init(spec->placement);
+    }
+    switch (spec->placement->strategy) {
+    case EP__V1__PLACEMENT_STRATEGY__PLACEMENT_STRATEGY_UNSPECIFIED:
+    case EP__V1__PLACEMENT_STRATEGY__PLACEMENT_STRATEGY_CONTIGUOUS: return place_contiguous(settled, error);
+    case EP__V1__PLACEMENT_STRATEGY__PLACEMENT_STRATEGY_EXPLICIT: return place_explicit(settled, error);
+    default:
+        return ep_error_set(error, EP_INVALID_ARGUMENT,
+                            "placement.strategy is %d: must be contiguous or explicit",
+                            (int)spec->placement->strategy);
+    }
+}
+
+/* ---- sizes --------------------------------------------------------------------- */
+
+ep_status ep_spec_layout(const struct ep_limits *limits, bool default_arena, struct ep_layout_map *map,
+                         struct ep_error *error)
+{
+    struct ep_limits l = *limits;
+    ep_status status;
+
+    if (default_arena) {
+        /* The default is computed from limits that are known to be good. */
+        l.arena_bytes = 0;
+        status = ep_layout_compute(&l, map, error);
+        if (status)
+            return status;
+        l.arena_bytes = ep_layout_default_arena(&l);
+    }
+    return ep_layout_compute(&l, map, error);
+}
+
+static ep_status settle_sizes(struct ep_settled *settled, struct ep_limits *limits, struct ep_error *error)
+{
+    Ep__V1__GroupSpec *spec = settled->spec;
+    bool default_arena = !spec->arena_bytes;
+    ep_status status;
+
+    limits->ranks = spec->ranks;
+    limits->experts = spec->experts;
+    limits->local_experts = settled->placement.max_local;
+    limits->top_k = spec->top_k;
+    limits->hidden = spec->hidden;
+    limits->ll_max_tokens = spec->ll_max_tokens;
+    limits->ht_max_tokens = spec->ht_max_tokens;
+    limits->ll_banks = spec->ll_banks;
+    limits->arena_bytes = spec->arena_bytes;
+    status = ep_spec_layout(limits, default_arena, &settled->map, error);
+    if (status)
+        return status;
+    spec->arena_bytes = settled->map.limits.arena_bytes;
+    if (default_arena)
+        note(settled, "arena_bytes: 0 asked, %" PRIu64 " settled: one op's inputs and its largest outputs",
+             spec->arena_bytes);
+    return EP_OK;
+}
+
+static ep_status settle(struct ep_settled *settled, const struct ep_spec_bounds *bounds,
+                        struct ep_error *error)
+{
+    struct ep_limits limits = { 0 };
+    Ep__V1__GroupSpec *spec = settled->spec;
+    ep_status status;
+
+    if ((status = check_ranks(spec, bounds, error)) || (status = check_backend(spec, error)) ||
+        (status = check_timeout(spec, error)) || (status = check_labels(spec, error)) ||
+        (status = settle_sets(settled, &limits, error)) || (status = settle_placement(settled, error)))
+        return status;
+    spec->backend = EP__V1__BACKEND__BACKEND_HOST;
+    settle_u32(settled, "timeout_ms", &spec->timeout_ms, EP_DEFAULT_TIMEOUT_MS);
+    settle_tokens(settled, &limits);
+    return settle_sizes(settled, &limits, error);
+}
+
+ep_status ep_spec_settle(const Ep__V1__GroupSpec *asked, const struct ep_spec_bounds *bounds,
+                         struct ep_settled *out, struct ep_error *error)
+{
+    struct ep_settled settled = { .spec = ep_message_copy(&asked->base) };
+    ep_status status = settle(&settled, bounds, error);
+
+    if (status)
+        ep_settled_clear(&settled);
+    else
+        *out = settled;
+    return status;
+}
+
+void ep_settled_clear(struct ep_settled *settled)
+{
+    if (settled->spec)
+        ep__v1__group_spec__free_unpacked(settled->spec, NULL);
+    if (settled->placement.first)
+        ep_placement_free(&settled->placement);
+    for (size_t i = 0; i < settled->n_notes; i++)
+        free(settled->notes[i]);
+    free(settled->notes);
+    *settled = (struct ep_settled){ 0 };
+}

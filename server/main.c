@@ -1,0 +1,41 @@
+/* ep-server: reads its configuration and runs. */
+#include <argp.h>
+#include <stdio.h>
+#include <unistd.h>
+
+#include "daemon.h"
+#include "ep_log.h"
+#include "options.h"
+
+const char *argp_program_version = "ep-server " EP_VERSION " (" EP_COMMIT ")";
+
+static ep_status act(struct ep_options *options, int argc, char **argv, struct ep_error *error)
+{
+    ep_status status;
+
+    if (options->action == EP_ACTION_PRINT) {
+        ep_options_print(options, stdout);
+        return EP_OK;
+    }
+    status = ep_options_check(options, error);
+    if (status != EP_OK || options->action == EP_ACTION_CHECK)
+        return status;
+    ep_log_configure((enum ep_log_level)options->log_level, (enum ep_log_format)options->log_format);
+    EP_INFO("main", "starting", EP_S("version", EP_VERSION), EP_S("commit", EP_COMMIT), EP_I("pid", getpid()));
+    return ep_daemon_run(options, argc, argv, error);
+}
+
+int main(int argc, char **argv)
+{
+    struct ep_options *options = NULL;
+    struct ep_error error = EP_ERROR_INIT;
+    ep_status status = ep_options_load(argc, argv, environ, &options, &error);
+
+    if (status == EP_OK)
+        status = act(options, argc, argv, &error);
+    ep_options_free(options);
+    if (status == EP_OK)
+        return fflush(stdout) == 0 ? 0 : ep_status_exit_code(EP_IO);
+    fprintf(stderr, "ep-server: %s\n", error.text);
+    return ep_status_exit_code(status);
+}

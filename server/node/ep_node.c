@@ -1,0 +1,343 @@
+#include "ep_node.h"
+
+#include <inttypes.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/utsname.h>
+#include <unistd.h>
+
+#include "attach_frame.h"
+#include "ep_clock.h"
+#include "ep_log.h"
+#include "node_private.h"
+#include "window.h"
+
+/* ---- inventory --------------------------------------------------------------- */
+
+/* The value of "key: N kB" in /proc/meminfo, in bytes; 0 when it is not there. */
+static uint64_t meminfo(const char *key)
+{
+    char line[128];
+    uint64_t kib = 0;
+    size_t n = strlen(key);
+    FILE *file = fopen("/proc/meminfo", "re");
+
+    if (!file)
+        return 0;
+    while (fgets(line, sizeof line, file))
+        if (!strncmp(line, key, n) && line[n] == ':') {
+            kib = strtoull(line + n + 1, NULL, 10);
+            break;
+        }
+    fclose(file);
+    return kib * 1024;
+}
+
+/* What a container's limit leaves: memory.max is "max" where there is none. */
+static uint64_t cgroup_limit(void)
+{
+    uint64_t limit = UINT64_MAX;
+    FILE *file = fopen("/sys/fs/cgroup/memory.max", "re");
+
+    if (!file)
+        return limit;
+    if (fscanf(file, "%" SCNu64, &limit) != 1)
+        limit = UINT64_MAX;
+    fclose(file);
+    return limit;
+}
+
+static uint64_t memory_at_start(void)
+{
+    uint64_t available = meminfo("MemAvailable");
+    uint64_t limit = cgroup_limit();
+
+    return available < limit ? available : limit;
+}
+
+static uint32_t count_cpus(void)
+{
+    cpu_set_t set;
+    long n;
+
+    if (sched_getaffinity(0, sizeof set, &set) == 0)
+        return (uint32_t)CPU_COUNT(&set);
+    n = sysconf(_SC_NPROCESSORS_ONLN);
+    return n > 0 ? (uint32_t)n : 1;
+}
+
+static char *host_name(void)
+{
+    char name[256] = "";
+
+    if (gethostname(name, sizeof name - 1) != 0 || !*name)
+        return strdup("localhost");
+    return strdup(name);
+}
+
+static char *kernel_text(void)
+{
+    struct utsname u;
+    char *text = NULL;
+
+    if (uname(&u) != 0 || asprintf(&text, "%s %s %s", u.sysname, u.release, u.machine) < 0)
+        return NULL;
+    return text;
+}
+
+/* ---- life -------------------------------------------------------------------- */
+
+static ep_status make_devices(struct ep_node *node, uint32_t n, struct ep_error *error)
+{
+    node->devices = calloc(n, sizeof *node->devices);
+    if (!node->devices)
+        return ep_error_set(error, EP_NO_MEMORY, "node: out of memory");
+    node->n_devices = n;
+    for (uint32_t i = 0; i < n; i++)
+        snprintf(node->devices[i].name, sizeof node->devices[i].name, "host%u", i);
+    return EP_OK;
+}
+
+static ep_status fill(struct ep_node *node, const struct ep_node_options *options, struct ep_error *error)
+{
+    uint64_t memory = memory_at_start();
+
+    node->name = options->name && *options->name ? strdup(options->name) : host_name();
+    node->socket = strdup(options->socket ? options->socket : "");
+    node->admin_address = strdup(options->admin_address ? options->admin_address : "");
+    node->kernel = kernel_text();
+    node->reason = strdup("");
+    if (!node->name || !node->socket || !node->admin_address || !node->kernel || !node->reason)
+        return ep_error_set(error, EP_NO_MEMORY, "node: out of memory");
+    node->cpus = count_cpus();
+    node->started_us = ep_clock_wall_us();
+    node->budget = options->memory_budget ? options->memory_budget : memory / 2;
+    if (options->memory_budget > memory)
+        EP_WARN("node", "the memory budget is more than the memory that is free",
+                EP_U("budget_bytes", node->budget), EP_U("free_bytes", memory));
+    return make_devices(node, options->host_devices, error);
+}
+
+ep_status ep_node_open(const struct ep_node_options *options, struct ep_node **out, struct ep_error *error)
+{
+    struct ep_node *node;
+    ep_status status;
+
+    if (options->host_devices < 1 || options->host_devices > EP_MAX_RANKS)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "host_devices is %u: must be 1..%d",
+                            options->host_devices, EP_MAX_RANKS);
+    node = calloc(1, sizeof *node);
+    if (!node)
+        return ep_error_set(error, EP_NO_MEMORY, "node: out of memory");
+    pthread_mutex_init(&node->windows_mutex, NULL);
+    status = fill(node, options, error);
+    if (status) {
+        ep_node_close(node);
+        return status;
+    }
+    *out = node;
+    return EP_OK;
+}
+
+void ep_node_close(struct ep_node *node)
+{
+    free(node->devices);
+    free(node->name);
+    free(node->socket);
+    free(node->admin_address);
+    free(node->kernel);
+    free(node->reason);
+    pthread_mutex_destroy(&node->windows_mutex);
+    free(node);
+}
+
+const char *ep_node_name(const struct ep_node *node)
+{
+    return node->name;
+}
+
+uint32_t ep_node_devices(const struct ep_node *node)
+{
+    return node->n_devices;
+}
+
+const char *ep_node_device_name(const struct ep_node *node, uint32_t device)
+{
+    return device < node->n_devices ? node->devices[device].name : "?";
+}
+
+/* ---- cordon ------------------------------------------------------------------ */
+
+void ep_node_cordon(struct ep_node *node, bool cordoned, const char *reason)
+{
+    char *copy = strdup(cordoned && reason ? reason : "");
+
+    node->cordoned = cordoned;
+    if (!copy)
+        return; /* cordoned all the same, with the old reason */
+    free(node->reason);
+    node->reason = copy;
+}
+
+bool ep_node_cordoned(const struct ep_node *node, const char **reason)
+{
+    if (reason)
+        *reason = node->stopping ? "the server is stopping" : node->reason;
+    return node->cordoned || node->stopping;
+}
+
+void ep_node_set_stopping(struct ep_node *node)
+{
+    node->stopping = true;
+}
+
+void ep_node_set_admin_address(struct ep_node *node, const char *address)
+{
+    char *copy = strdup(address);
+
+    if (!copy)
+        return; /* the one that was asked for is shown */
+    free(node->admin_address);
+    node->admin_address = copy;
+}
+
+/* ---- memory ------------------------------------------------------------------ */
+
+struct ep_bytes_text ep_bytes_text(uint64_t bytes)
+{
+    static const char *const units[] = { "KiB", "MiB", "GiB", "TiB" };
+    struct ep_bytes_text out;
+    double value = (double)bytes / 1024;
+    size_t unit = 0;
+
+    if (bytes < 1024) {
+        snprintf(out.text, sizeof out.text, "%" PRIu64 " bytes", bytes);
+        return out;
+    }
+    while (value >= 1024 && unit + 1 < sizeof units / sizeof *units) {
+        value /= 1024;
+        unit++;
+    }
+    snprintf(out.text, sizeof out.text, "%.1f %s (%" PRIu64 " bytes)", value, units[unit], bytes);
+    return out;
+}
+
+ep_status ep_node_reserve(struct ep_node *node, uint32_t device, uint64_t bytes, struct ep_error *error)
+{
+    uint64_t left = ep_node_memory_left(node);
+    char owners[160];
+
+    if (device >= node->n_devices)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "device is %u: node %s has %u", device, node->name,
+                            node->n_devices);
+    if (bytes > left) {
+        ep_node_describe_owners(node, owners, sizeof owners);
+        return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "%s asked, %s left of %s on node %s%s%s",
+                            ep_bytes_text(bytes).text, ep_bytes_text(left).text,
+                            ep_bytes_text(node->budget).text, node->name, *owners ? "; in use: " : "",
+                            owners);
+    }
+    node->used += bytes;
+    node->devices[device].used += bytes;
+    return EP_OK;
+}
+
+void ep_node_release(struct ep_node *node, uint32_t device, uint64_t bytes)
+{
+    node->used -= bytes;
+    node->devices[device].used -= bytes;
+}
+
+uint64_t ep_node_memory_left(const struct ep_node *node)
+{
+    return node->used < node->budget ? node->budget - node->used : 0;
+}
+
+/* ---- info -------------------------------------------------------------------- */
+
+static char *own(const char *text)
+{
+    char *copy = strdup(text ? text : "");
+
+    if (!copy)
+        abort();
+    return copy;
+}
+
+static void *zeroed(size_t n, size_t size)
+{
+    void *memory = calloc(n ? n : 1, size);
+
+    if (!memory)
+        abort();
+    return memory;
+}
+
+static Ep__V1__Version *version_info(void)
+{
+    Ep__V1__Version *version = zeroed(1, sizeof *version);
+
+    ep__v1__version__init(version);
+    version->version = own(EP_VERSION);
+    version->commit = own(EP_COMMIT);
+    version->backends = zeroed(1, sizeof *version->backends);
+    version->backends[0] = own("host");
+    version->n_backends = 1;
+    version->window_version = EP_WINDOW_VERSION;
+    version->attach_version = EP_ATTACH_VERSION;
+    return version;
+}
+
+static Ep__V1__Device *device_info(const struct ep_node *node, const struct device *from)
+{
+    Ep__V1__Device *device = zeroed(1, sizeof *device);
+
+    ep__v1__device__init(device);
+    device->name = own(from->name);
+    device->backend = EP__V1__BACKEND__BACKEND_HOST;
+    device->memory_bytes = node->budget; /* host devices share the node's memory */
+    device->used_bytes = from->used;
+    device->detail = own("CPU threads and shared memory");
+    return device;
+}
+
+void ep_node_info(const struct ep_node *node, Ep__V1__NodeInfo *info)
+{
+    ep__v1__node_info__init(info);
+    info->name = own(node->name);
+    info->state = node->stopping   ? EP__V1__NODE_STATE__NODE_STATE_STOPPING
+                  : node->cordoned ? EP__V1__NODE_STATE__NODE_STATE_CORDONED
+                                   : EP__V1__NODE_STATE__NODE_STATE_READY;
+    info->reason = own(node->stopping ? "the server is stopping" : node->reason);
+    info->version = version_info();
+    info->devices = zeroed(node->n_devices, sizeof *info->devices);
+    info->n_devices = node->n_devices;
+    for (uint32_t i = 0; i < node->n_devices; i++)
+        info->devices[i] = device_info(node, &node->devices[i]);
+    info->memory_budget_bytes = node->budget;
+    info->memory_used_bytes = node->used;
+    info->started_us = node->started_us;
+    info->kernel = own(node->kernel);
+    info->cpus = node->cpus;
+    info->pid = getpid();
+    info->admin_address = own(node->admin_address);
+    info->socket = own(node->socket);
+    info->store_error = own("");
+}
+
+void ep_node_info_clear(Ep__V1__NodeInfo *info)
+{
+    protobuf_c_message_free_unpacked(&info->version->base, NULL);
+    for (size_t i = 0; i < info->n_devices; i++)
+        protobuf_c_message_free_unpacked(&info->devices[i]->base, NULL);
+    free(info->devices);
+    free(info->name);
+    free(info->reason);
+    free(info->kernel);
+    free(info->admin_address);
+    free(info->socket);
+    free(info->store_error);
+    ep__v1__node_info__init(info);
+}
