@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Installs build/ into a prefix inside it and builds an example against what was installed: with pkg-config and with
+# the CMake package.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+work=$PWD/build/install-test
+prefix=$work/prefix
+rm -rf "$work"
+mkdir -p "$work"
+trap 'rm -rf "$work"' EXIT
+
+say() { printf -- '-- %s\n' "$*"; }
+die() { printf 'install test: %s\n' "$*" >&2; exit 1; }
+
+say 'everything goes below the prefix'
+cmake --install build --prefix "$prefix" >"$work/install.log"
+outside=$(grep -v "^$prefix/" build/install_manifest.txt || true)
+[[ -z $outside ]] || die "installed outside the prefix:
+$outside"
+
+say 'the programs run from there'
+version=$(sed -n 's/^project(ep-server VERSION \([0-9.]*\).*/\1/p' CMakeLists.txt)
+for program in ep-server ep-admin ep-bench; do
+    "$prefix/bin/$program" --help >"$work/help" || die "$program --help ended with exit code $?"
+    [[ -s $work/help ]] || die "$program --help says nothing"
+done
+"$prefix/bin/ep-server" --version | grep -qF "$version" || die "ep-server --version does not say $version"
+
+say 'libepclient exports ep_ names only'
+library=$(find "$prefix" -name 'libepclient.so')
+foreign=$(nm -D --defined-only "$library" | awk '$2 != "A" { print $3 }' | grep -v '^ep_' || true)
+[[ -z $foreign ]] || die "it also exports: $foreign"
+libdir=$(dirname "$library")
+
+# Runs a program that must start and then find no server: the library was found, loaded and called.
+finds_no_server() {
+    local code=0
+    EP_SERVER=unix:$work/none.sock LD_LIBRARY_PATH=$libdir timeout 20 "$@" >"$work/run.log" 2>&1 || code=$?
+    ((code != 0 && code < 124)) && grep -q none.sock "$work/run.log" ||
+        die "$* ended with exit code $code: $(cat "$work/run.log")"
+}
+
+say 'an example builds and runs with pkg-config'
+export PKG_CONFIG_PATH=$libdir/pkgconfig
+[[ $(pkg-config --modversion epclient) == "$version" ]] || die 'epclient.pc has another version'
+read -ra flags <<<"$(pkg-config --cflags --libs epclient)"
+cc -std=c11 -Wall -Werror -D_GNU_SOURCE -o "$work/hello" client/examples/hello_dispatch.c "${flags[@]}" -pthread -lm
+finds_no_server "$work/hello"
+
+say 'the header compiles as C++'
+if command -v c++ >/dev/null; then
+    read -ra flags <<<"$(pkg-config --cflags epclient)"
+    echo '#include <ep_client.h>' | c++ -std=c++17 -Wall -Wextra -Werror -fsyntax-only -x c++ "${flags[@]}" -
+fi
+
+say 'the examples build and run with the CMake package'
+cp -r client/examples "$work/examples"
+cmake -G Ninja -S "$work/examples" -B "$work/examples-build" -DCMAKE_PREFIX_PATH="$prefix" >"$work/cmake.log"
+cmake --build "$work/examples-build" >>"$work/cmake.log"
+finds_no_server "$work/examples-build/hello_dispatch"

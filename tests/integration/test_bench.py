@@ -1,0 +1,326 @@
+"""ep-bench against a real ep-server: every combination is right, failures are told apart and cleaned up."""
+import glob
+import json
+import os
+import signal
+import tempfile
+import unittest
+
+import harness
+
+TEXT = os.path.join(harness.ROOT, "tests", "data", "text.txt")
+CASE_KEYS = {
+    "mode", "layout", "dtype", "tokens", "verified", "mismatches", "p50_us", "p90_us", "p99_us", "pair_us",
+    "dispatch_p50_us", "combine_p50_us", "service_us", "wire_gbps", "logical_gbps", "buffer_bytes", "max_error",
+    "max_bound_ratio"}
+LL_LAYOUTS = ["expert-major", "rank-major", "packed"]
+HT_LAYOUTS = ["packed", "flat"]
+ALL_DTYPES = "bf16,fp16,fp32,fp8,fp8-given"
+# Nothing about these sizes is a multiple of anything.
+ODD = ["--ranks=3", "--experts=60", "--hidden=2880", "--top-k=6"]
+QUICK = ["--hidden=256", "--experts=16", "--top-k=4", "--iters=4", "--warmup=1"]
+
+
+class BenchCase(harness.TestCase):
+    def bench(self, *flags, timeout=120.0, **more):
+        result = self.run_cmd(["ep-bench", *flags], timeout=timeout, **more)
+        for word in harness.COMPLAINTS + ("wait status", "left behind"):
+            self.assertNotIn(word, result.err, result)
+        return result
+
+    def bench_json(self, *flags, code=0, **more):
+        result = self.bench("--output=json", *flags, **more)
+        self.assertEqual(result.code, code, result)
+        return json.loads(result.out)
+
+    def groups(self, server):
+        result = self.run_cmd(["ep-admin", "group", "list", "--output=json"], server=server)
+        self.assertEqual(result.code, 0, result)
+        return json.dumps(json.loads(result.out))
+
+    def ops(self, server):
+        """Ops that the server's ranks have executed."""
+        result = self.run_cmd(["ep-admin", "stats", "--output=json"], server=server)
+        self.assertEqual(result.code, 0, result)
+        return sum(op["count"] for rank in json.loads(result.out)["ranks"] for op in rank["ops"])
+
+
+class Verification(BenchCase):
+    def test_every_combination_of_an_odd_shape_is_right(self):
+        report = self.bench_json("--spawn", *ODD, "--tokens=77", "--dtypes=" + ALL_DTYPES, "--zero-rank=1",
+                                 "--drop=0.3", "--alignment=8", "--iters=4", "--warmup=1")
+        self.assertTrue(report["ok"])
+        seen = {(c["mode"], c["layout"], c["dtype"]) for c in report["cases"]}
+        expected = {("ll", layout, d) for layout in LL_LAYOUTS for d in ALL_DTYPES.split(",")}
+        expected |= {("ht", layout, d) for layout in HT_LAYOUTS for d in ALL_DTYPES.split(",")}
+        self.assertEqual(seen, expected)
+        for case in report["cases"]:
+            with self.subTest(**{k: case[k] for k in ("mode", "layout", "dtype")}):
+                self.assertTrue(case["verified"])
+                self.assertEqual(case["mismatches"], 0)
+                self.assertGreater(case["max_error"], 0)  # sums were rounded, and by no more than they may be
+                self.assertLessEqual(case["max_bound_ratio"], 1)
+
+    def test_batches_of_any_size(self):
+        report = self.bench_json("--spawn", *ODD, "--tokens=0,1,2,129", "--iters=3", "--warmup=0")
+        self.assertTrue(all(c["verified"] for c in report["cases"]), report)
+        self.assertEqual({c["tokens"] for c in report["cases"]}, {0, 1, 2, 129})
+
+    def test_one_rank_and_more_experts_than_tokens_of_it(self):
+        report = self.bench_json("--spawn", "--ranks=1", "--experts=7", "--top-k=7", "--hidden=64", "--tokens=5",
+                                 "--iters=3")
+        self.assertTrue(report["ok"], report)
+
+    def test_more_ranks_than_experts(self):
+        report = self.bench_json("--spawn", "--ranks=5", "--experts=3", "--top-k=2", "--hidden=64", "--tokens=9",
+                                 "--iters=3")
+        self.assertTrue(report["ok"], report)
+
+    def test_every_routing_is_right(self):
+        for routing in ("uniform", "zipf:1.5", "hot:3", "deepseek-v3", "text:" + TEXT):
+            with self.subTest(routing=routing):
+                report = self.bench_json("--spawn", *QUICK, "--tokens=40", "--routing=" + routing)
+                self.assertTrue(report["ok"], report)
+                self.assertEqual(report["config"]["routing"], routing)
+
+    def test_two_runs_give_the_same_bits(self):
+        flags = ["--spawn", *QUICK, "--ranks=3", "--tokens=33", "--dtypes=bf16,fp8"]
+        first, second = self.bench_json(*flags), self.bench_json(*flags)
+        self.assertEqual([c["hash"] for c in first["cases"]], [c["hash"] for c in second["cases"]])
+        other = self.bench_json(*flags, "--seed=2")
+        for a, b in zip(first["cases"], other["cases"]):
+            self.assertNotEqual(a["hash"], b["hash"])
+
+    def test_a_trace_replays_what_was_recorded(self):
+        flags = ["--spawn", *QUICK, "--tokens=20"]
+        trace = self.path("trace")
+        recorded = self.bench_json(*flags, "--routing=zipf:1.2", "--drop=0.2", "--record=" + trace)
+        with open(trace) as f:
+            self.assertEqual(f.readline(), "ep-trace 1 ranks 2 experts 16 top_k 4\n")
+            self.assertEqual(sum(1 for _ in f), 40)
+        replayed = self.bench_json(*flags, "--routing=trace:" + trace)
+        self.assertEqual([c["hash"] for c in recorded["cases"]], [c["hash"] for c in replayed["cases"]])
+
+
+class Output(BenchCase):
+    def test_json_is_one_object_with_what_is_promised(self):
+        report = self.bench_json("--spawn", *QUICK, "--tokens=1,8")
+        self.assertTrue({"ok", "config", "cases"} <= set(report))
+        for case in report["cases"]:
+            self.assertTrue(CASE_KEYS <= set(case), CASE_KEYS - set(case))
+            self.assertGreater(case["p50_us"], 0)
+            self.assertLessEqual(case["p50_us"], case["p99_us"])
+            self.assertGreater(case["pair_us"], 0)
+            self.assertGreater(case["buffer_bytes"], 0)
+            self.assertGreater(case["logical_gbps"], 0)
+        self.assertEqual(report["config"]["ranks"], 2)
+
+    def test_csv_has_a_line_per_case(self):
+        result = self.bench("--spawn", *QUICK, "--tokens=1,8", "--output=csv")
+        lines = result.out.splitlines()
+        self.assertEqual(len(lines), 1 + 2 * 5, result)
+        width = len(lines[0].split(","))
+        for line in lines:
+            self.assertEqual(len(line.split(",")), width, line)
+
+    def test_the_table_defines_its_numbers(self):
+        result = self.bench("--spawn", *QUICK, "--tokens=8", "--modes=ll", "--layouts=rank-major")
+        self.assertEqual(result.code, 0, result)
+        for word in ("rank-major", "yes", "WIRE GB/s", "each (token, rank) once", "the executor's own time"):
+            self.assertIn(word, result.out)
+
+    def test_unverified_is_not_called_verified(self):
+        report = self.bench_json("--spawn", *QUICK, "--tokens=8", "--no-verify")
+        self.assertTrue(report["ok"])
+        self.assertFalse(any(c["verified"] for c in report["cases"]))
+
+    def test_reference_figures_stand_beside_their_bounds(self):
+        report = self.bench_json("--spawn", *QUICK, "--tokens=1", "--modes=ll", "--layouts=packed", "--reference")
+        figures = {f["name"]: f for f in report["reference"]}
+        self.assertEqual(figures["rpc_unary_p50"]["less_than"], 300)
+        self.assertEqual(figures["attach"]["less_than"], 10)
+        self.assertEqual(figures["ll_t1_round_trip_p50"]["less_than"], 100)
+        self.assertIn("at_least", figures["payload_copy"])
+        for name in ("memcpy_one_thread", "memcpy_all_threads", "futex_round_trip_p50"):
+            self.assertGreater(figures[name]["value"], 0)
+
+
+class Flags(BenchCase):
+    def test_bad_flags_are_refused_by_name(self):
+        cases = [
+            ("--ranks=0", "--ranks"), ("--ranks=65", "--ranks"), ("--experts=x", "--experts"),
+            ("--hidden=-1", "--hidden"), ("--top-k=17", "--top-k"), ("--tokens=1,,2", "--tokens"),
+            ("--modes=xl", "--modes"), ("--layouts=round", "--layouts"), ("--dtypes=int8", "--dtypes"),
+            ("--routing=zipf", "--routing"), ("--routing=text:/nowhere", "--routing"), ("--iters=0", "--iters"),
+            ("--seed=1x", "--seed"), ("--drop=1.5", "--drop"), ("--alignment=3", "--alignment"),
+            ("--output=xml", "--output"), ("--kill=1", "--kill"), ("--timeout-ms=0", "--timeout-ms"),
+            ("--server=localhost:1", "--server"), ("--nonsense", "--nonsense"), ("stray", "stray")]
+        for flag, named in cases:
+            with self.subTest(flag=flag):
+                spawn = ["--spawn"] if flag.startswith("--routing=text") else []
+                result = self.bench(flag, *spawn)
+                self.assertEqual(result.code, 3 if spawn else 2, result)
+                self.assertIn(named, result.err)
+                self.assertEqual(result.out, "")
+
+    def test_what_does_not_fit_together_is_refused(self):
+        for flags, named in ([["--zero-rank=2"], "--zero-rank"], [["--kill=2@0"], "--kill"],
+                             [["--kill=0@9", "--tokens=1"], "--kill"], [["--kill=0@0", "--ranks=1"], "--kill"],
+                             [["--top-k=9", "--experts=8"], "top_k"], [["--routing=hot:64"], "--routing"]):
+            with self.subTest(flags=flags):
+                result = self.bench("--spawn", *flags)
+                self.assertEqual(result.code, 2, result)
+                self.assertIn(named, result.err)
+
+    def test_combinations_that_do_not_exist_are_left_out(self):
+        result = self.bench("--modes=ll", "--layouts=flat")
+        self.assertEqual(result.code, 2, result)
+        self.assertIn("--layouts", result.err)
+        report = self.bench_json("--spawn", *QUICK, "--tokens=1", "--layouts=flat,packed")
+        self.assertEqual([(c["mode"], c["layout"]) for c in report["cases"]],
+                         [("ll", "packed"), ("ht", "packed"), ("ht", "flat")])
+
+    def test_a_malformed_trace_is_named_by_line_and_field(self):
+        trace = self.write("trace", "ep-trace 1 ranks 1 experts 16 top_k 4\n0 0 1:1 2:1 3:1 99:1\n")
+        result = self.bench("--spawn", *QUICK, "--routing=trace:" + trace)
+        self.assertEqual(result.code, 2, result)
+        self.assertIn(trace + ":2: expert of choice 3 is '99'", result.err)
+
+    def test_without_a_server_it_says_where_it_looked(self):
+        address = "unix:" + self.path("none.sock")
+        result = self.bench("--server=" + address)
+        self.assertEqual(result.code, 4, result)
+        self.assertIn(self.path("none.sock"), result.err)
+
+
+class Groups(BenchCase):
+    def test_its_own_group_is_gone_afterwards(self):
+        server = self.start_server("--host-ranks=4")
+        report = self.bench_json(*QUICK, "--tokens=4", server=server)
+        self.assertTrue(report["config"]["group"].startswith("bench-"))
+        self.assertNotIn("bench-", self.groups(server))
+
+    def test_sizes_come_from_a_group_that_is_there(self):
+        server = self.start_server("--host-ranks=4")
+        made = self.run_cmd(["ep-admin", "group", "create", "moe", "--ranks=3", "--experts=20", "--hidden=128",
+                             "--top-k=5", "--ll-max-tokens=16", "--ht-max-tokens=64", "--wait=10s"], server=server)
+        self.assertEqual(made.code, 0, made)
+        report = self.bench_json("--group=moe", "--tokens=16", "--iters=4", "--dtypes=bf16,fp8", server=server)
+        self.assertTrue(report["ok"], report)
+        self.assertEqual([report["config"][k] for k in ("group", "ranks", "experts", "hidden", "top_k")],
+                         ["moe", 3, 20, 128, 5])
+        self.assertIn("moe", self.groups(server))
+        report = self.bench_json("--group=moe", "--iters=4", server=server)  # what the group takes of the defaults
+        self.assertEqual({(c["mode"], c["tokens"]) for c in report["cases"]}, {("ll", 1), ("ht", 1), ("ht", 32)})
+        for flags, named in ((["--ranks=2"], "--ranks"), (["--tokens=17"], "--tokens"), (["--dtypes=fp32"], "--dtypes")):
+            result = self.bench("--group=moe", *flags, server=server)
+            self.assertEqual(result.code, 2, result)
+            self.assertIn(named, result.err)
+
+    def test_redundant_experts_are_verified_too(self):
+        server = self.start_server("--host-ranks=3")
+        homes = [{"expert": e, "rank": (e * 2 + 1) % 3} for e in range(10)]
+        homes += [{"expert": 7, "rank": r} for r in (1, 2)] + [{"expert": 2, "rank": 0}]
+        spec = self.write("spec.json", json.dumps({
+            "ranks": 3, "experts": 10, "hidden": 128, "top_k": 4, "ll_max_tokens": 16, "ht_max_tokens": 32,
+            "placement": {"strategy": "explicit", "homes": homes}}))
+        made = self.run_cmd(["ep-admin", "group", "create", "twice", "--file=" + spec, "--wait=10s"], server=server)
+        self.assertEqual(made.code, 0, made)
+        report = self.bench_json("--group=twice", "--tokens=15", "--iters=4", "--dtypes=bf16,fp8",
+                                 "--routing=zipf:1", server=server)
+        self.assertTrue(report["ok"], report)
+
+    def test_a_group_that_is_not_there(self):
+        server = self.start_server()
+        result = self.bench("--group=nobody", server=server)
+        self.assertEqual(result.code, 3, result)
+        self.assertIn("nobody", result.err)
+
+
+class Deaths(BenchCase):
+    def test_a_killed_worker_costs_the_others_nothing(self):
+        for flags in (["--modes=ll", "--layouts=rank-major"], ["--modes=ht", "--layouts=flat"],
+                      ["--modes=ll", "--layouts=expert-major", "--dtypes=fp8"]):
+            with self.subTest(flags=flags):
+                report = self.bench_json("--spawn", *ODD, "--tokens=16,24", *flags, "--iters=20", "--kill=1@1")
+                kill = report["kill"]
+                self.assertTrue(report["ok"], report)
+                self.assertTrue(kill["done"])
+                self.assertTrue(kill["masked_verified"])
+                self.assertEqual((kill["survivors"], kill["ops_failed"]), (2, 0))
+                self.assertEqual(kill["ops_finished"], kill["ops_expected"])
+                self.assertGreater(kill["attach_us"], 0)
+                self.assertTrue(all(c["verified"] for c in report["cases"]))
+
+    def find_workers(self, bench):
+        """Pids of the workers, by rank."""
+        found = {}
+        for path in glob.glob("/proc/[0-9]*/cmdline"):
+            try:
+                with open(path) as f:
+                    words = f.read().split("\0")
+                with open(os.path.dirname(path) + "/stat") as f:
+                    parent = int(f.read().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+            if parent == bench.pid and len(words) > 1 and words[1].startswith("--worker="):
+                found[int(words[1][len("--worker="):].split(",")[0])] = int(os.path.basename(os.path.dirname(path)))
+        return found
+
+    def start_long(self, server, *flags):
+        bench = self.spawn(["ep-bench", *QUICK, "--ranks=3", "--tokens=8", "--iters=100000", "--modes=ll", *flags],
+                           server=server)
+        workers = harness.wait_until(lambda: len(self.find_workers(bench)) == 3 and self.find_workers(bench),
+                                     "three workers", 20)
+        harness.wait_until(lambda: self.ops(server) > 100, "ops under way", 20)
+        return bench, workers
+
+    def test_a_worker_that_dies_is_noticed(self):
+        server = self.start_server("--host-ranks=3")
+        bench, workers = self.start_long(server)
+        os.kill(workers[2], signal.SIGKILL)
+        self.assertEqual(bench.wait(30), 1, bench.log())
+        self.assertIn("rank 2: its worker was ended by signal 9", bench.log() + bench.out())
+        self.assertNotIn("bench-", self.groups(server))
+
+    def test_a_worker_that_hangs_is_noticed(self):
+        server = self.start_server("--host-ranks=3")
+        bench, workers = self.start_long(server, "--timeout-ms=500")
+        os.kill(workers[1], signal.SIGSTOP)
+        self.assertEqual(bench.wait(40), 4, bench.log())
+        self.assertIn("rank 1", bench.log() + bench.out())
+        self.assertNotIn("bench-", self.groups(server))
+
+    def test_an_interrupt_leaves_nothing_behind(self):
+        server = self.start_server("--host-ranks=3")
+        bench, workers = self.start_long(server)
+        bench.signal(signal.SIGINT)
+        self.assertEqual(bench.wait(20), 1, bench.log())
+        self.assertNotIn("bench-", self.groups(server))
+        for pid in workers.values():
+            self.assertFalse(os.path.exists("/proc/%d" % pid))
+
+    def test_a_private_server_goes_with_its_run(self):
+        before = set(os.listdir(tempfile.gettempdir()))
+        self.assertEqual(self.bench("--spawn", *QUICK, "--tokens=1").code, 0)
+        left = [n for n in set(os.listdir(tempfile.gettempdir())) - before if n.startswith("ep-bench.")]
+        self.assertEqual(left, [])
+
+    def test_workers_end_with_a_coordinator_that_was_killed(self):
+        server = self.start_server("--host-ranks=3")
+        bench, workers = self.start_long(server)
+        bench.kill()
+        for pid in workers.values():
+            harness.wait_until(lambda: not os.path.exists("/proc/%d" % pid) or "Z" in state_of(pid), "worker %d" % pid)
+
+
+def state_of(pid):
+    try:
+        with open("/proc/%d/stat" % pid) as f:
+            return f.read().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "Z"
+
+
+if __name__ == "__main__":
+    harness.main()

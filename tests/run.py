@@ -1,0 +1,425 @@
+"""Builds the project in every way the tests need and runs them all.  Started by tests/run.sh.
+
+A task is one program: a unit test program, one file of integration tests, a fuzz target, a script.
+Its name says where it belongs ("asan/integration/test_attach"), and it may hold many cases; cases are
+what is counted.  Each task gets a TMPDIR of its own and a mark in its environment; when it is over,
+a process that still carries the mark, a file left in TMPDIR or a sanitizer's report is a failure.
+
+Logs are in build/test-logs/.
+"""
+import argparse
+import concurrent.futures
+import dataclasses
+import glob
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TESTS = os.path.join(ROOT, "tests")
+BUILD = os.path.join(ROOT, "build")
+LOGS = os.path.join(BUILD, "test-logs")
+
+JOBS = len(os.sched_getaffinity(0))
+FUZZ_S = 60
+CASE_S = 60          # one case of an integration test, times TIME_SCALE
+FILE_S = 600         # all cases of one file
+UNIT_S = 120         # a unit test program, where ctest does not say
+BUILD_S = 900
+SCRIPT_S = 600
+TIME_SCALE = {"release": 1, "asan": 3, "tsan": 5}
+VALGRIND_SCALE = 5
+EXIT_GRACE_S = 3     # a killed child may need a moment to be gone
+SHOWN_LINES = 80     # of a failure's output
+SKIPPED = 77         # exit code of a test that cannot run here
+
+MARK = "TEST_RUN_MARK"   # environment variable; without EP_, which the harness takes out
+RUN_ID = uuid.uuid4().hex
+
+
+@dataclasses.dataclass
+class Case:
+    name: str
+    outcome: str  # "passed", "failed" or "skipped"
+    output: str = ""
+
+
+def parse_script(task, code, output):
+    """One case: the exit code decides."""
+    outcome = {0: "passed", SKIPPED: "skipped"}.get(code, "failed")
+    return [Case(task.name, outcome, output + "\n" + ended(task, code))]
+
+
+@dataclasses.dataclass
+class Task:
+    name: str
+    command: list
+    timeout_s: float
+    env: dict = dataclasses.field(default_factory=dict)
+    parse: object = parse_script  # (task, exit code or None after a timeout, output) -> [Case]
+
+    @property
+    def stem(self):
+        return os.path.join(LOGS, self.name.replace("/", "-"))
+
+    @property
+    def log(self):
+        return self.stem + ".log"
+
+    @property
+    def results(self):
+        """What run_unittest.py writes."""
+        return self.stem + ".jsonl"
+
+
+def ended(task, code):
+    return "did not end within %d s" % task.timeout_s if code is None else "exit code %d" % code
+
+
+# ---- running one task ---------------------------------------------------------------
+
+
+def processes_with(mark):
+    """{pid: command line} of the processes whose environment holds mark."""
+    found = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open("/proc/%s/environ" % entry, "rb") as f:
+                if mark.encode() not in f.read():
+                    continue
+            with open("/proc/%s/cmdline" % entry, "rb") as f:
+                found[int(entry)] = f.read().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:
+            continue  # gone, or somebody else's
+    return found
+
+
+def kill_marked(mark):
+    for pid in processes_with(mark):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def leftover_processes(mark):
+    deadline = time.monotonic() + EXIT_GRACE_S
+    while (found := processes_with(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    kill_marked(mark)
+    return found
+
+
+def execute(task, env, mark):
+    """Runs the task's command with its output in its log.  Returns the exit code, None after a timeout."""
+    with open(task.log, "wb") as out:
+        child = subprocess.Popen(task.command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                                 cwd=ROOT, env={**os.environ, **env, MARK: mark}, start_new_session=True)
+        try:
+            return child.wait(task.timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            return None
+
+
+def read(path):
+    try:
+        with open(path, encoding="utf-8", errors="replace") as f:
+            return f.read()
+    except OSError:
+        return ""
+
+
+def temporary_directory(where, prefix):
+    """Short, since a unix socket's path has at most 107 bytes, and open to the other users that tests become."""
+    path = tempfile.mkdtemp(prefix=prefix, dir=where)
+    os.chmod(path, 0o711)
+    return path
+
+
+def run_task(task, base):
+    """Runs one task and returns its cases and how long it took."""
+    began = time.monotonic()
+    mark = "%s-%s" % (RUN_ID, uuid.uuid4().hex)
+    tmp = temporary_directory(base, "")
+    reports = task.stem + ".report"
+    env = {k: v.replace("@REPORTS@", reports) for k, v in task.env.items()}
+
+    code = execute(task, {"TMPDIR": tmp, **env}, mark)
+    cases = task.parse(task, code, read(task.log))
+
+    left = leftover_processes(mark)
+    if left:
+        cases.append(Case(task.name + ":processes", "failed",
+                          "left processes behind: " + ", ".join("%d (%s)" % p for p in left.items())))
+    files = sorted(os.listdir(tmp))
+    if files:
+        cases.append(Case(task.name + ":files", "failed", "left files behind in TMPDIR: " + ", ".join(files)))
+        shutil.rmtree(tmp, ignore_errors=True)
+    for report in sorted(glob.glob(glob.escape(reports) + ".*")):
+        cases.append(Case("%s:%s" % (task.name, os.path.basename(report)), "failed", read(report)))
+    return cases, time.monotonic() - began
+
+
+# ---- what a task's output says -------------------------------------------------------
+
+
+def parse_build(task, code, output):
+    """Nothing to count, unless it failed."""
+    return [] if code == 0 else parse_script(task, code, output)
+
+
+def parse_cmocka(task, code, output):
+    """One case per cmocka test; a program that says nothing of the kind is one case itself."""
+    outcomes = {}
+    for word, name in re.findall(r"^\[ +(OK|FAILED|SKIPPED) +\] (\w+)$", output, re.M):
+        outcomes[name] = {"OK": "passed", "FAILED": "failed", "SKIPPED": "skipped"}[word]
+    cases = [Case("%s:%s" % (task.name, name), outcome, output if outcome == "failed" else "")
+             for name, outcome in outcomes.items()]
+    if not cases or (code != 0 and "failed" not in outcomes.values()):
+        cases += parse_script(task, code, output)  # a crash after the last test too
+    return cases
+
+
+def parse_unittest(task, code, output):
+    """The cases that run_unittest.py wrote down; the one it died in failed."""
+    cases, started, finished = [], "start", False
+    for line in map(json.loads, read(task.results).splitlines()):
+        if "started" in line:
+            started = line["started"]
+        elif "finished" in line:
+            finished = True
+        else:
+            cases.append(Case("%s:%s" % (task.name, line["name"]), line["outcome"], line["output"]))
+    if not finished:
+        cases.append(Case("%s:%s" % (task.name, started), "failed", output + "\n" + ended(task, code)))
+    return cases
+
+
+# ---- the tasks -----------------------------------------------------------------------
+
+
+def build_dir(preset):
+    return BUILD if preset == "release" else os.path.join(BUILD, preset)
+
+
+def build_tasks(preset):
+    """Configure and build, in this order."""
+    configure = ["cmake", "--preset", preset, "-DEP_TESTS=ON", "-DEP_WERROR=ON"]
+    compile_ = ["cmake", "--build", "--preset", preset, "-j", str(JOBS)]
+    if preset == "fuzz":
+        compile_ += ["--target", "fuzz_targets"]
+    return [Task("build/%s-configure" % preset, configure, BUILD_S, parse=parse_build),
+            Task("build/%s" % preset, compile_, BUILD_S, parse=parse_build)]
+
+
+def sanitizer_env(preset):
+    def options(name, text):
+        path = os.path.join(TESTS, name + ".supp")
+        return text + (":suppressions=" + path if os.path.exists(path) else "")
+
+    if preset == "asan":
+        return {"ASAN_OPTIONS": options("asan", "detect_leaks=1:exitcode=99:log_path=@REPORTS@"),
+                "LSAN_OPTIONS": options("lsan", "print_suppressions=0"),
+                "UBSAN_OPTIONS": options("ubsan", "print_stacktrace=1:halt_on_error=1:log_path=@REPORTS@")}
+    if preset == "tsan":
+        # gRPC, abseil and libuv are not built with tsan and lock with futexes of their own.
+        return {"TSAN_OPTIONS": options("tsan", "ignore_noninstrumented_modules=1:halt_on_error=1:exitcode=66:"
+                                                "second_deadlock_stack=1:print_suppressions=0:log_path=@REPORTS@")}
+    return {}
+
+
+def unit_tasks(preset):
+    """One per tests/unit/test_*.c; commands and timeouts are ctest's, once the build is configured."""
+    listed = subprocess.run(["ctest", "--test-dir", build_dir(preset), "--show-only=json-v1"],
+                            capture_output=True, text=True, check=False)
+    tests = json.loads(listed.stdout)["tests"] if listed.returncode == 0 else []
+    known = {test["name"]: test for test in tests}
+    for source in sorted(glob.glob(os.path.join(TESTS, "unit", "test_*.c"))):
+        name = os.path.splitext(os.path.basename(source))[0]
+        test = known.get(name, {})
+        properties = {p["name"]: p["value"] for p in test.get("properties", [])}
+        command = test.get("command", ["sh", "-c", "echo %s is not in tests/CMakeLists.txt; false" % name])
+        yield Task("%s/unit/%s" % (preset, name), command, properties.get("TIMEOUT", UNIT_S),
+                   sanitizer_env(preset), parse_cmocka)
+
+
+def unittest_task(name, path, preset, scale, case):
+    """One file of unittest cases; case chooses some of them.  scale: how much slower than usual."""
+    task = Task(name, [], FILE_S * scale, parse=parse_unittest)
+    task.command = [sys.executable, "-B", os.path.join(TESTS, "run_unittest.py"), path, task.results,
+                    str(CASE_S * scale), case]
+    task.env = {**sanitizer_env(preset), "EP_BIN": os.path.join(build_dir(preset), "bin"),
+                "EP_TIME_SCALE": str(scale), "PYTHONPATH": os.path.join(TESTS, "integration"),
+                "PYTHONDONTWRITEBYTECODE": "1"}  # for the python programs that tests start
+    return task
+
+
+def integration_tasks(preset, case=""):
+    """One per file of tests/integration and tests/faults."""
+    for folder in ("integration", "faults"):
+        for path in sorted(glob.glob(os.path.join(TESTS, folder, "test_*.py"))):
+            name = os.path.splitext(os.path.basename(path))[0]
+            yield unittest_task("%s/%s/%s" % (preset, folder, name), path, preset, TIME_SCALE[preset], case)
+
+
+def fuzz_tasks():
+    for source in sorted(glob.glob(os.path.join(TESTS, "fuzz", "fuzz_*.c"))):
+        name = os.path.splitext(os.path.basename(source))[0]
+        corpus = os.path.join(BUILD, "fuzz-corpus", name)  # grows from run to run
+        seeds = os.path.join(TESTS, "fuzz", "corpus", name)
+        os.makedirs(corpus, exist_ok=True)
+        yield Task("fuzz/" + name,
+                   [os.path.join(BUILD, "fuzz", "fuzz", name), "-max_total_time=%d" % FUZZ_S, "-timeout=10",
+                    "-rss_limit_mb=2048", "-print_final_stats=1", "-artifact_prefix=%s/%s-" % (LOGS, name),
+                    corpus] + ([seeds] if os.path.isdir(seeds) else []),
+                   FUZZ_S + 60, {"UBSAN_OPTIONS": "print_stacktrace=1"})
+
+
+def script_tasks(case=""):
+    yield unittest_task("valgrind", os.path.join(TESTS, "valgrind.py"), "release", VALGRIND_SCALE, case)
+    yield Task("install", ["bash", os.path.join(TESTS, "install.sh")], SCRIPT_S)
+    yield Task("quickstart", ["bash", os.path.join(ROOT, "deploy", "quickstart.sh")], SCRIPT_S)
+
+
+def layers_task():
+    return Task("layers", [sys.executable, "-B", os.path.join(TESTS, "check_layers.py")], SCRIPT_S)
+
+
+# ---- all of it -----------------------------------------------------------------------
+
+
+class Run:
+    """Chooses tasks, runs them and gathers their cases."""
+
+    def __init__(self, only, base):
+        self.only, _, self.only_case = only.partition(":")
+        self.base = base
+        self.cases = []
+        self.stopped = False
+
+    def stop(self, number, _frame):
+        """SIGINT, SIGTERM: ends what runs now and lets nothing else begin."""
+        self.stopped = True
+        kill_marked(RUN_ID)
+        sys.exit(128 + number)
+
+    def chosen(self, tasks):
+        return [task for task in tasks if self.only in task.name]
+
+    def run(self, tasks, jobs=JOBS):
+        """Runs the tasks, jobs at a time.  False when one failed."""
+        good = True
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            running = {pool.submit(self.run_one, task): task for task in tasks}
+            for future in concurrent.futures.as_completed(running):
+                good = future.result() and good
+        return good
+
+    def run_one(self, task):
+        if self.stopped:
+            return False
+        cases, seconds = run_task(task, self.base)
+        self.cases += cases
+        print("%-44s %6.1f s  %s" % (task.name, seconds, summary(cases)), flush=True)
+        return not any(c.outcome == "failed" for c in cases)
+
+    def build(self, preset):
+        return all(self.run([task]) for task in build_tasks(preset))
+
+    def suite(self, preset):
+        """Unit and integration tests of one build."""
+        integration = self.chosen(integration_tasks(preset, self.only_case))
+        if (integration or self.chosen(unit_tasks(preset))) and self.build(preset):
+            self.run(self.chosen(unit_tasks(preset)))  # asked again: now there are commands
+            self.run(integration)
+
+    def fuzz(self):
+        tasks = self.chosen(fuzz_tasks())
+        if tasks and self.build("fuzz"):
+            self.run(tasks)
+
+    def scripts(self):
+        tasks = self.chosen(script_tasks(self.only_case))
+        if tasks and self.build("release"):
+            self.run(tasks, jobs=1)  # all of them use build/
+
+
+def summary(cases):
+    count = {o: sum(c.outcome == o for c in cases) for o in ("passed", "failed", "skipped")}
+    return ", ".join("%d %s" % (n, o) for o, n in count.items() if n or o != "skipped")
+
+
+def files_around():
+    """Where a run must not add anything: the tree outside build/, and where servers put things."""
+    found = set()
+    for folder, names, files in os.walk(ROOT):
+        if folder == ROOT:
+            names[:] = [n for n in names if n not in (".git", "build")]
+        found.update(os.path.join(folder, f) for f in files)
+    for pattern in ("/dev/shm/ep*", "/run/ep-server*", "/var/lib/ep-server*"):
+        found.update(glob.glob(pattern))
+    return found
+
+
+def print_results(cases):
+    for case in cases:
+        if case.outcome == "failed":
+            lines = case.output.rstrip().splitlines()
+            print("\n---- FAILED %s" % case.name)
+            if len(lines) > SHOWN_LINES:
+                print("(the last %d of %d lines; all are in build/test-logs/)" % (SHOWN_LINES, len(lines)))
+            print("\n".join(lines[-SHOWN_LINES:]))
+    for case in cases:
+        if case.outcome == "skipped":
+            print("skipped %s: %s" % (case.name, (case.output.strip().splitlines() or [""])[-1]))
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="tests/run.sh", description="Runs every test of ep-server.")
+    parser.add_argument("--quick", action="store_true",
+                        help="release build, unit and integration tests only (under 5 minutes)")
+    parser.add_argument("--only", metavar="PATTERN", default="",
+                        help="only tasks with PATTERN in their name (asan, unit/test_rpc, fuzz, quickstart); "
+                             "TASK:CASE also chooses a case of an integration test")
+    options = parser.parse_args()
+
+    began = time.monotonic()
+    shutil.rmtree(LOGS, ignore_errors=True)
+    os.makedirs(LOGS)
+    before = files_around()
+    base = temporary_directory("/tmp", "ept-")
+    run = Run(options.only, base)
+    signal.signal(signal.SIGINT, run.stop)
+    signal.signal(signal.SIGTERM, run.stop)
+    try:
+        run.run(run.chosen([layers_task()]))
+        run.suite("release")
+        if not options.quick:
+            run.suite("asan")
+            run.suite("tsan")
+            run.fuzz()
+            run.scripts()
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+
+    ran = len(run.cases)
+    new = sorted(files_around() - before)
+    if new:
+        run.cases.append(Case("leftovers", "failed", "new files outside build/:\n" + "\n".join(new)))
+    print_results(run.cases)
+    print("took %d s" % (time.monotonic() - began))
+    print(summary(run.cases))
+    sys.exit(0 if ran and "failed" not in {c.outcome for c in run.cases} else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+/* proto/base: status, error, log. */
+#include <errno.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+#include <jansson.h>
+
+#include "ep_error.h"
+#include "ep_log.h"
+#include "ep_status.h"
+
+/* ---- status -------------------------------------------------------------------------- */
+
+static void names_go_there_and_back(void **state)
+{
+    (void)state;
+#define X(name, value, grpc, exit, text)                                \
+    assert_string_equal(ep_status_name(EP_##name), #name);              \
+    assert_int_equal(ep_status_from_name(#name), EP_##name);            \
+    assert_string_equal(ep_status_text(EP_##name), text);               \
+    assert_int_equal(ep_status_to_grpc(EP_##name), grpc);               \
+    assert_int_equal(ep_status_exit_code(EP_##name), exit);
+    EP_STATUS_LIST(X)
+#undef X
+}
+
+static void values_outside_the_list_are_harmless(void **state)
+{
+    (void)state;
+    assert_string_equal(ep_status_name((ep_status)999), "?");
+    assert_string_equal(ep_status_name((ep_status)-1), "?");
+    assert_non_null(ep_status_text((ep_status)999));
+    assert_int_equal(ep_status_to_grpc((ep_status)999), 13);
+    assert_int_equal(ep_status_exit_code((ep_status)999), 1);
+    assert_int_equal(ep_status_from_name("NO_SUCH"), EP_INTERNAL);
+    assert_int_equal(ep_status_from_name(NULL), EP_INTERNAL);
+}
+
+static void every_grpc_code_becomes_a_status(void **state)
+{
+    (void)state;
+    for (int code = 1; code <= 16; code++)
+        assert_int_not_equal(ep_status_from_grpc(code), EP_OK);
+    assert_int_equal(ep_status_from_grpc(0), EP_OK);
+    assert_int_equal(ep_status_from_grpc(4), EP_DEADLINE_EXCEEDED);
+    assert_int_equal(ep_status_from_grpc(14), EP_UNAVAILABLE);
+    assert_int_equal(ep_status_from_grpc(2), EP_INTERNAL);
+    assert_int_equal(ep_status_from_grpc(10), EP_FAILED_PRECONDITION);
+    assert_int_equal(ep_status_from_grpc(77), EP_INTERNAL);
+}
+
+/* ---- error --------------------------------------------------------------------------- */
+
+static void error_is_filled_and_returned(void **state)
+{
+    struct ep_error error = EP_ERROR_INIT;
+
+    (void)state;
+    assert_int_equal(ep_error_set(&error, EP_INVALID_ARGUMENT, "top_k is %d", 99), EP_INVALID_ARGUMENT);
+    assert_int_equal(error.status, EP_INVALID_ARGUMENT);
+    assert_string_equal(error.text, "top_k is 99");
+    assert_int_equal(ep_error_set(NULL, EP_IO, "x"), EP_IO);
+}
+
+static void error_takes_its_own_text(void **state)
+{
+    struct ep_error error = EP_ERROR_INIT;
+
+    (void)state;
+    ep_error_set(&error, EP_IO, "inner");
+    ep_error_set(&error, EP_IO, "outer: %s", error.text);
+    assert_string_equal(error.text, "outer: inner");
+}
+
+static void errno_is_appended_and_kept(void **state)
+{
+    struct ep_error error = EP_ERROR_INIT;
+
+    (void)state;
+    errno = ENOENT;
+    assert_int_equal(ep_error_errno(&error, EP_NOT_FOUND, "open %s", "/x"), EP_NOT_FOUND);
+    assert_string_equal(error.text, "open /x: No such file or directory");
+    assert_int_equal(errno, ENOENT);
+}
+
+static void prefix_goes_before(void **state)
+{
+    struct ep_error error = EP_ERROR_INIT;
+
+    (void)state;
+    ep_error_set(&error, EP_NOT_FOUND, "no such key");
+    assert_int_equal(ep_error_prefix(&error, "group %s", "moe"), EP_NOT_FOUND);
+    assert_string_equal(error.text, "group moe: no such key");
+    assert_int_not_equal(ep_error_prefix(NULL, "x"), EP_OK);
+}
+
+static void long_text_is_cut(void **state)
+{
+    struct ep_error error = EP_ERROR_INIT;
+    char text[2 * EP_ERROR_TEXT_MAX];
+
+    (void)state;
+    memset(text, 'x', sizeof text);
+    text[sizeof text - 1] = '\0';
+    ep_error_set(&error, EP_IO, "%s", text);
+    assert_int_equal(strlen(error.text), EP_ERROR_TEXT_MAX - 1);
+    ep_error_prefix(&error, "%s", text);
+    assert_int_equal(strlen(error.text), EP_ERROR_TEXT_MAX - 1);
+    errno = EIO;
+    ep_error_errno(&error, EP_IO, "%s", text);
+    assert_int_equal(strlen(error.text), EP_ERROR_TEXT_MAX - 1);
+}
+
+static void text_is_not_cut_inside_a_character(void **state)
+{
+    (void)state;
+    for (size_t lead = 0; lead < 8; lead++) {
+        struct ep_error error = EP_ERROR_INIT;
+        char text[2 * EP_ERROR_TEXT_MAX] = "";
+        json_t *json;
+
+        memset(text, 'a', lead);
+        while (strlen(text) < EP_ERROR_TEXT_MAX + 8)
+            strcat(text, "\xf0\x9f\x92\xa5"); /* four bytes each */
+        ep_error_set(&error, EP_IO, "%s", text);
+        assert_true(strlen(error.text) >= EP_ERROR_TEXT_MAX - 4);
+        json = json_string(error.text); /* takes valid UTF-8 only */
+        assert_non_null(json);
+        json_decref(json);
+    }
+}
+
+/* ---- log ----------------------------------------------------------------------------- */
+
+/* What was written to standard error, and in how many write(2) calls. */
+struct capture {
+    int pipe[2], old;
+    char text[16384];
+};
+
+static void capture_begin(struct capture *c)
+{
+    assert_int_equal(pipe(c->pipe), 0);
+    c->old = dup(STDERR_FILENO);
+    dup2(c->pipe[1], STDERR_FILENO);
+}
+
+static void capture_end(struct capture *c)
+{
+    ssize_t n;
+
+    dup2(c->old, STDERR_FILENO);
+    close(c->old);
+    close(c->pipe[1]);
+    n = read(c->pipe[0], c->text, sizeof c->text - 1);
+    close(c->pipe[0]);
+    c->text[n > 0 ? n : 0] = '\0';
+}
+
+static void logfmt_quotes_what_needs_it(void **state)
+{
+    struct capture c;
+
+    (void)state;
+    ep_log_configure(EP_LOG_INFO, EP_LOG_LOGFMT);
+    capture_begin(&c);
+    EP_INFO("attach", "rank claimed", EP_S("group", "moe-1"), EP_I("rank", -3), EP_U("n", UINT64_MAX),
+            EP_D("d", 0.5), EP_B("b", true), EP_S("empty", ""), EP_S("eq", "a=b"),
+            EP_S("q", "say \"hi\"\\\n\t\x01\x7f"), EP_S("none", NULL), EP_S("bad key", "x"));
+    capture_end(&c);
+    assert_memory_equal(c.text, "ts=", 3);
+    assert_non_null(strstr(c.text, " level=info mod=attach msg=\"rank claimed\" group=moe-1 rank=-3"
+                                   " n=18446744073709551615 d=0.5 b=true empty=\"\" eq=\"a=b\""
+                                   " q=\"say \\\"hi\\\"\\\\\\n\\t\\u0001\\u007f\" none=null bad_key=x\n"));
+}
+
+static void json_line_holds_every_byte(void **state)
+{
+    char all[256];
+    struct capture c;
+    json_t *json;
+
+    (void)state;
+    for (int i = 1; i < 256; i++)
+        all[i - 1] = (char)i;
+    all[255] = '\0';
+    ep_log_configure(EP_LOG_INFO, EP_LOG_JSON);
+    capture_begin(&c);
+    EP_INFO("m", "msg", EP_S("all", all), EP_D("nan", 0.0 / (all[0] - 1)), EP_S(all, "key"),
+            EP_S("utf8", "gr\xc3\xbc\xc3\x9f \xe2\x82\xac \xf0\x9f\x92\xa5"));
+    capture_end(&c);
+    json = json_loads(c.text, 0, NULL);
+    assert_non_null(json);
+    assert_memory_equal(json_string_value(json_object_get(json, "all")), all, 127);
+    assert_non_null(strstr(json_string_value(json_object_get(json, "all")), "\xef\xbf\xbd"));
+    assert_true(json_is_null(json_object_get(json, "nan")));
+    assert_string_equal(json_string_value(json_object_get(json, "utf8")),
+                        "gr\xc3\xbc\xc3\x9f \xe2\x82\xac \xf0\x9f\x92\xa5");
+    assert_string_equal(json_string_value(json_object_get(json, "level")), "info");
+    json_decref(json);
+}
+
+/* Overlong forms, surrogates, cut sequences, and what is above U+10FFFF are no UTF-8. */
+static void json_replaces_invalid_utf8(void **state)
+{
+    static const char *const bad[] = { "\xc0\x80", "\xc1\xbf", "\xe0\x80\x80", "\xed\xa0\x80",
+                                       "\xf0\x80\x80\x80", "\xf4\x90\x80\x80", "\xf5\x80\x80\x80",
+                                       "\xe2\x82", "\xf0\x9f\x92", "\x80", "\xff" };
+
+    (void)state;
+    ep_log_configure(EP_LOG_INFO, EP_LOG_JSON);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        struct capture c;
+        json_t *json;
+
+        capture_begin(&c);
+        EP_INFO("m", "msg", EP_S("v", bad[i]));
+        capture_end(&c);
+        json = json_loads(c.text, 0, NULL);
+        assert_non_null(json);
+        assert_non_null(strstr(json_string_value(json_object_get(json, "v")), "\xef\xbf\xbd"));
+        json_decref(json);
+    }
+}
+
+static void level_decides(void **state)
+{
+    struct capture c;
+
+    (void)state;
+    ep_log_configure(EP_LOG_WARN, EP_LOG_LOGFMT);
+    capture_begin(&c);
+    EP_INFO("m", "not this");
+    EP_WARN("m", "this");
+    ep_log_configure(EP_LOG_OFF, EP_LOG_LOGFMT);
+    EP_ERROR("m", "nor this");
+    capture_end(&c);
+    assert_null(strstr(c.text, "not this"));
+    assert_non_null(strstr(c.text, "msg=this"));
+    assert_null(strstr(c.text, "nor this"));
+}
+
+static void long_line_is_whole(void **state)
+{
+    struct capture c;
+    char text[8000];
+
+    (void)state;
+    memset(text, 'x', sizeof text);
+    text[sizeof text - 1] = '\0';
+    ep_log_configure(EP_LOG_INFO, EP_LOG_LOGFMT);
+    capture_begin(&c);
+    EP_INFO("m", "long", EP_S("v", text));
+    capture_end(&c);
+    assert_non_null(strstr(c.text, text));
+    assert_int_equal(c.text[strlen(c.text) - 1], '\n');
+}
+
+static void logging_keeps_errno(void **state)
+{
+    struct capture c;
+
+    (void)state;
+    ep_log_configure(EP_LOG_INFO, EP_LOG_LOGFMT);
+    capture_begin(&c);
+    close(STDERR_FILENO);
+    errno = ENOSPC;
+    EP_INFO("m", "goes nowhere");
+    assert_int_equal(errno, ENOSPC);
+    capture_end(&c);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(names_go_there_and_back),
+        cmocka_unit_test(values_outside_the_list_are_harmless),
+        cmocka_unit_test(every_grpc_code_becomes_a_status),
+        cmocka_unit_test(error_is_filled_and_returned),
+        cmocka_unit_test(error_takes_its_own_text),
+        cmocka_unit_test(errno_is_appended_and_kept),
+        cmocka_unit_test(prefix_goes_before),
+        cmocka_unit_test(long_text_is_cut),
+        cmocka_unit_test(text_is_not_cut_inside_a_character),
+        cmocka_unit_test(logfmt_quotes_what_needs_it),
+        cmocka_unit_test(json_line_holds_every_byte),
+        cmocka_unit_test(json_replaces_invalid_utf8),
+        cmocka_unit_test(level_decides),
+        cmocka_unit_test(long_line_is_whole),
+        cmocka_unit_test(logging_keeps_errno),
+    };
+
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,200 @@
+/* ep_op_check: a good descriptor of each kind passes, and each bad field is refused by name. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "ep_kernels.h"
+
+enum { RANKS = 2, EXPERTS = 4, LOCAL = 2, K = 2, HIDDEN = 256, T_LL = 4, T_HT = 8 };
+
+static struct ep_layout_map map;
+
+static int set_up(void **state)
+{
+    const struct ep_limits limits = {
+        .ranks = RANKS, .experts = EXPERTS, .local_experts = LOCAL, .top_k = K, .hidden = HIDDEN,
+        .modes = 1u << EP_MODE_LL | 1u << EP_MODE_HT,
+        .dtypes = 1u << EP_BF16 | 1u << EP_FP8_E4M3,
+        .ll_max_tokens = T_LL, .ht_max_tokens = T_HT, .ll_banks = 2, .arena_bytes = 1u << 20,
+    };
+
+    (void)state;
+    return ep_layout_compute(&limits, &map, NULL);
+}
+
+/* Spans one after the other in the arena. */
+static struct ep_span take(uint64_t *at, uint64_t bytes)
+{
+    struct ep_span span = { map.arena + *at, bytes };
+
+    *at += (bytes + 15) / 16 * 16;
+    return span;
+}
+
+static struct ep_op dispatch(ep_mode mode, ep_layout layout)
+{
+    uint64_t at = 0, rows = layout == EP_LAYOUT_EXPERT_MAJOR ? LOCAL * RANKS * T_LL : 16;
+    struct ep_op op = {
+        .kind = EP_OP_DISPATCH, .mode = mode, .layout = layout, .input_dtype = EP_BF16,
+        .wire_dtype = EP_BF16, .tokens = 3, .top_k = K, .index_bytes = 4, .alignment = 1,
+    };
+
+    op.x = take(&at, 3 * HIDDEN * 2);
+    op.topk_idx = take(&at, 3 * K * 4);
+    op.topk_weights = take(&at, 3 * K * 4);
+    if (layout != EP_LAYOUT_RANK_MAJOR)
+        op.out = take(&at, rows * HIDDEN * 2);
+    op.counts = take(&at, 4 * 8);
+    if (layout == EP_LAYOUT_PACKED)
+        op.offsets = take(&at, 4 * (LOCAL + 1));
+    return op;
+}
+
+static struct ep_op combine(ep_mode mode, ep_layout layout)
+{
+    uint64_t at = 0;
+    struct ep_op op = {
+        .kind = EP_OP_COMBINE, .mode = mode, .layout = layout, .input_dtype = EP_BF16,
+        .wire_dtype = EP_BF16, .tokens = 3, .top_k = K,
+    };
+
+    op.x = take(&at, LOCAL * RANKS * T_LL * HIDDEN * 2);
+    op.out = take(&at, 3 * HIDDEN * 2);
+    return op;
+}
+
+static void good_ops_pass(void **state)
+{
+    static const struct { ep_mode mode; ep_layout layout; } all[] = {
+        { EP_MODE_LL, EP_LAYOUT_EXPERT_MAJOR }, { EP_MODE_LL, EP_LAYOUT_RANK_MAJOR },
+        { EP_MODE_LL, EP_LAYOUT_PACKED }, { EP_MODE_HT, EP_LAYOUT_PACKED },
+        { EP_MODE_HT, EP_LAYOUT_FLAT },
+    };
+
+    (void)state;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        struct ep_op d = dispatch(all[i].mode, all[i].layout);
+        struct ep_op c = combine(all[i].mode, all[i].layout);
+        struct ep_error error = EP_ERROR_INIT;
+
+        if (ep_op_check(&map, &d, &error) != EP_OK || ep_op_check(&map, &c, &error) != EP_OK)
+            fail_msg("mode %d layout %d: %s", all[i].mode, all[i].layout, error.text);
+    }
+}
+
+static void zero_tokens_need_no_memory(void **state)
+{
+    struct ep_op op = dispatch(EP_MODE_HT, EP_LAYOUT_FLAT);
+
+    (void)state;
+    op.tokens = 0;
+    op.x = op.topk_idx = op.topk_weights = op.out = (struct ep_span){ 0 };
+    assert_int_equal(ep_op_check(&map, &op, NULL), EP_OK);
+}
+
+static void refused(const struct ep_op *op, const char *begin)
+{
+    struct ep_error error = EP_ERROR_INIT;
+
+    if (ep_op_check(&map, op, &error) != EP_INVALID_ARGUMENT)
+        fail_msg("accepted; should have said \"%s...\"", begin);
+    if (strncmp(error.text, begin, strlen(begin)) != 0)
+        fail_msg("\"%s\" does not begin with \"%s\"", error.text, begin);
+}
+
+#define REFUSED(make, change, begin)  \
+    do {                              \
+        struct ep_op op = make;       \
+        change;                       \
+        refused(&op, begin);          \
+    } while (0)
+#define LL dispatch(EP_MODE_LL, EP_LAYOUT_EXPERT_MAJOR)
+#define RM dispatch(EP_MODE_LL, EP_LAYOUT_RANK_MAJOR)
+#define HT dispatch(EP_MODE_HT, EP_LAYOUT_PACKED)
+
+static void bad_fields_of_a_dispatch_are_named(void **state)
+{
+    (void)state;
+    REFUSED(LL, op.kind = 0, "kind is 0");
+    REFUSED(LL, op.kind = 5, "kind is 5");
+    REFUSED(LL, op.handle = EP_MAX_HANDLES, "handle is 64");
+    REFUSED(LL, op.mode = 0, "mode is 0");
+    REFUSED(LL, op.mode = 40, "mode is 40");
+    REFUSED(LL, op.layout = EP_LAYOUT_FLAT, "layout is 4: LL has");
+    REFUSED(HT, op.layout = EP_LAYOUT_EXPERT_MAJOR, "layout is 1: HT has");
+    REFUSED(HT, op.flags = EP_OP_SEND_ONLY, "flags: send-only");
+    REFUSED(LL, op.flags = 1u << 30, "flags is 0x40000000");
+    REFUSED(LL, op.tokens = T_LL + 1, "tokens is 5: the group allows at most 4");
+    REFUSED(HT, op.tokens = UINT32_MAX, "tokens is 4294967295");
+    REFUSED(LL, op.top_k = 0, "top_k is 0");
+    REFUSED(LL, op.top_k = K + 1, "top_k is 3");
+    REFUSED(LL, op.wire_dtype = EP_FP16, "wire_dtype is 2");
+    REFUSED(LL, op.input_dtype = 9, "input_dtype is 9");
+    REFUSED(LL, op.input_dtype = EP_FP32, "wire_dtype is 1");
+    REFUSED(LL, op.index_bytes = 3, "index_bytes is 3");
+    REFUSED(HT, op.alignment = 0, "alignment is 0");
+    REFUSED(HT, op.alignment = 12, "alignment is 12");
+}
+
+static void bad_spans_of_a_dispatch_are_named(void **state)
+{
+    (void)state;
+    REFUSED(LL, op.x.bytes = 0, "x is missing");
+    REFUSED(LL, op.x.bytes -= 16, "x has");
+    REFUSED(LL, op.x.offset += 8, "x.offset is");
+    REFUSED(LL, op.x.offset = 0, "x is [0,");
+    REFUSED(LL, op.x.offset = map.arena - 16, "x is [");
+    REFUSED(LL, op.x.offset = map.total_bytes, "x is [");
+    REFUSED(LL, op.x.offset = UINT64_MAX - 15, "x is [");
+    REFUSED(LL, op.x.bytes = UINT64_MAX, "x is [");
+    REFUSED(LL, op.topk_idx.bytes = 0, "topk_idx is missing");
+    REFUSED(LL, op.index_bytes = 8, "topk_idx has");
+    REFUSED(LL, op.topk_weights.bytes = 16, "topk_weights has 16");
+    REFUSED(LL, op.out.bytes -= 16, "out has");
+    REFUSED(LL, op.counts.bytes = 0, "counts is missing");
+    REFUSED(LL, op.offsets = op.counts, "offsets is given");
+    REFUSED(LL, op.out_topk = op.counts, "out_topk is given");
+    REFUSED(LL, op.x_scales = op.counts, "x_scales is given");
+    REFUSED(LL, op.out_scales = op.counts, "out_scales is given");
+    REFUSED(LL, op.wire_dtype = EP_FP8_E4M3, "out_scales is missing");
+    REFUSED(RM, op.out = op.x, "out is given");
+    REFUSED(RM, op.out_topk = op.counts, "out_topk has");
+    REFUSED(HT, op.offsets.bytes = 4, "offsets has 4");
+    REFUSED(HT, op.sources = op.counts, "sources has");
+    REFUSED(LL, op.flags = EP_OP_CACHED, "topk_idx is given: a cached");
+    REFUSED(LL, (op.input_dtype = op.wire_dtype = EP_FP8_E4M3), "x_scales is missing");
+}
+
+static void bad_fields_of_a_combine_are_named(void **state)
+{
+    (void)state;
+#define C combine(EP_MODE_LL, EP_LAYOUT_EXPERT_MAJOR)
+#define CH combine(EP_MODE_HT, EP_LAYOUT_FLAT)
+    REFUSED(C, op.input_dtype = op.wire_dtype = EP_FP8_E4M3, "input_dtype is 4");
+    REFUSED(C, op.input_dtype = op.wire_dtype = EP_FP16, "input_dtype is 2");
+    REFUSED(C, op.wire_dtype = EP_FP8_E4M3, "wire_dtype is 4");
+    REFUSED(C, op.flags = EP_OP_CACHED, "flags: cached");
+    REFUSED(C, op.x.bytes = 0, "x is missing");
+    REFUSED(C, op.out.bytes -= 16, "out has");
+    REFUSED(C, op.bias = ((struct ep_span){ op.x.offset, 16 }), "bias has 16");
+    REFUSED(C, op.row_grads = op.out, "row_grads is given: gradients are for HT");
+    REFUSED(CH, op.row_grads = op.out, "row_grads is given: topk_grads");
+    REFUSED(CH, op.topk_grads = ((struct ep_span){ op.x.offset, 16 }), "topk_grads has 16");
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(good_ops_pass),
+        cmocka_unit_test(zero_tokens_need_no_memory),
+        cmocka_unit_test(bad_fields_of_a_dispatch_are_named),
+        cmocka_unit_test(bad_spans_of_a_dispatch_are_named),
+        cmocka_unit_test(bad_fields_of_a_combine_are_named),
+    };
+
+    return cmocka_run_group_tests_name("op_check", tests, set_up, NULL);
+}

@@ -1,0 +1,643 @@
+/* The sqlite store: compare-and-swap, order, what it refuses to open, and what a crash or a full disk
+ * leaves behind. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "ep_log.h"
+#include "ep_store.h"
+
+static char program[512]; /* this test, to be run as the writer that gets killed */
+
+struct fixture {
+    uv_loop_t loop;
+    char directory[64], path[96];
+    struct ep_store *store;
+};
+
+#define RUN_UNTIL(f, condition)                                                                              \
+    do {                                                                                                     \
+        while (!(condition))                                                                                 \
+            uv_run(&(f)->loop, UV_RUN_ONCE);                                                                 \
+    } while (0)
+
+static void set_flag(void *flag)
+{
+    *(bool *)flag = true;
+}
+
+static ep_status open_store(struct fixture *f, struct ep_error *error)
+{
+    return ep_store_open_sqlite(&f->loop, f->path, &f->store, error);
+}
+
+static void close_store(struct fixture *f)
+{
+    bool closed = false;
+
+    ep_store_close(f->store, set_flag, &closed);
+    RUN_UNTIL(f, closed);
+    f->store = NULL;
+}
+
+static int setup(void **state)
+{
+    struct fixture *f = calloc(1, sizeof *f);
+
+    ep_log_configure(EP_LOG_OFF, EP_LOG_LOGFMT);
+    snprintf(f->directory, sizeof f->directory, "/tmp/ep-store-XXXXXX");
+    assert_non_null(mkdtemp(f->directory));
+    snprintf(f->path, sizeof f->path, "%s/store.db", f->directory);
+    uv_loop_init(&f->loop);
+    *state = f;
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    struct fixture *f = *state;
+    char command[128];
+
+    if (f->store)
+        close_store(f);
+    uv_run(&f->loop, UV_RUN_DEFAULT);
+    assert_int_equal(uv_loop_close(&f->loop), 0);
+    snprintf(command, sizeof command, "rm -rf %s", f->directory);
+    assert_int_equal(system(command), 0);
+    free(f);
+    return 0;
+}
+
+/* ---- asking ------------------------------------------------------------------------ */
+
+struct written {
+    bool done;
+    struct ep_error error;
+    uint64_t revision;
+};
+
+static void on_written(const struct ep_error *error, uint64_t revision, void *user)
+{
+    struct written *written = user;
+
+    *written = (struct written){ .done = true, .error = *error, .revision = revision };
+}
+
+static struct written commit(struct fixture *f, const struct ep_store_write *writes, size_t n)
+{
+    struct written written = { 0 };
+
+    ep_store_commit(f->store, writes, n, on_written, &written);
+    RUN_UNTIL(f, written.done);
+    return written;
+}
+
+static struct written put(struct fixture *f, const char *key, const char *value, uint64_t expected)
+{
+    const struct ep_store_write write = { key, value, value ? strlen(value) : 0, expected };
+
+    return commit(f, &write, 1);
+}
+
+struct listed {
+    bool done;
+    struct ep_error error;
+    size_t n;
+    char text[512]; /* "key=value@revision " each */
+};
+
+static void on_listed(const struct ep_error *error, const struct ep_record *records, size_t n, void *user)
+{
+    struct listed *listed = user;
+    size_t used = 0;
+
+    *listed = (struct listed){ .done = true, .error = *error, .n = n };
+    for (size_t i = 0; i < n && used < sizeof listed->text; i++)
+        used += (size_t)snprintf(listed->text + used, sizeof listed->text - used, "%s=%.*s@%" PRIu64 " ",
+                                 records[i].key, (int)records[i].size, (const char *)records[i].value,
+                                 records[i].revision);
+}
+
+static struct listed list(struct fixture *f, const char *prefix)
+{
+    struct listed listed = { 0 };
+
+    ep_store_list(f->store, prefix, on_listed, &listed);
+    RUN_UNTIL(f, listed.done);
+    return listed;
+}
+
+/* ---- records ----------------------------------------------------------------------- */
+
+static void writes_are_there_after_a_reopen(void **state)
+{
+    struct fixture *f = *state;
+
+    assert_int_equal(open_store(f, NULL), EP_OK);
+    assert_int_equal(put(f, "groups/a/spec", "one", EP_STORE_ABSENT).revision, 1);
+    assert_int_equal(put(f, "groups/b/spec", "two", EP_STORE_ANY).revision, 2);
+    assert_int_equal(put(f, "node/cordon", "", EP_STORE_ABSENT).revision, 3);
+    close_store(f);
+    assert_int_equal(open_store(f, NULL), EP_OK);
+    assert_string_equal(list(f, "groups/").text, "groups/a/spec=one@1 groups/b/spec=two@2 ");
+    assert_string_equal(list(f, "").text, "groups/a/spec=one@1 groups/b/spec=two@2 node/cordon=@3 ");
+    assert_int_equal(put(f, "x", "y", EP_STORE_ANY).revision, 4);
+}
+
+static void revisions_never_go_back(void **state)
+{
+    struct fixture *f = *state;
+
+    assert_int_equal(open_store(f, NULL), EP_OK);
+    assert_int_equal(put(f, "a", "1", EP_STORE_ANY).revision, 1);
+    assert_int_equal(put(f, "a", NULL, 1).revision, 2);
+    assert_int_equal(list(f, "").n, 0);
+    close_store(f);
+    assert_int_equal(open_store(f, NULL), EP_OK);
+    assert_int_equal(put(f, "a", "1", EP_STORE_ABSENT).revision, 3);
+}
+
+static void a_write_needs_the_revision_it_expects(void **state)
+{
+    struct fixture *f = *state;
+    struct written w;
+
+    assert_int_equal(open_store(f, NULL), EP_OK);
+    assert_int_equal(put(f, "a", "1", EP_STORE_ABSENT).error.status, EP_OK);
+    w = put(f, "a", "2", EP_STORE_ABSENT);
+    assert_int_equal(w.error.status, EP_FAILED_PRECONDITION);
+    assert_string_equal(w.error.text, "a is in the store already, at revision 1");
+    w = put(f, "a", "2", 7);
+    assert_string_equal(w.error.text, "a is at revision 1, revision 7 was expected");
+    w = put(f, "b", "2", 7);
+    assert_string_equal(w.error.text, "b is not in the store, revision 7 was expected");
+    assert_int_equal(put(f, "a", "2", 1).error.status, EP_OK);
+    assert_int_equal(ep_store_health(f->store, NULL), EP_OK); /* none of that is the disk's fault */
+    assert_string_equal(list(f, "").text, "a=2@2 ");
+}
+
+static void a_commit_is_all_or_nothing(void **state)
+{
+    struct fixture *f = *state;
+    const struct ep_store_write writes[] = {
+        { "a", "new", 3, EP_STORE_ANY },
+        { "b", NULL, 0, EP_STORE_ANY },
+        { "c", "new", 3, EP_STORE_ABSENT },
+    };
+
+    assert_int_equal(open_store(f, NULL), EP_OK);
+    put(f, "b", "old", EP_STORE_ANY);
+    put(f, "c", "old", EP_STORE_ANY);
+    assert_int_equal(commit(f, writes, 3).error.status, EP_FAILED_PRECONDITION);
+    assert_string_equal(list(f, "").text, "b=old@1 c=old@2 ");
+    assert_int_equal(commit(f, writes, 2).revision, 3);
+    assert_string_equal(list(f, "").text, "a=new@3 c=old@2 ");
+    assert_int_equal(commit(f, NULL, 0).error.status, EP_OK);
+}
+
+static void on_bytes(const struct ep_error *error, const struct ep_record *records, size_t n, void *user)
+{
+    *(bool *)user =
+        error->status == EP_OK && n == 1 && records[0].size == 3 && !memcmp(records[0].value, "\0\xff\n", 3);
+}
+
+static void values_are_any_bytes(void **state)
+{
+    struct fixture *f = *state;
+    bool same = false;
+    const struct ep_store_write write = { "a", "\0\xff\n", 3, EP_STORE_ANY };
+
+    assert_int_equal(open_store(f, NULL), EP_OK);
+    commit(f, &write, 1);
+    ep_store_list(f->store, "a", on_bytes, &same);
+    close_store(f); /* finishes it */
+    assert_true(same);
+    assert_int_equal(open_store(f, NULL), EP_OK);
+    assert_int_equal(put(f, "100%_", "1", EP_STORE_ANY).error.status, EP_OK);
+    assert_int_equal(list(f, "%").n, 0); /* a prefix, not a pattern */
+    assert_int_equal(list(f, "100%").n, 1);
+}
+
+struct order {
+    int next, wrong;
+};
+struct step {
+    struct order *order;
+    int number;
+};
+
+static void in_order(struct step *step)
+{
+    step->order->wrong += step->order->next++ != step->number;
+}
+
+static void step_listed(const struct ep_error *error, const struct ep_record *records, size_t n, void *user)
+{
+    (void)error;
+    (void)records;
+    (void)n;
+    in_order(user);
+}
+
+static void step_written(const struct ep_error *error, uint64_t revision, void *user)
+{
+    (void)error;
+    (void)revision;
+    in_order(user);
+}
+
+static void callbacks_come_in_the_order_of_the_calls(void **state)
+{
+    struct fixture *f = *state;
+    struct order order = { 0 };
+    struct step steps[100];
+    const struct ep_store_write write = { "a", "1", 1, EP_STORE_ANY };
+
+    assert_int_equal(open_store(f, NULL), EP_OK);
+    for (int i = 0; i < 100; i++) {
+        steps[i] = (struct step){ &order, i };
+        if (i % 3)
+            ep_store_commit(f->store, &write, 1, step_written, &steps[i]);
+        else
+            ep_store_list(f->store, "", step_listed, &steps[i]);
+    }
+    close_store(f); /* finishes what was asked */
+    assert_int_equal(order.next, 100);
+    assert_int_equal(order.wrong, 0);
+}
+
+/* ---- opening ------------------------------------------------------------------------- */
+
+static void write_file(const char *path, const void *bytes, size_t n)
+{
+    FILE *file = fopen(path, "we");
+
+    assert_int_equal(fwrite(bytes, 1, n, file), n);
+    fclose(file);
+}
+
+static long file_size(const char *path)
+{
+    struct stat st;
+
+    return stat(path, &st) == 0 ? (long)st.st_size : -1;
+}
+
+static void a_new_file_is_private(void **state)
+{
+    struct fixture *f = *state;
+    struct stat st;
+
+    assert_int_equal(open_store(f, NULL), EP_OK);
+    assert_int_equal(stat(f->path, &st), 0);
+    assert_int_equal(st.st_mode & 0777, 0600);
+}
+
+static void a_file_that_is_no_database_is_refused_and_kept(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_error error = EP_ERROR_INIT;
+    char text[5000];
+
+    memset(text, 'x', sizeof text);
+    write_file(f->path, text, sizeof text);
+    assert_int_not_equal(open_store(f, &error), EP_OK);
+    assert_non_null(strstr(error.text, f->path));
+    assert_non_null(strstr(error.text, "not a store of ep-server"));
+    assert_int_equal(file_size(f->path), sizeof text);
+}
+
+static void run_sql(const char *path, const char *sql)
+{
+    char command[512];
+
+    snprintf(command, sizeof command,
+             "python3 -c \"import sqlite3,sys; c=sqlite3.connect(sys.argv[1]); c.executescript(sys.argv[2]); "
+             "c.close()\""
+             " %s \"%s\"",
+             path, sql);
+    assert_int_equal(system(command), 0);
+}
+
+static void another_programs_database_is_refused_and_kept(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_error error = EP_ERROR_INIT;
+    long before;
+
+    run_sql(f->path, "CREATE TABLE mine (x); PRAGMA application_id = 17;");
+    before = file_size(f->path);
+    assert_int_equal(open_store(f, &error), EP_FAILED_PRECONDITION);
+    assert_non_null(strstr(error.text, "database of another program"));
+    assert_int_equal(file_size(f->path), before);
+}
+
+static void a_newer_schema_is_refused(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_error error = EP_ERROR_INIT;
+
+    assert_int_equal(open_store(f, NULL), EP_OK);
+    close_store(f);
+    run_sql(f->path, "PRAGMA user_version = 9;");
+    assert_int_equal(open_store(f, &error), EP_FAILED_PRECONDITION);
+    assert_non_null(strstr(error.text, "schema 9"));
+    assert_non_null(strstr(error.text, "newer server"));
+}
+
+static void fill_with(struct fixture *f, unsigned keys, size_t bytes)
+{
+    char *value = calloc(1, bytes + 1), key[16];
+
+    memset(value, 'v', bytes);
+    for (unsigned i = 0; i < keys; i++) {
+        snprintf(key, sizeof key, "k%u", i);
+        assert_int_equal(put(f, key, value, EP_STORE_ANY).error.status, EP_OK);
+    }
+    free(value);
+}
+
+static void scratch(const char *path, long at)
+{
+    char garbage[64];
+    FILE *file = fopen(path, "r+e");
+
+    memset(garbage, 0xa5, sizeof garbage);
+    assert_int_equal(fseek(file, at, SEEK_SET), 0);
+    assert_int_equal(fwrite(garbage, 1, sizeof garbage, file), sizeof garbage);
+    fclose(file);
+}
+
+/* The start of every page in turn.  Pages that hold nothing but a value cannot be judged. */
+static void damage_is_told_not_crashed_on(void **state)
+{
+    struct fixture *f = *state;
+    char original[128], command[400];
+    unsigned refused = 0, taken = 0;
+    long size;
+
+    assert_int_equal(open_store(f, NULL), EP_OK);
+    fill_with(f, 20, 6000);
+    close_store(f);
+    size = file_size(f->path);
+    snprintf(original, sizeof original, "%s/original", f->directory);
+    assert_int_equal(rename(f->path, original), 0);
+    snprintf(command, sizeof command, "rm -f %s* && cp %s %s", f->path, original, f->path);
+    for (long at = 0; at < size; at += 4096) {
+        struct ep_error error = EP_ERROR_INIT;
+
+        assert_int_equal(system(command), 0);
+        scratch(f->path, at);
+        if (open_store(f, &error) == EP_OK) {
+            taken++;
+            (void)list(f, "");
+            close_store(f);
+        } else {
+            refused++;
+            assert_non_null(strstr(error.text, f->path));
+        }
+    }
+    assert_true(refused >= 3); /* header and both tables' roots at least */
+    print_message("%u pages refused, %u not judged\n", refused, taken);
+}
+
+static void a_cut_file_is_told(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_error error = EP_ERROR_INIT;
+
+    assert_int_equal(open_store(f, NULL), EP_OK);
+    fill_with(f, 1, 20000);
+    close_store(f);
+    assert_int_equal(truncate(f->path, file_size(f->path) - 8192), 0);
+    assert_int_equal(open_store(f, &error), EP_IO);
+    assert_non_null(strstr(error.text, "damaged"));
+}
+
+static void one_process_at_a_time(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_error error = EP_ERROR_INIT;
+    char command[700];
+
+    assert_int_equal(open_store(f, NULL), EP_OK);
+    snprintf(command, sizeof command, "%s open %s > /dev/null", program, f->path);
+    assert_int_equal(WEXITSTATUS(system(command)), 1);
+    close_store(f);
+    assert_int_equal(WEXITSTATUS(system(command)), 0);
+    assert_int_equal(open_store(f, &error), EP_OK);
+}
+
+static void what_is_no_file_is_refused(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_error error = EP_ERROR_INIT;
+
+    assert_int_equal(mkdir(f->path, 0700), 0);
+    assert_int_not_equal(open_store(f, &error), EP_OK);
+    assert_int_equal(rmdir(f->path), 0);
+    snprintf(f->path, sizeof f->path, "%s/no/such/store.db", f->directory);
+    assert_int_equal(open_store(f, &error), EP_IO);
+    assert_non_null(strstr(error.text, "No such file"));
+}
+
+/* ---- a full disk ------------------------------------------------------------------------ */
+
+static void limit_files(rlim_t bytes)
+{
+    struct rlimit limit;
+
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
+    limit.rlim_cur = bytes < limit.rlim_max ? bytes : limit.rlim_max;
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
+}
+
+static void a_full_disk_is_told_and_got_over(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_error error = EP_ERROR_INIT;
+    struct written w;
+
+    signal(SIGXFSZ, SIG_IGN);
+    assert_int_equal(open_store(f, NULL), EP_OK);
+    assert_int_equal(put(f, "a", "before", EP_STORE_ANY).error.status, EP_OK);
+    limit_files(1024);
+    w = put(f, "a", "meanwhile", EP_STORE_ANY);
+    limit_files(RLIM_INFINITY);
+    assert_int_equal(w.error.status, EP_RESOURCE_EXHAUSTED);
+    assert_non_null(strstr(w.error.text, f->path));
+    assert_int_equal(ep_store_health(f->store, &error), EP_RESOURCE_EXHAUSTED);
+    assert_string_equal(error.text, w.error.text);
+    assert_string_equal(list(f, "").text, "a=before@1 ");
+    assert_int_equal(put(f, "a", "after", 1).error.status, EP_OK);
+    assert_int_equal(ep_store_health(f->store, NULL), EP_OK);
+    close_store(f);
+    assert_int_equal(open_store(f, NULL), EP_OK);
+    assert_memory_equal(list(f, "").text, "a=after@", 8);
+}
+
+/* ---- kill -9 ---------------------------------------------------------------------------- */
+
+/* The writer: pairs of records that must always agree; acknowledged revisions go to stdout. */
+static void acknowledge(const struct ep_error *error, uint64_t revision, void *user)
+{
+    (void)user;
+    if (error->status || write(STDOUT_FILENO, &revision, sizeof revision) != sizeof revision)
+        _exit(3);
+}
+
+static int writer(const char *path)
+{
+    uv_loop_t loop;
+    struct ep_store *store;
+
+    uv_loop_init(&loop);
+    if (ep_store_open_sqlite(&loop, path, &store, NULL))
+        return 1;
+    for (uint64_t i = 0;; i++) {
+        char left[32], right[32], value[32];
+        struct ep_store_write writes[2];
+        int n = snprintf(value, sizeof value, "%" PRIu64, i);
+
+        snprintf(left, sizeof left, "left/%" PRIu64, i % 16);
+        snprintf(right, sizeof right, "right/%" PRIu64, i % 16);
+        writes[0] = (struct ep_store_write){ left, value, (size_t)n, EP_STORE_ANY };
+        writes[1] = (struct ep_store_write){ right, value, (size_t)n, EP_STORE_ANY };
+        ep_store_commit(store, writes, 2, acknowledge, NULL);
+        for (int turn = 0; turn < 3; turn++) /* some commits are under way at once */
+            uv_run(&loop, UV_RUN_NOWAIT);
+        if (i % 8 == 7)
+            uv_run(&loop, UV_RUN_ONCE);
+    }
+}
+
+static int try_open(const char *path)
+{
+    struct fixture f = { .store = NULL };
+    ep_status status;
+
+    uv_loop_init(&f.loop);
+    status = ep_store_open_sqlite(&f.loop, path, &f.store, NULL);
+    if (!status)
+        close_store(&f);
+    uv_loop_close(&f.loop);
+    return status != EP_OK;
+}
+
+/* Starts the writer, reads `count` acknowledgements, kills it, reads the rest. */
+static uint64_t write_until_killed(const char *path, unsigned count)
+{
+    uint64_t revision = 0, last = 0;
+    int pipes[2], status;
+    pid_t pid;
+
+    assert_int_equal(pipe2(pipes, O_CLOEXEC), 0);
+    pid = fork();
+    assert_true(pid >= 0);
+    if (pid == 0) {
+        dup2(pipes[1], STDOUT_FILENO);
+        execl(program, program, "writer", path, (char *)NULL);
+        _exit(4);
+    }
+    close(pipes[1]);
+    while (read(pipes[0], &revision, sizeof revision) == sizeof revision) {
+        assert_true(revision > last);
+        last = revision;
+        if (count && --count == 0)
+            kill(pid, SIGKILL);
+    }
+    close(pipes[0]);
+    assert_int_equal(waitpid(pid, &status, 0), pid);
+    assert_true(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+    return last;
+}
+
+struct audit {
+    bool done;
+    uint64_t newest;
+    unsigned pairs, torn;
+};
+
+/* left/N and right/N were written together: same value, same revision. */
+static void on_audit(const struct ep_error *error, const struct ep_record *records, size_t n, void *user)
+{
+    struct audit *audit = user;
+
+    audit->done = true;
+    audit->torn += error->status != EP_OK || n % 2;
+    for (size_t i = 0; i < n / 2; i++) {
+        const struct ep_record *left = &records[i], *right = &records[n / 2 + i];
+
+        audit->pairs++;
+        audit->torn += strcmp(left->key + 5, right->key + 6) || left->revision != right->revision ||
+                       left->size != right->size || memcmp(left->value, right->value, left->size);
+        if (left->revision > audit->newest)
+            audit->newest = left->revision;
+    }
+}
+
+static void kill_9_loses_nothing_that_was_acknowledged(void **state)
+{
+    struct fixture *f = *state;
+    unsigned seed = (unsigned)time(NULL);
+
+    print_message("seed %u\n", seed);
+    for (int round = 0; round < 30; round++) {
+        uint64_t acknowledged = write_until_killed(f->path, 1 + (unsigned)rand_r(&seed) % 60);
+        struct audit audit = { 0 };
+
+        assert_int_equal(open_store(f, NULL), EP_OK);
+        ep_store_list(f->store, "", on_audit, &audit);
+        RUN_UNTIL(f, audit.done);
+        assert_int_equal(audit.torn, 0);
+        assert_true(audit.newest >= acknowledged);
+        close_store(f);
+    }
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
+
+int main(int argc, char **argv)
+{
+    const struct CMUnitTest tests[] = {
+        TEST(writes_are_there_after_a_reopen),
+        TEST(revisions_never_go_back),
+        TEST(a_write_needs_the_revision_it_expects),
+        TEST(a_commit_is_all_or_nothing),
+        TEST(values_are_any_bytes),
+        TEST(callbacks_come_in_the_order_of_the_calls),
+        TEST(a_new_file_is_private),
+        TEST(a_file_that_is_no_database_is_refused_and_kept),
+        TEST(another_programs_database_is_refused_and_kept),
+        TEST(a_newer_schema_is_refused),
+        TEST(damage_is_told_not_crashed_on),
+        TEST(a_cut_file_is_told),
+        TEST(one_process_at_a_time),
+        TEST(what_is_no_file_is_refused),
+        TEST(a_full_disk_is_told_and_got_over),
+        TEST(kill_9_loses_nothing_that_was_acknowledged),
+    };
+
+    if (argc == 3 && !strcmp(argv[1], "writer"))
+        return writer(argv[2]);
+    if (argc == 3 && !strcmp(argv[1], "open"))
+        return try_open(argv[2]);
+    assert_true(readlink("/proc/self/exe", program, sizeof program - 1) > 0);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
