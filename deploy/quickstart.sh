@@ -18,7 +18,7 @@ TEXT
 }
 
 ranks=4 experts=16 hidden=1024 top_k=4
-declare -A tokens=([ll]=1,32,128 [ht]=512,2048) # of each rank
+declare -A tokens=([ll]='1,32,128' [ht]='512,2048') # of each rank
 ready_wait_s=30
 stop_wait_s=20
 bench_wait_s=120
@@ -39,8 +39,8 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bin=$PWD/build/bin
 text=$PWD/tests/data/text.txt
-server= bench= # process ids while they run
-dir=
+server='' bench='' # process ids while they run
+dir=''
 
 # Waits for the server to end; true when it did.
 server_ended() {

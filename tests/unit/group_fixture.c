@@ -8,6 +8,7 @@
 
 #include "ep_futex.h"
 #include "ep_log.h"
+#include "temporary.h"
 
 /* ---- life ------------------------------------------------------------------------- */
 
@@ -59,8 +60,7 @@ int fixture_setup(void **state)
     struct fixture *f = calloc(1, sizeof *f);
 
     ep_log_configure(EP_LOG_OFF, EP_LOG_LOGFMT);
-    snprintf(f->directory, sizeof f->directory, "/tmp/ep-test-XXXXXX");
-    assert_non_null(mkdtemp(f->directory));
+    assert_true(temporary_directory(f->directory, sizeof f->directory));
     snprintf(f->path, sizeof f->path, "%s/store.db", f->directory);
     f->devices = 4;
     f->budget = 1ull << 30;

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 
 #include "ep_log.h"
+#include "temporary.h"
 
 /* ---- handlers ------------------------------------------------------------------------ */
 
@@ -229,8 +230,7 @@ void fixture_init(struct fixture *f)
 {
     memset(f, 0, sizeof *f);
     ep_log_configure(getenv("EP_TEST_LOG") ? EP_LOG_DEBUG : EP_LOG_OFF, EP_LOG_LOGFMT);
-    strcpy(f->dir, "/tmp/ep-rpc-XXXXXX");
-    assert_non_null(mkdtemp(f->dir));
+    assert_true(temporary_directory(f->dir, sizeof f->dir));
     snprintf(f->path, sizeof f->path, "%s/s.sock", f->dir);
     pthread_mutex_init(&f->lock, NULL);
     sem_init(&f->ready, 0, 0);

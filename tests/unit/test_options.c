@@ -13,10 +13,11 @@
 
 #include "ep_log.h"
 #include "options_private.h"
+#include "temporary.h"
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
-static char directory[] = "/tmp/ep-options-XXXXXX";
+static char directory[48];
 static char file_path[64];
 
 static int make_directory(void **state)
@@ -24,7 +25,7 @@ static int make_directory(void **state)
     (void)state;
     setenv("XDG_RUNTIME_DIR", "/run/user/1000", 1); /* a login has it, a bare shell may not */
     unsetenv("XDG_STATE_HOME");
-    if (!mkdtemp(directory))
+    if (!temporary_directory(directory, sizeof directory))
         return -1;
     snprintf(file_path, sizeof file_path, "%s/c.yaml", directory);
     return 0;

@@ -11,6 +11,7 @@
 #include <cmocka.h>
 
 #include "routing.h"
+#include "temporary.h"
 
 enum { TOKENS = 500 };
 
@@ -18,11 +19,8 @@ static char directory[256];
 
 static int make_directory(void **state)
 {
-    const char *base = getenv("TMPDIR");
     (void)state;
-
-    snprintf(directory, sizeof directory, "%s/test_routing.XXXXXX", base ? base : "/tmp");
-    return mkdtemp(directory) ? 0 : -1;
+    return temporary_directory(directory, sizeof directory) ? 0 : -1;
 }
 
 static int remove_directory(void **state)

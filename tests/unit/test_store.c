@@ -22,6 +22,7 @@
 
 #include "ep_log.h"
 #include "ep_store.h"
+#include "temporary.h"
 
 static char program[512]; /* this test, to be run as the writer that gets killed */
 
@@ -61,8 +62,7 @@ static int setup(void **state)
     struct fixture *f = calloc(1, sizeof *f);
 
     ep_log_configure(EP_LOG_OFF, EP_LOG_LOGFMT);
-    snprintf(f->directory, sizeof f->directory, "/tmp/ep-store-XXXXXX");
-    assert_non_null(mkdtemp(f->directory));
+    assert_true(temporary_directory(f->directory, sizeof f->directory));
     snprintf(f->path, sizeof f->path, "%s/store.db", f->directory);
     uv_loop_init(&f->loop);
     *state = f;
