@@ -9,6 +9,8 @@
  *         dispatch flags    [R] lines   src s: {number, count}
  *         combine flags     [R] lines   peer d: {number, count}
  *         credits           [R] lines   peer d: the last LL number of this bank it has released
+ *         counts            [R][L]      src s: rows it sends to each local expert; GPUs only
+ *         combine numbers   [R][T_ll]   peer d: the number whose partial is there; GPUs only
  *         dispatch headers  [R][T_ll]   which local experts, with which weights
  *         dispatch scales   [R][T_ll]   fp8 only
  *         dispatch rows     [R][T_ll]
@@ -45,7 +47,7 @@ extern "C" {
 #endif
 
 #define EP_WINDOW_MAGIC 0x31574e4957534550ull /* "EPSWINW1" */
-#define EP_WINDOW_VERSION 1u
+#define EP_WINDOW_VERSION 2u
 #define EP_LINE 64u
 #define EP_REGION_ALIGN 4096u
 #define EP_RING_SLOTS 32u
@@ -72,6 +74,7 @@ struct ep_limits {
 
 struct ep_bank_layout { /* offsets from the bank's start */
     uint64_t dispatch_flags, combine_flags, credits;
+    uint64_t counts, combine_numbers;
     uint64_t headers, scales, rows, combine_rows;
 };
 
@@ -86,6 +89,7 @@ struct ep_layout_map { /* offsets from the window's start, bytes */
     uint64_t arena;
     /* strides, bytes */
     uint32_t header_bytes;      /* struct ep_row_header with K entries, multiple of 16 */
+    uint32_t counts_bytes;      /* one source's counts, multiple of EP_LINE */
     uint32_t scales_bytes;      /* one row's scales, multiple of 16; 0 without fp8 */
     uint32_t row_bytes;         /* widest dispatch row of the group's dtypes */
     uint32_t combine_row_bytes; /* widest combine row */
@@ -109,16 +113,24 @@ static inline uint64_t ep_flag_make(uint64_t number, uint32_t count)
 static inline uint32_t ep_flag_number(uint64_t flag) { return (uint32_t)(flag >> 32); }
 static inline uint32_t ep_flag_count(uint64_t flag) { return (uint32_t)flag; }
 
-/* One token as it arrives at a rank: which of its top-k live here. */
+/*
+ * One token as it arrives at a rank: which of its top-k live here.  GPUs announce rows one by one: each
+ * 16 bytes of a header carry the number and are written at once, after the row.
+ */
 struct ep_route {
     int32_t expert; /* local expert 0..L-1, -1: this choice is not on this rank */
     float weight;
+    uint32_t index;  /* GPUs: of this row among its source's rows of the expert */
+    uint32_t number; /* GPUs: ep_flag_number of the dispatch */
 };
 struct ep_row_header {
     uint32_t token; /* number at the source */
     uint32_t routes; /* how many of route[] have expert >= 0 */
+    uint32_t reserved;
+    uint32_t number; /* GPUs: as in the routes */
     struct ep_route route[]; /* K, at the place they have in the source's topk */
 };
+EP_STATIC_ASSERT(sizeof(struct ep_row_header) == 16 && sizeof(struct ep_route) == 16, "ep_row_header");
 
 /* HT: what a rank tells its peers before data may come. */
 struct ep_ht_ready {

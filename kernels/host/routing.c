@@ -137,7 +137,8 @@ void ep_host_header_write(const struct ep_host_team *team, const struct ep_host_
     for (uint32_t j = 0; j < team->map.limits.top_k; j++) {
         bool there = j < handle->top_k && choice[j].rank == (int32_t)d;
 
-        header->route[j] = (struct ep_route){ there ? choice[j].local : -1, there ? choice[j].weight : 0.0f };
+        header->route[j] = (struct ep_route){ .expert = there ? choice[j].local : -1,
+                                              .weight = there ? choice[j].weight : 0.0f };
         routes += there;
     }
     header->token = token;

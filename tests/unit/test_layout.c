@@ -68,6 +68,8 @@ static void regions_of_a_bank_are_disjoint(void **state)
         { m.bank.dispatch_flags, m.bank.dispatch_flags + lines },
         { m.bank.combine_flags, m.bank.combine_flags + lines },
         { m.bank.credits, m.bank.credits + lines },
+        { m.bank.counts, m.bank.counts + 8ull * m.counts_bytes },
+        { m.bank.combine_numbers, m.bank.combine_numbers + slots * 4 },
         { m.bank.headers, m.bank.headers + slots * m.header_bytes },
         { m.bank.scales, m.bank.scales + slots * m.scales_bytes },
         { m.bank.rows, m.bank.rows + slots * m.row_bytes },

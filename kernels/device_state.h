@@ -1,0 +1,126 @@
+/*
+ * device_state.h: what a rank on a GPU has beside its window, shared by server, direct clients and
+ * device code.
+ *
+ * One block of GPU memory per rank and epoch, made by the server.  Under executor `server` nobody else
+ * sees it; a `direct` worker gets its own rank's, never a peer's.
+ *
+ *     struct ep_device_state      membership, progress, what became of ops
+ *     placement                   home_first [E + 1], home_rank [homes], home_local [homes]
+ *     routing of each handle      [T_ll * K] int32, see ep_device_route_make
+ *     weights of each handle      [T_ll * K] fp32
+ *
+ * Who writes: "server" through copies, while kernels may run; "kernel" the rank's own, one op at a time.
+ */
+#ifndef EP_DEVICE_STATE_H
+#define EP_DEVICE_STATE_H
+
+#include "window.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define EP_DEVICE_STATE_MAGIC 0x3154535645445045ull /* "EPDEVST1" */
+#define EP_DEVICE_STATE_VERSION 1u
+#define EP_DEVICE_MAX_RANKS 32u /* of one NVLink domain */
+
+/* First number in which nobody takes part: the rank is absent. */
+#define EP_DEVICE_NEVER UINT64_MAX
+
+/* What became of an op. */
+struct ep_device_record {
+    int32_t status;         /* ep_status */
+    uint32_t late_rank;     /* EP_TIMEOUT: whom it waited for */
+    uint32_t wait_phase;    /* EP_TIMEOUT: enum ep_wait_phase */
+    uint32_t generation;    /* of the handle */
+    uint64_t number;        /* LL number */
+    uint64_t sequence;      /* counts all ops of the rank; 0: no op yet */
+    uint64_t rows, rows_needed, dropped, wire_bytes, logical_bytes;
+    uint64_t start_ns, end_ns, wait_ns; /* the GPU's global timer */
+    uint64_t arrived;       /* bit r: rank r's part is in the result */
+    uint64_t reserved[3];
+};
+EP_STATIC_ASSERT(sizeof(struct ep_device_record) == 128, "ep_device_record is shared memory");
+
+struct ep_device_handle {
+    uint64_t number;      /* of its dispatch; 0: none */
+    uint64_t combined;    /* the last number that it combined */
+    uint32_t generation, tokens, top_k, layout;
+    uint32_t alignment, wire_dtype, routed, reserved;
+};
+EP_STATIC_ASSERT(sizeof(struct ep_device_handle) == 48, "ep_device_handle is shared memory");
+
+struct ep_device_counters {
+    uint64_t count, errors, timeouts, tokens, wire_bytes, busy_ns, wait_ns, max_wait_ns;
+};
+
+enum { EP_DEVICE_DISPATCH, EP_DEVICE_COMBINE, EP_DEVICE_PARTS };
+
+struct ep_device_state {
+    /* server, once */
+    uint64_t magic;
+    uint32_t version, rank;
+    uint64_t epoch;
+    uint64_t home_first, home_rank, home_local; /* offsets from here */
+    uint64_t routing, weights, handle_stride;   /* of the first handle; bytes from one to the next */
+    uint64_t reserved0[7];
+
+    /* server: rank r takes part in number n when n >= from[r] */
+    uint64_t from[EP_DEVICE_MAX_RANKS];
+    uint64_t timeout_ns;
+    uint64_t reserved1[7];
+
+    /*
+     * kernel.  `begun` is set before `from` is read, so that whoever writes `from` and then reads `begun`
+     * knows whether an op may have missed it (Dekker).
+     */
+    uint64_t begun;
+    uint64_t number; /* of the last dispatch that is over */
+    uint64_t released[EP_MAX_LL_BANKS];
+    uint64_t sequence;
+    uint64_t reserved2;
+
+    /* kernel, within one op */
+    uint32_t pushed, done; /* blocks */
+    uint32_t gone, late;   /* masks of ranks that were missed */
+    uint32_t late_phase, overflow;
+    uint64_t rows, dropped, wire_bytes, logical_bytes, start_ns, wait_ns, rows_needed;
+    uint64_t reserved3[5];
+
+    /* kernel: the first failure since `failures` was last looked at */
+    uint64_t failures;
+    struct ep_device_record failure;
+    uint64_t failure_op; /* EP_DEVICE_DISPATCH or EP_DEVICE_COMBINE */
+    uint64_t reserved4[6];
+
+    struct ep_device_counters counters[EP_DEVICE_PARTS];
+    struct ep_device_handle handles[EP_MAX_HANDLES];
+    struct ep_device_record records[EP_MAX_HANDLES][EP_DEVICE_PARTS];
+};
+EP_STATIC_ASSERT(offsetof(struct ep_device_state, from) == 128, "ep_device_state.from");
+
+/*
+ * A choice of a token as kernels keep it: home rank and local expert, -1: none.  A choice that names the
+ * expert of an earlier one of the same token has EP_DEVICE_ROUTE_AGAIN set: it has a weight and no row.
+ */
+#define EP_DEVICE_ROUTE_AGAIN 0x40000000
+#define EP_DEVICE_MAX_LOCAL 65536u
+
+/* ---- host code (device_state.c) ------------------------------------------------- */
+
+struct ep_layout_map;
+struct ep_placement;
+
+/* Bytes of a rank's state, and of its beginning that has to be written before the first op; the rest
+ * need not be. */
+uint64_t ep_device_state_bytes(const struct ep_layout_map *map, const struct ep_placement *placement);
+uint64_t ep_device_state_image_bytes(const struct ep_placement *placement);
+/* That beginning, into zeroed memory: every rank takes part from number 1. */
+void ep_device_state_image(const struct ep_layout_map *map, const struct ep_placement *placement,
+                           uint32_t rank, uint64_t epoch, uint32_t timeout_ms, void *image);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,122 @@
+/*
+ * ep_cuda: the cuda backend, seen from host code.
+ *
+ * All that needs the CUDA driver is in a module of its own, libep_cuda.so, which is loaded at run
+ * time: server, library and tools run the same on machines that have no GPU.  It holds GPU memory
+ * that processes share (VMM allocations, handed on as file descriptors), the membership and progress
+ * of a rank (device_state.h), and the LL kernels.
+ *
+ * Addresses of GPU memory are plain pointers, valid in this process on the devices that the memory is
+ * mapped for; the host must not follow them.  `device` is this process's CUDA ordinal; across processes
+ * devices are named by UUID.  Functions use the device's primary context and leave the caller's current
+ * context as it was; any thread may call them.  A stream is a CUstream; NULL is a stream of the module's
+ * own per device (created by memory_create, memory_import or rank_open), never CUDA's default one.
+ */
+#ifndef EP_CUDA_H
+#define EP_CUDA_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "device_state.h"
+#include "ep_kernels.h"
+
+#define EP_CUDA_API_VERSION 1u
+#define EP_CUDA_UUID_BYTES 16u
+
+struct ep_cuda_device {
+    char name[64];                    /* "NVIDIA H200" */
+    char uuid_text[48];               /* "GPU-01234567-..." as nvidia-smi prints it */
+    uint8_t uuid[EP_CUDA_UUID_BYTES];
+    char pci[16];                     /* "0000:1b:00.0" */
+    uint64_t memory_bytes, memory_free;
+    uint32_t sms, major, minor;       /* multiprocessors, compute capability */
+    uint64_t peers;                   /* bit d: loads and stores reach device d of this process */
+    bool shareable;                   /* VMM memory can be exported as a file descriptor */
+    bool mps;                         /* this process's work goes through an MPS server */
+    uint32_t driver;                  /* the driver's CUDA version, 13000 is 13.0 */
+};
+
+struct ep_cuda_memory; /* one allocation, created or imported, mapped into this process */
+struct ep_cuda_rank;   /* what launches a rank's ops */
+struct ep_cuda_graph;  /* captured work */
+
+struct ep_cuda_rank_options {
+    uint32_t device;
+    uint32_t rank;
+    const struct ep_layout_map *map;
+    const struct ep_placement *placement;
+    void *const *windows;            /* [R] base of each rank's window, mapped for `device`; own one too */
+    struct ep_device_state *state;   /* the rank's, formatted by ep_cuda_state_format */
+    uint32_t max_sms;                /* multiprocessors its kernels may fill; 0: all */
+};
+
+struct ep_cuda_api {
+    uint32_t version; /* EP_CUDA_API_VERSION */
+
+    /* ---- devices ---- */
+    ep_status (*device_count)(uint32_t *count, struct ep_error *error);
+    ep_status (*device_info)(uint32_t device, struct ep_cuda_device *info, struct ep_error *error);
+    /* EP_NOT_FOUND when this process does not see that GPU. */
+    ep_status (*device_find)(const uint8_t uuid[EP_CUDA_UUID_BYTES], uint32_t *device, struct ep_error *error);
+
+    /* ---- memory ---- */
+    /* On `device`, zeroed, mapped for it and exportable.  The size is rounded up to the granularity. */
+    ep_status (*memory_create)(uint32_t device, uint64_t bytes, struct ep_cuda_memory **out,
+                               struct ep_error *error);
+    /* A descriptor (close-on-exec) that another process can import; the caller's to close. */
+    ep_status (*memory_export)(const struct ep_cuda_memory *memory, int *fd, struct ep_error *error);
+    /* Somebody's memory of at least `bytes`, wherever it lies, mapped for `device`.  fd stays the caller's. */
+    ep_status (*memory_import)(uint32_t device, int fd, uint64_t bytes, struct ep_cuda_memory **out,
+                               struct ep_error *error);
+    /* Mapped for another device of this process too. */
+    ep_status (*memory_share)(struct ep_cuda_memory *memory, uint32_t device, struct ep_error *error);
+    /* Unmaps; gives the memory back when nobody else has it.  No work may use it.  NULL is allowed. */
+    void (*memory_destroy)(struct ep_cuda_memory *memory);
+    void *(*memory_at)(const struct ep_cuda_memory *memory);
+
+    /* Between host and GPU memory, ordered after what `stream` holds; over when they return. */
+    ep_status (*write)(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream,
+                       struct ep_error *error);
+    ep_status (*read)(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream,
+                      struct ep_error *error);
+    ep_status (*fill)(uint32_t device, void *to, uint8_t value, uint64_t bytes, void *stream,
+                      struct ep_error *error);
+
+    /* ---- ops ---- */
+    /* EP_INVALID_ARGUMENT names the limit that the kernels cannot do. */
+    ep_status (*rank_open)(const struct ep_cuda_rank_options *options, struct ep_cuda_rank **out,
+                           struct ep_error *error);
+    /* Waits for its work on the module's own stream only. */
+    void (*rank_close)(struct ep_cuda_rank *rank);
+    /*
+     * Enqueues an op that passed ep_op_check; never waits; may be captured.  One thread at a time.  What
+     * became of it is in the state: records[handle], failure.
+     */
+    ep_status (*rank_run)(struct ep_cuda_rank *rank, const struct ep_op *op, void *stream,
+                          struct ep_error *error);
+
+    /* ---- streams and graphs ---- */
+    ep_status (*stream_create)(uint32_t device, void **stream, struct ep_error *error);
+    void (*stream_destroy)(uint32_t device, void *stream);
+    /* EP_UNAVAILABLE while work is under way. */
+    ep_status (*stream_query)(uint32_t device, void *stream, struct ep_error *error);
+    ep_status (*stream_sync)(uint32_t device, void *stream, struct ep_error *error);
+    ep_status (*graph_begin)(uint32_t device, void *stream, struct ep_error *error);
+    ep_status (*graph_end)(uint32_t device, void *stream, struct ep_cuda_graph **out, struct ep_error *error);
+    ep_status (*graph_launch)(struct ep_cuda_graph *graph, void *stream, struct ep_error *error);
+    void (*graph_destroy)(struct ep_cuda_graph *graph);
+    /* Events: us between two marks of a stream. */
+    ep_status (*event_create)(uint32_t device, void **event, struct ep_error *error);
+    void (*event_destroy)(uint32_t device, void *event);
+    ep_status (*event_record)(uint32_t device, void *event, void *stream, struct ep_error *error);
+    ep_status (*event_elapsed)(uint32_t device, void *from, void *to, float *us, struct ep_error *error);
+};
+
+/*
+ * The module's functions, loaded once.  EP_UNAVAILABLE and why when there is no module, no driver or no
+ * GPU.  Looked for in $EP_CUDA_MODULE, beside the object that asks, in ../lib of it, then as the loader does.
+ */
+ep_status ep_cuda_open(const struct ep_cuda_api **api, struct ep_error *error);
+
+#endif
