@@ -38,9 +38,16 @@ static ep_status check_type(const struct ep_attach_frame *frame, struct ep_error
             return ep_error_set(error, EP_PROTOCOL, "frame event is %u: must be %d to %d", frame->event,
                                 EP_ATTACH_RANK_LOST, EP_ATTACH_EVENTS_LOST);
         return EP_OK;
+    case EP_ATTACH_MEMORY:
+        if (frame->count < EP_ATTACH_MEMORY_STATE || frame->count > EP_ATTACH_MEMORY_WINDOW)
+            return ep_error_set(error, EP_PROTOCOL, "frame count is %u: of MEMORY it must be %d to %d",
+                                frame->count, EP_ATTACH_MEMORY_STATE, EP_ATTACH_MEMORY_WINDOW);
+        if (frame->value == 0)
+            return ep_error_set(error, EP_PROTOCOL, "frame value is 0: MEMORY must carry its bytes");
+        return EP_OK;
     default:
         return ep_error_set(error, EP_PROTOCOL, "frame type is %u: must be %d to %d", frame->type,
-                            EP_ATTACH_HELLO, EP_ATTACH_BYE);
+                            EP_ATTACH_HELLO, EP_ATTACH_MEMORY);
     }
 }
 
@@ -52,8 +59,9 @@ static ep_status check(const struct ep_attach_frame *frame, struct ep_error *err
     if (frame->version != EP_ATTACH_VERSION)
         return ep_error_set(error, EP_PROTOCOL, "frame version is %u: this side speaks %u",
                             frame->version, EP_ATTACH_VERSION);
-    if (frame->reserved != 0)
-        return ep_error_set(error, EP_PROTOCOL, "frame reserved is %u: must be 0", frame->reserved);
+    if (frame->count != 0 && frame->type != EP_ATTACH_WELCOME && frame->type != EP_ATTACH_MEMORY)
+        return ep_error_set(error, EP_PROTOCOL, "frame count is %u: must be 0 in frames of type %u",
+                            frame->count, frame->type);
     if (!memchr(frame->text, '\0', sizeof frame->text))
         return ep_error_set(error, EP_PROTOCOL, "frame text is not terminated");
     return check_type(frame, error);

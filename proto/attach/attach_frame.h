@@ -4,7 +4,8 @@
  * The socket is AF_UNIX, SOCK_SEQPACKET: one frame per message.  The worker sends HELLO with the
  * ticket that the Attach service gave it; the server answers WELCOME with the window's file
  * descriptor in SCM_RIGHTS, or REFUSED, and closes.  From then on the connection is the
- * attachment: when it closes the rank is released.  BYE says that the worker has unmapped the
+ * attachment: when it closes the rank is released.  A worker that runs its own ops (executor direct)
+ * gets more memory right after WELCOME, a descriptor in each MEMORY frame.  BYE says that the worker has unmapped the
  * window, so the memory can be reused at once; without it the server waits for the process to go.
  *
  * Frames are host-endian: both ends are on one host.
@@ -18,7 +19,7 @@
 #include "ep_error.h"
 
 #define EP_ATTACH_MAGIC 0x41535045u /* "EPSA" */
-#define EP_ATTACH_VERSION 1u
+#define EP_ATTACH_VERSION 2u
 #define EP_ATTACH_TICKET_BYTES 16u
 #define EP_ATTACH_TEXT_BYTES 256u
 
@@ -27,7 +28,14 @@ enum ep_attach_type {
     EP_ATTACH_WELCOME = 2, /* server: + fd */
     EP_ATTACH_REFUSED = 3, /* server: status, text */
     EP_ATTACH_EVENT = 4,   /* server: event */
-    EP_ATTACH_BYE = 5      /* worker: window unmapped */
+    EP_ATTACH_BYE = 5,     /* worker: window unmapped */
+    EP_ATTACH_MEMORY = 6   /* server: + fd; as many as WELCOME's count */
+};
+
+/* What the descriptor of a MEMORY frame is. */
+enum ep_attach_memory {
+    EP_ATTACH_MEMORY_STATE = 1, /* the rank's struct ep_device_state */
+    EP_ATTACH_MEMORY_WINDOW = 2 /* a peer's window; rank: whose */
 };
 
 enum ep_attach_event {
@@ -45,10 +53,10 @@ struct ep_attach_frame {
     uint16_t type;      /* enum ep_attach_type */
     uint32_t status;    /* REFUSED: ep_status */
     uint32_t event;     /* EVENT: enum ep_attach_event */
-    uint32_t rank;      /* WELCOME: own; EVENT: whose */
-    uint32_t reserved;
+    uint32_t rank;      /* WELCOME: own; EVENT, MEMORY: whose */
+    uint32_t count;     /* WELCOME: MEMORY frames that follow; MEMORY: enum ep_attach_memory; else 0 */
     uint64_t epoch;
-    uint64_t value;     /* WELCOME: window bytes */
+    uint64_t value;     /* WELCOME: window bytes; MEMORY: its bytes */
     uint8_t ticket[EP_ATTACH_TICKET_BYTES]; /* HELLO */
     char text[EP_ATTACH_TEXT_BYTES];        /* NUL-terminated */
 };

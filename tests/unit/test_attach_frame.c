@@ -20,7 +20,8 @@ static struct ep_attach_frame valid(enum ep_attach_type type)
     ep_attach_frame_init(&frame, type);
     frame.status = type == EP_ATTACH_REFUSED ? EP_NOT_FOUND : EP_OK;
     frame.event = type == EP_ATTACH_EVENT ? EP_ATTACH_DRAINING : 0;
-    frame.value = type == EP_ATTACH_WELCOME ? 4096 : 0;
+    frame.value = type == EP_ATTACH_WELCOME || type == EP_ATTACH_MEMORY ? 4096 : 0;
+    frame.count = type == EP_ATTACH_MEMORY ? EP_ATTACH_MEMORY_WINDOW : 0;
     strcpy(frame.text, "text");
     return frame;
 }
@@ -44,7 +45,7 @@ static void expect(const struct ep_attach_frame *frame, ep_status status, const 
 static void every_type_parses(void **state)
 {
     (void)state;
-    for (int type = EP_ATTACH_HELLO; type <= EP_ATTACH_BYE; type++) {
+    for (int type = EP_ATTACH_HELLO; type <= EP_ATTACH_MEMORY; type++) {
         struct ep_attach_frame frame = valid((enum ep_attach_type)type);
 
         expect(&frame, EP_OK, "");
@@ -76,7 +77,7 @@ static void every_other_type_is_refused(void **state)
         struct ep_attach_frame frame = valid(EP_ATTACH_HELLO);
 
         frame.type = (uint16_t)type;
-        if (type < EP_ATTACH_HELLO || type > EP_ATTACH_BYE)
+        if (type < EP_ATTACH_HELLO || type > EP_ATTACH_MEMORY)
             expect(&frame, EP_PROTOCOL, "type");
     }
 }
@@ -92,8 +93,8 @@ static void bad_fields_are_named(void **state)
     frame.version = EP_ATTACH_VERSION + 1;
     expect(&frame, EP_PROTOCOL, "version");
     frame = valid(EP_ATTACH_HELLO);
-    frame.reserved = 1;
-    expect(&frame, EP_PROTOCOL, "reserved");
+    frame.count = 1;
+    expect(&frame, EP_PROTOCOL, "count");
     frame = valid(EP_ATTACH_HELLO);
     memset(frame.text, 'x', sizeof frame.text);
     expect(&frame, EP_PROTOCOL, "text");
@@ -120,6 +121,14 @@ static void fields_must_fit_the_type(void **state)
         frame.event = event;
         expect(&frame, known ? EP_OK : EP_PROTOCOL, "event");
     }
+    frame = valid(EP_ATTACH_MEMORY);
+    frame.count = 0;
+    expect(&frame, EP_PROTOCOL, "count");
+    frame.count = EP_ATTACH_MEMORY_WINDOW + 1;
+    expect(&frame, EP_PROTOCOL, "count");
+    frame = valid(EP_ATTACH_MEMORY);
+    frame.value = 0;
+    expect(&frame, EP_PROTOCOL, "value");
 }
 
 /* Every single flipped bit: parses to what was sent, or is refused. */
