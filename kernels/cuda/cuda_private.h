@@ -1,0 +1,113 @@
+/*
+ * What the files of kernels/cuda share.
+ *
+ *   error.c    results of the driver as ep_status and text
+ *   device.c   GPUs of this process, what they are and can do
+ *   context.c  the context in which a GPU is used
+ *   memory.c   VMM allocations; copy.c: to and from them
+ *   stream.c   streams and events; graph.c: captured work
+ *   rank.c     a rank's ops: chooses and launches kernels
+ *   module.c   the table that is exported
+ */
+#ifndef CUDA_PRIVATE_H
+#define CUDA_PRIVATE_H
+
+#include <cuda.h>
+
+#include "ep_cuda.h"
+
+#define EP_CUDA_MAX_DEVICES 64u /* bits of ep_cuda_device.peers */
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- errors ---------------------------------------------------------------------- */
+
+/*
+ * The status that a failed driver call stands for.  Text: the sentence given, which names the call and what
+ * it was for, and the driver's words:
+ *     cuMemCreate of 2097152 bytes on device 1: out of memory (CUDA_ERROR_OUT_OF_MEMORY)
+ */
+__attribute__((format(printf, 3, 4)))
+ep_status ep_cuda_fail(struct ep_error *error, CUresult result, const char *format, ...);
+
+/* ---- devices and contexts ---------------------------------------------------------- */
+
+/* EP_NOT_FOUND when the process has no such device. */
+ep_status ep_cuda_device_get(uint32_t device, CUdevice *handle, struct ep_error *error);
+
+/* A device that this process uses: retained once, never released, so that every thread may keep it. */
+struct ep_cuda_context {
+    uint32_t device;
+    CUdevice handle;
+    CUcontext context; /* the primary one */
+    CUstream stream;   /* the module's own: non-blocking, of the highest priority */
+};
+
+/*
+ * Makes the device's primary context current on this thread; the first call of a process for the device
+ * creates context and stream.  To be followed by leave, which brings the former context back.
+ * *context may be asked for after leave too.
+ */
+ep_status ep_cuda_enter(uint32_t device, const struct ep_cuda_context **context, struct ep_error *error);
+void ep_cuda_leave(void);
+
+/* A stream as the module makes all of them, in the current context. */
+ep_status ep_cuda_stream_make(uint32_t device, CUstream *stream, struct ep_error *error);
+
+/* What a stream argument of ep_cuda.h means. */
+static inline CUstream ep_cuda_stream(const struct ep_cuda_context *context, void *stream)
+{
+    return stream ? (CUstream)stream : context->stream;
+}
+
+/* ---- the functions of struct ep_cuda_api ------------------------------------------- */
+
+ep_status ep_cuda_device_count(uint32_t *count, struct ep_error *error);
+ep_status ep_cuda_device_info(uint32_t device, struct ep_cuda_device *info, struct ep_error *error);
+ep_status ep_cuda_device_find(const uint8_t uuid[EP_CUDA_UUID_BYTES], uint32_t *device,
+                              struct ep_error *error);
+
+ep_status ep_cuda_memory_create(uint32_t device, uint64_t bytes, struct ep_cuda_memory **out,
+                                struct ep_error *error);
+ep_status ep_cuda_memory_export(const struct ep_cuda_memory *memory, int *fd, struct ep_error *error);
+ep_status ep_cuda_memory_import(uint32_t device, int fd, uint64_t bytes, struct ep_cuda_memory **out,
+                                struct ep_error *error);
+ep_status ep_cuda_memory_share(struct ep_cuda_memory *memory, uint32_t device, struct ep_error *error);
+void ep_cuda_memory_destroy(struct ep_cuda_memory *memory);
+void *ep_cuda_memory_at(const struct ep_cuda_memory *memory);
+
+ep_status ep_cuda_write(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream,
+                        struct ep_error *error);
+ep_status ep_cuda_read(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream,
+                       struct ep_error *error);
+ep_status ep_cuda_fill(uint32_t device, void *to, uint8_t value, uint64_t bytes, void *stream,
+                       struct ep_error *error);
+
+ep_status ep_cuda_rank_open(const struct ep_cuda_rank_options *options, struct ep_cuda_rank **out,
+                            struct ep_error *error);
+void ep_cuda_rank_close(struct ep_cuda_rank *rank);
+ep_status ep_cuda_rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, void *stream,
+                           struct ep_error *error);
+
+ep_status ep_cuda_stream_create(uint32_t device, void **stream, struct ep_error *error);
+void ep_cuda_stream_destroy(uint32_t device, void *stream);
+ep_status ep_cuda_stream_query(uint32_t device, void *stream, struct ep_error *error);
+ep_status ep_cuda_stream_sync(uint32_t device, void *stream, struct ep_error *error);
+
+ep_status ep_cuda_graph_begin(uint32_t device, void *stream, struct ep_error *error);
+ep_status ep_cuda_graph_end(uint32_t device, void *stream, struct ep_cuda_graph **out,
+                            struct ep_error *error);
+ep_status ep_cuda_graph_launch(struct ep_cuda_graph *graph, void *stream, struct ep_error *error);
+void ep_cuda_graph_destroy(struct ep_cuda_graph *graph);
+
+ep_status ep_cuda_event_create(uint32_t device, void **event, struct ep_error *error);
+void ep_cuda_event_destroy(uint32_t device, void *event);
+ep_status ep_cuda_event_record(uint32_t device, void *event, void *stream, struct ep_error *error);
+ep_status ep_cuda_event_elapsed(uint32_t device, void *from, void *to, float *us, struct ep_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

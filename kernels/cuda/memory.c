@@ -1,0 +1,264 @@
+/* GPU memory that processes share: VMM allocations, handed on as file descriptors. */
+#include "cuda_private.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+struct ep_cuda_memory {
+    uint32_t device; /* that it was created on or imported for */
+    CUmemGenericAllocationHandle handle;
+    CUdeviceptr at;
+    size_t bytes;
+};
+
+/* ---- what an allocation is like ------------------------------------------------------ */
+
+static bool rdma_capable(CUdevice device)
+{
+    int value = 0;
+
+    return cuDeviceGetAttribute(&value, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
+                                device) == CUDA_SUCCESS &&
+           value;
+}
+
+/* As NCCL wants memory that it is to register: pinned, exportable, open to RDMA where the GPU can. */
+static CUmemAllocationProp properties(const struct ep_cuda_context *context)
+{
+    CUmemAllocationProp prop = {
+        .type = CU_MEM_ALLOCATION_TYPE_PINNED,
+        .requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+        .location = { .type = CU_MEM_LOCATION_TYPE_DEVICE, .id = context->handle },
+    };
+
+    prop.allocFlags.gpuDirectRDMACapable = rdma_capable(context->handle);
+    return prop;
+}
+
+static ep_status round_up(const struct ep_cuda_context *context, uint64_t bytes,
+                          CUmemAllocationGranularity_flags which, size_t *rounded, struct ep_error *error)
+{
+    const CUmemAllocationProp prop = properties(context);
+    size_t unit = 0;
+    CUresult result = cuMemGetAllocationGranularity(&unit, &prop, which);
+
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuMemGetAllocationGranularity of device %u", context->device);
+    if (bytes == 0 || bytes > SIZE_MAX - unit)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "%llu bytes of GPU memory: must be at least 1",
+                            (unsigned long long)bytes);
+    *rounded = (bytes + unit - 1) / unit * unit;
+    return EP_OK;
+}
+
+/* ---- mapping ------------------------------------------------------------------------- */
+
+/* Loads, stores and copies of the device.  What other devices may do stays as it was. */
+static ep_status allow(const struct ep_cuda_memory *memory, const struct ep_cuda_context *context,
+                       struct ep_error *error)
+{
+    const CUmemAccessDesc access = {
+        .location = { .type = CU_MEM_LOCATION_TYPE_DEVICE, .id = context->handle },
+        .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+    };
+    CUresult result = cuMemSetAccess(memory->at, memory->bytes, &access, 1);
+
+    if (result == CUDA_SUCCESS)
+        return EP_OK;
+    return ep_cuda_fail(error, result, "cuMemSetAccess: device %u cannot use memory of device %u",
+                        context->device, memory->device);
+}
+
+/* Gives the allocation an address, on the device alone. */
+static ep_status map(struct ep_cuda_memory *memory, const struct ep_cuda_context *context,
+                     struct ep_error *error)
+{
+    ep_status status;
+    CUresult result = cuMemAddressReserve(&memory->at, memory->bytes, 0, 0, 0);
+
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuMemAddressReserve of %zu bytes", memory->bytes);
+    result = cuMemMap(memory->at, memory->bytes, 0, memory->handle, 0);
+    if (result != CUDA_SUCCESS) {
+        status = ep_cuda_fail(error, result, "cuMemMap of %zu bytes for device %u", memory->bytes,
+                              context->device);
+        goto free_address;
+    }
+    status = allow(memory, context, error);
+    if (status != EP_OK)
+        goto unmap;
+    return EP_OK;
+
+unmap:
+    cuMemUnmap(memory->at, memory->bytes);
+free_address:
+    cuMemAddressFree(memory->at, memory->bytes);
+    return status;
+}
+
+static void unmap(struct ep_cuda_memory *memory)
+{
+    cuMemUnmap(memory->at, memory->bytes);
+    cuMemAddressFree(memory->at, memory->bytes);
+}
+
+/* ---- create and import ------------------------------------------------------------------ */
+
+static ep_status allocate(struct ep_cuda_memory *memory, const struct ep_cuda_context *context,
+                          uint64_t bytes, struct ep_error *error)
+{
+    const CUmemAllocationProp prop = properties(context);
+    ep_status status = round_up(context, bytes, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED, &memory->bytes, error);
+    CUresult result;
+
+    if (status != EP_OK)
+        return status;
+    result = cuMemCreate(&memory->handle, memory->bytes, &prop, 0);
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuMemCreate of %zu bytes on device %u", memory->bytes,
+                            context->device);
+    return EP_OK;
+}
+
+/* The driver does not say how large an import is.  Mapping more than there is fails, in map(). */
+static ep_status import(struct ep_cuda_memory *memory, const struct ep_cuda_context *context, int fd,
+                        uint64_t bytes, struct ep_error *error)
+{
+    ep_status status = round_up(context, bytes, CU_MEM_ALLOC_GRANULARITY_MINIMUM, &memory->bytes, error);
+    CUresult result;
+
+    if (status != EP_OK)
+        return status;
+    result = cuMemImportFromShareableHandle(&memory->handle, (void *)(intptr_t)fd,
+                                            CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuMemImportFromShareableHandle of descriptor %d", fd);
+    return EP_OK;
+}
+
+static ep_status zero(struct ep_cuda_memory *memory, const struct ep_cuda_context *context,
+                      struct ep_error *error)
+{
+    return ep_cuda_fill(context->device, (void *)memory->at, 0, memory->bytes, NULL, error);
+}
+
+/* fd < 0: new memory.  The device's context is current. */
+static ep_status obtain(const struct ep_cuda_context *context, int fd, uint64_t bytes,
+                        struct ep_cuda_memory *memory, struct ep_error *error)
+{
+    ep_status status =
+        fd < 0 ? allocate(memory, context, bytes, error) : import(memory, context, fd, bytes, error);
+
+    if (status != EP_OK)
+        return status;
+    status = map(memory, context, error);
+    if (status != EP_OK)
+        goto release;
+    if (fd < 0)
+        status = zero(memory, context, error);
+    if (status != EP_OK)
+        goto unmap;
+    return EP_OK;
+
+unmap:
+    unmap(memory);
+release:
+    cuMemRelease(memory->handle);
+    return status;
+}
+
+static ep_status make(uint32_t device, int fd, uint64_t bytes, struct ep_cuda_memory **out,
+                      struct ep_error *error)
+{
+    const struct ep_cuda_context *context;
+    struct ep_cuda_memory *memory = calloc(1, sizeof *memory);
+    ep_status status;
+
+    if (!memory)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a GPU allocation's record");
+    memory->device = device;
+    status = ep_cuda_enter(device, &context, error);
+    if (status != EP_OK)
+        goto free_memory;
+    status = obtain(context, fd, bytes, memory, error);
+    ep_cuda_leave();
+    if (status != EP_OK)
+        goto free_memory;
+    *out = memory;
+    return EP_OK;
+
+free_memory:
+    free(memory);
+    return status;
+}
+
+ep_status ep_cuda_memory_create(uint32_t device, uint64_t bytes, struct ep_cuda_memory **out,
+                                struct ep_error *error)
+{
+    return make(device, -1, bytes, out, error);
+}
+
+ep_status ep_cuda_memory_import(uint32_t device, int fd, uint64_t bytes, struct ep_cuda_memory **out,
+                                struct ep_error *error)
+{
+    if (fd < 0)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "descriptor %d of GPU memory: must not be negative",
+                            fd);
+    return make(device, fd, bytes, out, error);
+}
+
+void ep_cuda_memory_destroy(struct ep_cuda_memory *memory)
+{
+    const struct ep_cuda_context *context;
+
+    if (!memory)
+        return;
+    if (ep_cuda_enter(memory->device, &context, NULL) == EP_OK) {
+        unmap(memory);
+        cuMemRelease(memory->handle);
+        ep_cuda_leave();
+    }
+    free(memory);
+}
+
+/* ---- the rest ----------------------------------------------------------------------------- */
+
+/* The driver has no way to make it close-on-exec at once: a fork in another thread in between would hand it
+ * on, where it pins the memory until that process ends. */
+ep_status ep_cuda_memory_export(const struct ep_cuda_memory *memory, int *out, struct ep_error *error)
+{
+    int fd = -1;
+    CUresult result =
+        cuMemExportToShareableHandle(&fd, memory->handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuMemExportToShareableHandle of %zu bytes of device %u",
+                            memory->bytes, memory->device);
+    if (fcntl(fd, F_SETFD, FD_CLOEXEC) != 0) {
+        ep_status status = ep_error_errno(error, EP_IO, "close-on-exec of a GPU memory's descriptor");
+
+        close(fd);
+        return status;
+    }
+    *out = fd;
+    return EP_OK;
+}
+
+ep_status ep_cuda_memory_share(struct ep_cuda_memory *memory, uint32_t device, struct ep_error *error)
+{
+    const struct ep_cuda_context *context;
+    ep_status status = ep_cuda_enter(device, &context, error);
+
+    if (status != EP_OK)
+        return status;
+    status = allow(memory, context, error);
+    ep_cuda_leave();
+    return status;
+}
+
+void *ep_cuda_memory_at(const struct ep_cuda_memory *memory)
+{
+    return (void *)memory->at;
+}

@@ -1,0 +1,41 @@
+/* What libep_cuda.so exports: the table of its functions. */
+#include "cuda_private.h"
+
+static const struct ep_cuda_api api = {
+    .version = EP_CUDA_API_VERSION,
+    .device_count = ep_cuda_device_count,
+    .device_info = ep_cuda_device_info,
+    .device_find = ep_cuda_device_find,
+    .memory_create = ep_cuda_memory_create,
+    .memory_export = ep_cuda_memory_export,
+    .memory_import = ep_cuda_memory_import,
+    .memory_share = ep_cuda_memory_share,
+    .memory_destroy = ep_cuda_memory_destroy,
+    .memory_at = ep_cuda_memory_at,
+    .write = ep_cuda_write,
+    .read = ep_cuda_read,
+    .fill = ep_cuda_fill,
+    .rank_open = ep_cuda_rank_open,
+    .rank_close = ep_cuda_rank_close,
+    .rank_run = ep_cuda_rank_run,
+    .stream_create = ep_cuda_stream_create,
+    .stream_destroy = ep_cuda_stream_destroy,
+    .stream_query = ep_cuda_stream_query,
+    .stream_sync = ep_cuda_stream_sync,
+    .graph_begin = ep_cuda_graph_begin,
+    .graph_end = ep_cuda_graph_end,
+    .graph_launch = ep_cuda_graph_launch,
+    .graph_destroy = ep_cuda_graph_destroy,
+    .event_create = ep_cuda_event_create,
+    .event_destroy = ep_cuda_event_destroy,
+    .event_record = ep_cuda_event_record,
+    .event_elapsed = ep_cuda_event_elapsed,
+};
+
+/* The one symbol of the module; ep_cuda_open looks it up. */
+__attribute__((visibility("default"))) const struct ep_cuda_api *ep_cuda_api(void);
+
+const struct ep_cuda_api *ep_cuda_api(void)
+{
+    return &api;
+}
