@@ -47,7 +47,8 @@ struct ep_device_handle {
     uint64_t number;      /* of its dispatch; 0: none */
     uint64_t combined;    /* the last number that it combined */
     uint32_t generation, tokens, top_k, layout;
-    uint32_t alignment, wire_dtype, routed, reserved;
+    uint32_t alignment, wire_dtype, routed;
+    uint32_t excluded;    /* mask of the sources that were lost on the way */
 };
 EP_STATIC_ASSERT(sizeof(struct ep_device_handle) == 48, "ep_device_handle is shared memory");
 
@@ -62,9 +63,7 @@ struct ep_device_state {
     uint64_t magic;
     uint32_t version, rank;
     uint64_t epoch;
-    uint64_t home_first, home_rank, home_local; /* offsets from here */
-    uint64_t routing, weights, handle_stride;   /* of the first handle; bytes from one to the next */
-    uint64_t reserved0[7];
+    uint64_t reserved0[13];
 
     /* server: rank r takes part in number n when n >= from[r] */
     uint64_t from[EP_DEVICE_MAX_RANKS];
@@ -112,10 +111,20 @@ EP_STATIC_ASSERT(offsetof(struct ep_device_state, from) == 128, "ep_device_state
 struct ep_layout_map;
 struct ep_placement;
 
+/* Where the tables behind struct ep_device_state begin, from its start. */
+struct ep_device_tables {
+    uint64_t home_first, home_rank, home_local;
+    uint64_t routing, weights; /* of handle 0 */
+    uint64_t handle_stride;    /* from one handle's to the next one's */
+    uint64_t bytes;            /* of the whole state */
+};
+void ep_device_state_tables(const struct ep_layout_map *map, const struct ep_placement *placement,
+                            struct ep_device_tables *tables);
+
 /* Bytes of a rank's state, and of its beginning that has to be written before the first op; the rest
  * need not be. */
 uint64_t ep_device_state_bytes(const struct ep_layout_map *map, const struct ep_placement *placement);
-uint64_t ep_device_state_image_bytes(const struct ep_placement *placement);
+uint64_t ep_device_state_image_bytes(const struct ep_layout_map *map, const struct ep_placement *placement);
 /* That beginning, into zeroed memory: every rank takes part from number 1. */
 void ep_device_state_image(const struct ep_layout_map *map, const struct ep_placement *placement,
                            uint32_t rank, uint64_t epoch, uint32_t timeout_ms, void *image);

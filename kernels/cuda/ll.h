@@ -1,0 +1,77 @@
+/*
+ * ll.h: what a low latency kernel is told, and the launchers.
+ *
+ * Everything that does not change while a rank is attached, and the op itself, travels by value in the
+ * kernel's parameters: constant memory is the cheapest read there is at the start of a kernel, and a
+ * captured graph keeps it.  What changes (numbers, membership, handles) is in the rank's state.
+ */
+#ifndef EP_LL_H
+#define EP_LL_H
+
+#include "device_state.h"
+#include "ep_kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Threads of a block. */
+#define EP_LL_THREADS 256u
+
+enum { EP_LL_SEND = 1, EP_LL_RECEIVE = 2 };
+
+struct ep_ll_args {
+    /* the rank */
+    uint8_t *window[EP_DEVICE_MAX_RANKS];
+    struct ep_device_state *state;
+    const uint32_t *home_first, *home_rank, *home_local; /* NULL: contiguous, see below */
+    uint32_t rank, ranks, experts, local_experts, hidden, max_top_k, max_tokens, banks;
+    uint32_t share, larger; /* contiguous: the first `larger` ranks hold share + 1 experts, others share */
+    uint64_t ll, bank_bytes;
+    struct ep_bank_layout bank;
+    uint32_t header_bytes, counts_bytes, scales_bytes, combine_row_bytes;
+
+    /* the op; spans as addresses, NULL: not given */
+    uint32_t layout, phases, cached, handle, generation;
+    uint32_t tokens, top_k, index_bytes, alignment;
+    uint32_t input_dtype, wire_dtype;
+    uint32_t row_bytes;    /* of one row that travels */
+    uint32_t row_scales;   /* fp32 scales of it, 0: none */
+    int32_t *routing;      /* [T_ll * K] of the handle */
+    float *weights;
+    const uint8_t *x;
+    const float *x_scales;
+    const void *topk;
+    const float *topk_weights;
+    const uint8_t *bias;
+    uint8_t *out;
+    uint64_t out_rows;     /* that `out` holds */
+    float *out_scales;
+    int32_t *counts, *offsets, *out_topk;
+    float *out_weights;
+    struct ep_source *sources;
+};
+
+/* Shared memory of a block, bytes. */
+static inline uint32_t ep_ll_shared_bytes(uint32_t max_tokens, uint32_t top_k, uint32_t ranks,
+                                          uint32_t local_experts)
+{
+    const uint32_t choices = max_tokens * top_k, bases = local_experts * ranks;
+
+    return ((choices > bases ? choices : bases) + 2 * local_experts + 1) * (uint32_t)sizeof(uint32_t);
+}
+
+/* Blocks of a kernel that one multiprocessor holds at a time.  All blocks of a launch must run at once: they
+ * wait for peers, whose blocks wait for ours.  Returns a cudaError_t, as all of these do. */
+int ep_ll_prepare(uint32_t shared_bytes, uint32_t *dispatch_blocks, uint32_t *combine_blocks);
+
+int ep_ll_dispatch(const struct ep_ll_args *args, uint32_t blocks, uint32_t shared_bytes, void *stream);
+int ep_ll_combine(const struct ep_ll_args *args, uint32_t blocks, uint32_t shared_bytes, void *stream);
+/* The handle is given up: peers get the credit for its bank. */
+int ep_ll_release(const struct ep_ll_args *args, void *stream);
+const char *ep_ll_error_text(int error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,362 @@
+/*
+ * LL combine: each rank sums a token's rows over its own experts in fp32, rounds once and pushes the partial
+ * to the token's source; the source sums partials in the order of ranks as they land.  ll_device.cuh has the
+ * protocol.
+ */
+#include "ll_device.cuh"
+
+namespace ep {
+namespace {
+
+/* ---- formats ------------------------------------------------------------------------ */
+
+/* 16 bytes of a row, as floats and back. */
+template <class T> struct Format;
+
+template <> struct Format<__nv_bfloat16> {
+    static constexpr uint32_t n = 8;
+    static __device__ void decode(const Vec &v, float *x)
+    {
+        for (uint32_t i = 0; i < n; i++)
+            x[i] = __uint_as_float(i % 2 ? v.w[i / 2] & 0xffff0000u : v.w[i / 2] << 16);
+    }
+    static __device__ Vec encode(const float *x)
+    {
+        Vec v;
+
+        for (uint32_t i = 0; i < n / 2; i++) {
+            const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+
+            v.w[i] = *(const uint32_t *)&pair;
+        }
+        return v;
+    }
+};
+
+template <> struct Format<__half> {
+    static constexpr uint32_t n = 8;
+    static __device__ void decode(const Vec &v, float *x)
+    {
+        for (uint32_t i = 0; i < n; i++)
+            x[i] = __half2float(__ushort_as_half((uint16_t)(v.w[i / 2] >> (i % 2 * 16))));
+    }
+    static __device__ Vec encode(const float *x)
+    {
+        Vec v;
+
+        for (uint32_t i = 0; i < n / 2; i++) {
+            const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+
+            v.w[i] = *(const uint32_t *)&pair;
+        }
+        return v;
+    }
+};
+
+template <> struct Format<float> {
+    static constexpr uint32_t n = 4;
+    static __device__ void decode(const Vec &v, float *x)
+    {
+        for (uint32_t i = 0; i < n; i++)
+            x[i] = __uint_as_float(v.w[i]);
+    }
+    static __device__ Vec encode(const float *x)
+    {
+        Vec v;
+
+        for (uint32_t i = 0; i < n; i++)
+            v.w[i] = __float_as_uint(x[i]);
+        return v;
+    }
+};
+
+/* ---- sums ---------------------------------------------------------------------------- */
+
+/* The terms of a sum: rows and what they are multiplied by, in the order of the sum. */
+struct Terms {
+    uint32_t n, token;
+    const uint8_t *row[EP_DEVICE_MAX_RANKS > EP_MAX_TOP_K ? EP_DEVICE_MAX_RANKS : EP_MAX_TOP_K];
+    float weight[EP_MAX_TOP_K];
+};
+
+/* The sum of the terms to `to`, by all threads.  One term with weight 1 is a copy, bit for bit. */
+template <class T, bool kWeighted>
+__device__ void sum_rows(const ep_ll_args &a, const Terms &terms, const uint8_t *bias, uint8_t *to)
+{
+    constexpr uint32_t kElements = Format<T>::n, kUnder = 4; /* pieces that a thread has under way */
+    const uint32_t n = terms.n, pieces = a.row_bytes / 16;
+    const bool copies = n == 1 && !bias && (!kWeighted || terms.weight[0] == 1.0f);
+
+    for (uint32_t at = threadIdx.x; at < pieces; at += kUnder * kThreads) {
+        float sum[kUnder][kElements] = {};
+        Vec v[kUnder];
+
+        for (uint32_t j = 0; j < n; j++) {
+            const float weight = kWeighted ? terms.weight[j] : 1.0f;
+
+#pragma unroll
+            for (uint32_t i = 0; i < kUnder; i++)
+                if (at + i * kThreads < pieces)
+                    v[i] = load_row(terms.row[j] + (uint64_t)(at + i * kThreads) * 16);
+#pragma unroll
+            for (uint32_t i = 0; i < kUnder; i++) {
+                float x[kElements];
+
+                if (at + i * kThreads >= pieces)
+                    continue;
+                Format<T>::decode(v[i], x);
+                for (uint32_t e = 0; e < kElements; e++)
+                    sum[i][e] = kWeighted ? fmaf(weight, x[e], sum[i][e]) : sum[i][e] + x[e];
+            }
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kUnder; i++) {
+            const uint64_t byte = (uint64_t)(at + i * kThreads) * 16;
+
+            if (at + i * kThreads >= pieces)
+                continue;
+            if (bias) {
+                float x[kElements];
+
+                Format<T>::decode(load_row(bias + byte), x);
+                for (uint32_t e = 0; e < kElements; e++)
+                    sum[i][e] += x[e];
+            }
+            store_row(to + byte, copies ? v[i] : Format<T>::encode(sum[i]));
+        }
+    }
+}
+
+/* ---- pushing partials ------------------------------------------------------------------- */
+
+/* Sources whose rows are here, by their flags; warp 0. */
+__device__ void look_at_rows(const ep_ll_args &a, const Op &op, uint32_t *rows)
+{
+    const uint32_t lane = threadIdx.x % 32, excluded = a.state->handles[a.handle].excluded;
+    uint32_t n = 0;
+
+    if (!((op.members & ~excluded) >> lane & 1) || !rows_of(a, op, lane, &n))
+        n = 0;
+    rows[lane] = n;
+    __syncwarp();
+}
+
+/* Warp 0: the terms of row (s, slot); no token when its header is not of this number. */
+__device__ void find_terms(const ep_ll_args &a, const Op &op, const uint32_t *base, const uint32_t *total,
+                           const uint32_t *first, uint32_t s, uint32_t slot, Terms *terms)
+{
+    const uint32_t lane = threadIdx.x % 32, k = lane - 1;
+    const uint8_t *header = item_at(a, a.rank, op.bank, a.bank.headers, s, slot, a.header_bytes);
+    const Vec none = { { kAll, 0, 0, 0 } };
+    const Vec v = lane <= a.max_top_k ? load_vec(header + lane * 16u) : none;
+    const uint32_t l = v.w[0], index = v.w[2], token = __shfl_sync(kAll, v.w[0], 0);
+    const bool there = __all_sync(kAll, lane > a.max_top_k || v.w[3] == op.wire) && token < a.max_tokens;
+    const bool here = there && by_expert(a) && lane >= 1 && k < a.max_top_k && l < a.local_experts &&
+                      index < rows_between(a, base, total, l, s);
+    const uint32_t mine = __ballot_sync(kAll, here), at = __popc(mine & ((1u << lane) - 1));
+
+    if (here) {
+        terms->row[at] = a.x + (block_of(a, first, l) + base[l * a.ranks + s] + index) * a.row_bytes;
+        terms->weight[at] = __uint_as_float(v.w[1]);
+    }
+    if (lane == 0) {
+        terms->token = there ? token : kAll;
+        terms->n = __popc(mine);
+        if (!by_expert(a)) { /* the rank's sum already: from the caller's rows or from the bank */
+            terms->n = 1;
+            terms->weight[0] = 1.0f;
+            terms->row[0] = a.x ? a.x + ((uint64_t)s * a.max_tokens + slot) * a.row_bytes
+                                : item_at(a, a.rank, op.bank, a.bank.rows, s, slot, a.row_bytes);
+        }
+    }
+    __syncwarp();
+}
+
+template <class T>
+__device__ void push_partials(const ep_ll_args &a, const Op &op, uint32_t *rows, uint32_t *base, uint32_t *total,
+                              uint32_t *first, Terms *terms)
+{
+    uint32_t most = 0, sent = 0;
+
+    if (threadIdx.x < 32)
+        look_at_rows(a, op, rows);
+    __syncthreads();
+    if (by_expert(a))
+        place_rows(a, op, rows, base, total, first);
+    for (uint32_t s = 0; s < a.ranks; s++) {
+        most = max(most, rows[s]);
+        sent += s == a.rank ? 0 : rows[s];
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        a.state->wire_bytes = (uint64_t)sent * a.row_bytes;
+    for (uint32_t i = blockIdx.x; i < most * a.ranks; i += gridDim.x) {
+        /* The next rank's rows first, so that not all push to the same one. */
+        const uint32_t slot = i / a.ranks, s = (i + a.rank + 1) % a.ranks;
+
+        if (slot >= rows[s])
+            continue;
+        if (threadIdx.x < 32)
+            find_terms(a, op, base, total, first, s, slot, terms);
+        __syncthreads();
+        if (terms->token != kAll)
+            sum_rows<T, true>(a, *terms, nullptr,
+                              item_at(a, s, op.bank, a.bank.combine_rows, a.rank, terms->token, a.combine_row_bytes));
+        __syncthreads();
+        if (threadIdx.x == 0 && terms->token != kAll) {
+            fence_sys(); /* release; partner: find_partials */
+            store_u32((uint32_t *)item_at(a, s, op.bank, a.bank.combine_numbers, a.rank, terms->token, 4), op.wire);
+        }
+        __syncthreads();
+    }
+}
+
+/* ---- summing them up -------------------------------------------------------------------- */
+
+/* Warp 0: waits for the partials of token t; those that come are the terms, in the order of ranks. */
+__device__ void find_partials(const ep_ll_args &a, Op *op, uint32_t t, Terms *terms)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    const int32_t route = lane < a.top_k ? a.routing[t * a.top_k + lane] : -1;
+    const uint32_t bit = route >= 0 ? 1u << ((route & ~EP_DEVICE_ROUTE_AGAIN) >> 16) : 0;
+    const uint32_t ranks = __reduce_or_sync(kAll, bit) & op->members & ~op->missed;
+    bool comes = ranks >> lane & 1;
+
+    if (comes) {
+        const uint32_t *number = (const uint32_t *)item_at(a, a.rank, op->bank, a.bank.combine_numbers, lane, t, 4);
+        const uint64_t *credit = (const uint64_t *)line_at(a, a.rank, op->bank, a.bank.credits, lane);
+        /* A rank that has given the credit without a partial will send none. */
+        const Wait end = wait_for(
+            a, *op, lane, [&] { return load_u32(number) == op->wire; },
+            [&] { return load_u64(credit) >= op->number; });
+
+        if (end != Wait::there)
+            miss(a, op, lane, end, EP_WAIT_ARRIVAL);
+        comes = end == Wait::there;
+    }
+    fence_sys(); /* acquire; partner: push_partials */
+
+    const uint32_t all = __ballot_sync(kAll, comes);
+
+    if (comes)
+        terms->row[__popc(all & ((1u << lane) - 1))] =
+            item_at(a, a.rank, op->bank, a.bank.combine_rows, lane, t, a.combine_row_bytes);
+    if (lane == 0)
+        terms->n = __popc(all);
+    __syncwarp();
+}
+
+template <class T> __device__ void sum_partials(const ep_ll_args &a, Op *op, Terms *terms)
+{
+    for (uint32_t t = blockIdx.x; t < a.tokens; t += gridDim.x) {
+        const uint64_t row = (uint64_t)t * a.row_bytes;
+
+        if (threadIdx.x < 32)
+            find_partials(a, op, t, terms);
+        __syncthreads();
+        sum_rows<T, false>(a, *terms, a.bias ? a.bias + row : nullptr, a.out + row);
+        __syncthreads();
+    }
+}
+
+/* ---- the kernel ---------------------------------------------------------------------------- */
+
+/* EP_OK when the handle's dispatch can be combined. */
+__device__ int32_t check_handle(const ep_ll_args &a)
+{
+    const struct ep_device_handle *h = &a.state->handles[a.handle];
+    const bool held = h->number && h->generation == a.generation && a.state->number - h->number < a.banks;
+
+    if (!held || !h->routed || h->layout != a.layout || h->tokens != a.tokens)
+        return EP_STALE_HANDLE;
+    if (a.phases & EP_LL_SEND && h->combined == h->number)
+        return EP_STALE_HANDLE; /* its bank may be another's by now */
+    return EP_OK;
+}
+
+template <class T> __global__ void __launch_bounds__(kThreads) combine(const __grid_constant__ ep_ll_args a)
+{
+    extern __shared__ uint32_t shared[];
+    __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS];
+    __shared__ Terms terms;
+    __shared__ Op op;
+    __shared__ int32_t status;
+    uint32_t *base = shared, *total = shared + a.local_experts * a.ranks, *first = total + a.local_experts;
+
+    if (threadIdx.x < 32) {
+        if (threadIdx.x == 0)
+            status = check_handle(a);
+        op_begin(a, &op, a.state->handles[a.handle].number, false);
+    }
+    __syncthreads();
+    if (status == EP_OK && a.phases & EP_LL_SEND) {
+        push_partials<T>(a, op, rows, base, total, first, &terms);
+        if (last_block(&a.state->pushed) && threadIdx.x < 32) {
+            if (threadIdx.x == 0)
+                a.state->handles[a.handle].combined = op.number;
+            give_credit(a, op.number);
+        }
+    }
+    if (status == EP_OK && a.phases & EP_LL_RECEIVE)
+        sum_partials<T>(a, &op, &terms);
+    if (last_block(&a.state->done) && threadIdx.x == 0) {
+        a.state->logical_bytes = a.phases & EP_LL_SEND ? (uint64_t)a.tokens * a.top_k * a.row_bytes : 0;
+        op_record(a, op, EP_DEVICE_COMBINE, op.members || status != EP_OK ? status : EP_DETACHED, op.members);
+    }
+}
+
+/* ---- a handle is given up --------------------------------------------------------------------- */
+
+__global__ void release(const __grid_constant__ ep_ll_args a)
+{
+    struct ep_device_handle *h = &a.state->handles[a.handle];
+
+    if (h->generation != a.generation)
+        return;
+    if (h->number && a.state->number - h->number < a.banks)
+        give_credit(a, h->number);
+    __syncwarp();
+    if (threadIdx.x == 0)
+        h->number = h->routed = 0;
+}
+
+Kernel kernel_of(const ep_ll_args &a)
+{
+    switch (a.wire_dtype) {
+    case EP_BF16: return combine<__nv_bfloat16>;
+    case EP_FP16: return combine<__half>;
+    default:      return combine<float>;
+    }
+}
+
+} // namespace
+
+int combine_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm)
+{
+    return fit({ combine<__nv_bfloat16>, combine<__half>, combine<float> }, shared_bytes, blocks_per_sm);
+}
+
+} // namespace ep
+
+extern "C" int ep_ll_combine(const struct ep_ll_args *args, uint32_t blocks, uint32_t shared_bytes, void *stream)
+{
+    ep::kernel_of(*args)<<<blocks, ep::kThreads, shared_bytes, (cudaStream_t)stream>>>(*args);
+    return cudaGetLastError();
+}
+
+extern "C" int ep_ll_release(const struct ep_ll_args *args, void *stream)
+{
+    ep::release<<<1, 32, 0, (cudaStream_t)stream>>>(*args);
+    return cudaGetLastError();
+}
+
+extern "C" int ep_ll_prepare(uint32_t shared_bytes, uint32_t *dispatch_blocks, uint32_t *combine_blocks)
+{
+    const int error = ep::dispatch_prepare(shared_bytes, dispatch_blocks);
+
+    return error ? error : ep::combine_prepare(shared_bytes, combine_blocks);
+}
+
+extern "C" const char *ep_ll_error_text(int error)
+{
+    return cudaGetErrorString((cudaError_t)error);
+}

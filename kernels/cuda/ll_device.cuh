@@ -1,0 +1,389 @@
+/*
+ * ll_device.cuh: what both LL kernels use: memory order, waiting, numbers, the bank, the end of an op.
+ *
+ * ## Why memory is never reused too early
+ * ep_kernels.h gives the protocol; on a GPU it reads as follows.
+ *
+ * A row is announced by its own header.  The block that pushed the row runs a barrier, then each thread
+ * that writes a part of the header fences (system scope) and stores 16 bytes that hold the number.  Who
+ * sees the number sees the row.  Partials of a combine are announced likewise by combine_numbers[d][t].
+ *
+ * Bank b = n mod B.  Region [s] of a bank has one writer, s.  Before s writes number n to d, it has seen
+ * d's credit for n - B, or d began to take part after n - B.  d gives the credit for m when no block of d
+ * will read number m's rows or headers again:
+ *   - the last block of combine m that has pushed its partials gives it (they are all that is read);
+ *   - a dispatch that takes the bank of an m that was never combined, or replaces the routing of the
+ *     handle that held m, gives it before anything else; the stream has ended every earlier op by then;
+ *   - so does a release.
+ * Blocks of one op never wait for each other, only for peers, and all of them run at once; what a peer
+ * needs from us (rows, headers, counts, credits) is sent before we wait for anything but its credit, and
+ * credits depend on older numbers alone.  So every wait is for something of a smaller (number, phase),
+ * and the chain ends at a rank that waits for nobody.
+ *
+ * The combine region [d] of s's bank is written by d for n after d saw the header of a row of n from s.
+ * s sent that after its stream had ended combine n - B, or abandoned it: nobody reads the old partials.
+ *
+ * A rank that is absent gets nothing and is waited for by nobody: `from` in our state says since when,
+ * and every wait looks at it again.  What was under way to it lands in memory that the server keeps; a
+ * new worker of the rank starts at a number that no op has reached, and old numbers tell it what to ignore.
+ *
+ * `begun` is raised before `from` is read (seq_cst fence between); the server writes `from`, then reads
+ * `begun`.  So either all blocks of all ranks see that r takes part in n, or the server sees n begun and
+ * has r begin later.
+ */
+#ifndef EP_LL_DEVICE_CUH
+#define EP_LL_DEVICE_CUH
+
+#include <initializer_list>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include "ll.h"
+
+namespace ep {
+
+constexpr uint32_t kThreads = EP_LL_THREADS;
+constexpr uint32_t kWarps = kThreads / 32;
+constexpr uint32_t kAll = 0xffffffffu;
+constexpr uint32_t kLooks = 64; /* at a flag, between two looks at clock and membership */
+constexpr int32_t kBadRoute = -2; /* an expert that does not exist; -1: none was asked for */
+
+/* ---- memory order ---------------------------------------------------------------- */
+
+struct alignas(16) Vec {
+    uint32_t w[4];
+};
+
+__device__ inline uint32_t load_u32(const uint32_t *p)
+{
+    uint32_t v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ inline uint64_t load_u64(const uint64_t *p)
+{
+    uint64_t v;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ inline void store_u32(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" : : "l"(p), "r"(v) : "memory");
+}
+__device__ inline void store_u64(uint64_t *p, uint64_t v)
+{
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" : : "l"(p), "l"(v) : "memory");
+}
+/* 16 bytes at once: b128 accesses are single-copy atomic (PTX ISA 8.3). */
+__device__ inline void store_vec(void *p, Vec v)
+{
+    asm volatile("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.sys.global.b128 [%0], v; }"
+                 : : "l"(p), "l"((uint64_t)v.w[1] << 32 | v.w[0]), "l"((uint64_t)v.w[3] << 32 | v.w[2])
+                 : "memory");
+}
+__device__ inline Vec load_vec(const void *p)
+{
+    uint64_t lo, hi;
+    asm volatile("{ .reg .b128 v; ld.relaxed.sys.global.b128 v, [%2]; mov.b128 {%0, %1}, v; }"
+                 : "=l"(lo), "=l"(hi) : "l"(p) : "memory");
+    return Vec{ { (uint32_t)lo, (uint32_t)(lo >> 32), (uint32_t)hi, (uint32_t)(hi >> 32) } };
+}
+__device__ inline void fence_sys() { asm volatile("fence.acq_rel.sys;" : : : "memory"); }
+
+/* Rows: past the L1 cache, which peers do not keep coherent. */
+__device__ inline Vec load_row(const void *p)
+{
+    Vec v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(p) : "memory");
+    return v;
+}
+__device__ inline void store_row(void *p, Vec v)
+{
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 : : "l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
+}
+
+__device__ inline uint64_t now_ns()
+{
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
+/* The number as flags carry it: never 0, which means "never". */
+__device__ inline uint32_t wire_number(uint64_t n) { return (uint32_t)((n - 1) % 0xffffffffull) + 1; }
+
+/* ---- an op ------------------------------------------------------------------------ */
+
+/* What the blocks of an op have in common; in shared memory. */
+struct Op {
+    uint64_t number, deadline, bank; /* bank: offset from a window's start */
+    uint32_t wire;    /* wire_number(number) */
+    uint32_t members; /* mask of the ranks that take part */
+    uint32_t missed;  /* of them, those that this block waits for no more */
+    uint32_t valid;   /* the handle may be used */
+};
+
+__device__ inline uint64_t bank_at(const ep_ll_args &a, uint64_t n)
+{
+    return a.ll + n % a.banks * a.bank_bytes;
+}
+
+/* Place of an item of region [r] of a bank, in `where`'s window. */
+__device__ inline uint8_t *item_at(const ep_ll_args &a, uint32_t where, uint64_t bank, uint64_t region, uint32_t r,
+                                   uint32_t i, uint32_t bytes)
+{
+    return a.window[where] + bank + region + ((uint64_t)r * a.max_tokens + i) * bytes;
+}
+__device__ inline uint8_t *line_at(const ep_ll_args &a, uint32_t where, uint64_t bank, uint64_t region, uint32_t r)
+{
+    return a.window[where] + bank + region + (uint64_t)r * EP_LINE;
+}
+
+/* Warp 0 of each block.  Sets all of op but `valid`. */
+__device__ inline void op_begin(const ep_ll_args &a, Op *op, uint64_t n, bool announce)
+{
+    const uint32_t lane = threadIdx.x % 32;
+
+    if (announce) {
+        if (lane == 0)
+            atomicMax((unsigned long long *)&a.state->begun, (unsigned long long)n);
+        __syncwarp();
+        asm volatile("fence.sc.sys;" : : : "memory"); /* partner: the server's write of `from` */
+    }
+    const uint64_t from = lane < a.ranks ? load_u64(&a.state->from[lane]) : EP_DEVICE_NEVER;
+    const uint32_t members = __ballot_sync(kAll, from <= n);
+
+    if (lane == 0) {
+        const uint64_t start = now_ns();
+
+        op->number = n;
+        op->wire = wire_number(n);
+        op->bank = bank_at(a, n);
+        op->members = members >> a.rank & 1 ? members : 0; /* who is out himself sends nothing */
+        op->missed = 0;
+        op->deadline = start + load_u64(&a.state->timeout_ns);
+        if (blockIdx.x == 0)
+            a.state->start_ns = start;
+    }
+}
+
+/* ---- waiting ---------------------------------------------------------------------- */
+
+enum class Wait { there, gone, late };
+
+/* Until there() holds, `peer` has given_up() or takes part no more, or the op's time is over. */
+template <class There, class GivenUp>
+__device__ inline Wait wait_for(const ep_ll_args &a, const Op &op, uint32_t peer, There there, GivenUp given_up)
+{
+    for (uint32_t look = 1;; look++) {
+        if (there())
+            return Wait::there;
+        if (look % kLooks)
+            continue;
+        if (load_u64(&a.state->from[peer]) > op.number || given_up()) {
+            fence_sys(); /* acquire: what it did before is there by now */
+            return there() ? Wait::there : Wait::gone;
+        }
+        if (now_ns() > op.deadline)
+            return Wait::late;
+    }
+}
+template <class There>
+__device__ inline Wait wait_for(const ep_ll_args &a, const Op &op, uint32_t peer, There there)
+{
+    return wait_for(a, op, peer, there, [] { return false; });
+}
+
+/* This block goes on without `peer`. */
+__device__ inline void miss(const ep_ll_args &a, Op *op, uint32_t peer, Wait why, uint32_t phase)
+{
+    atomicOr(&op->missed, 1u << peer);
+    if (why == Wait::late) {
+        atomicOr(&a.state->late, 1u << peer);
+        a.state->late_phase = phase;
+    } else {
+        atomicOr(&a.state->gone, 1u << peer);
+    }
+}
+
+/* ---- credits ------------------------------------------------------------------------ */
+
+/* Warp 0 of one block: nobody here reads number m any more.  Everything before is ordered before it. */
+__device__ inline void give_credit(const ep_ll_args &a, uint64_t m)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    uint64_t *released = &a.state->released[m % a.banks];
+
+    __syncwarp();
+    if (m == 0 || *(volatile uint64_t *)released >= m)
+        return;
+    fence_sys(); /* release; partner: the wait for credit */
+    if (lane < a.ranks)
+        store_u64((uint64_t *)line_at(a, lane, bank_at(a, m), a.bank.credits, a.rank), m);
+    __syncwarp();
+    if (lane == 0)
+        *(volatile uint64_t *)released = m;
+    __syncwarp();
+}
+
+/* ---- where rows of the experts lie ----------------------------------------------------- */
+
+/* Rows of source s that have come or will come, from its flag; 0 when the flag is not of this number. */
+__device__ inline bool rows_of(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t *rows)
+{
+    const uint64_t flag =
+        load_u64((const uint64_t *)line_at(a, a.rank, op.bank, a.bank.dispatch_flags, s));
+
+    *rows = min((uint32_t)flag, a.max_tokens);
+    return (uint32_t)(flag >> 32) == op.wire;
+}
+
+/*
+ * Where the rows of each (local expert, source) begin: base[l * R + s], total[l] of them in all.
+ * Expert-major: blocks of R * T_max rows; packed: one after the other.  All threads; returns the rows that
+ * `out` spans.  What peers wrote is clamped, so that nothing here points beyond its block.
+ */
+__device__ inline uint64_t place_rows(const ep_ll_args &a, const Op &op, const uint32_t *rows, uint32_t *base,
+                                      uint32_t *total, uint32_t *first)
+{
+    const uint32_t slots = a.ranks * a.max_tokens;
+    const uint8_t *counts = a.window[a.rank] + op.bank + a.bank.counts;
+    __shared__ uint64_t spanned;
+
+    for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads) {
+        uint32_t sum = 0;
+
+        for (uint32_t s = 0; s < a.ranks; s++) {
+            const uint32_t *count = (const uint32_t *)(counts + (uint64_t)s * a.counts_bytes) + l;
+
+            base[l * a.ranks + s] = sum;
+            sum += rows[s] ? min(load_u32(count), rows[s]) : 0;
+        }
+        total[l] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0 && a.layout == EP_LAYOUT_EXPERT_MAJOR) {
+        spanned = (uint64_t)slots * a.local_experts;
+    } else if (threadIdx.x == 0) {
+        uint64_t end = 0;
+
+        for (uint32_t l = 0; l < a.local_experts; l++) {
+            first[l] = (uint32_t)end;
+            end += ((uint64_t)total[l] + a.alignment - 1) / a.alignment * a.alignment;
+        }
+        first[a.local_experts] = (uint32_t)end;
+        spanned = end;
+    }
+    __syncthreads();
+    return spanned;
+}
+
+/* First row of expert l. */
+__device__ inline uint64_t block_of(const ep_ll_args &a, const uint32_t *first, uint32_t l)
+{
+    return a.layout == EP_LAYOUT_EXPERT_MAJOR ? (uint64_t)l * a.ranks * a.max_tokens : first[l];
+}
+
+/* Rows that source s has of expert l. */
+__device__ inline uint32_t rows_between(const ep_ll_args &a, const uint32_t *base, const uint32_t *total,
+                                        uint32_t l, uint32_t s)
+{
+    return (s + 1 < a.ranks ? base[l * a.ranks + s + 1] : total[l]) - base[l * a.ranks + s];
+}
+
+__device__ inline bool by_expert(const ep_ll_args &a)
+{
+    return a.layout == EP_LAYOUT_EXPERT_MAJOR || a.layout == EP_LAYOUT_PACKED;
+}
+
+/* ---- the end of an op -------------------------------------------------------------------- */
+
+/* All threads of a block: is it the last one that comes here?  Then it sees what the others did. */
+__device__ inline bool last_block(uint32_t *counter)
+{
+    __shared__ uint32_t last;
+
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(counter, 1) == gridDim.x - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    return last != 0;
+}
+
+/* One thread, at the end: the record, the counters, the first failure; then the scratch is as before. */
+__device__ inline void op_record(const ep_ll_args &a, const Op &op, uint32_t part, int32_t status, uint32_t members)
+{
+    struct ep_device_state *st = a.state;
+    struct ep_device_record *r = &st->records[a.handle][part];
+    struct ep_device_counters *c = &st->counters[part];
+    const uint32_t late = st->late, missed = late | st->gone;
+
+    if (status == EP_OK && late)
+        status = EP_TIMEOUT;
+    r->status = status;
+    r->late_rank = late ? __ffs(late) - 1 : 0;
+    r->wait_phase = late ? st->late_phase : EP_WAIT_NONE;
+    r->generation = a.generation;
+    r->number = op.number;
+    r->sequence = ++st->sequence;
+    r->rows = st->rows;
+    r->rows_needed = st->rows_needed;
+    r->dropped = st->dropped;
+    r->wire_bytes = st->wire_bytes;
+    r->logical_bytes = st->logical_bytes;
+    r->start_ns = st->start_ns;
+    r->end_ns = now_ns();
+    r->wait_ns = st->wait_ns;
+    r->arrived = members & ~missed;
+    c->count++;
+    c->errors += status != EP_OK;
+    c->timeouts += status == EP_TIMEOUT;
+    c->tokens += a.tokens;
+    c->wire_bytes += st->wire_bytes;
+    c->busy_ns += r->end_ns - r->start_ns;
+    c->wait_ns += st->wait_ns;
+    if (st->wait_ns > c->max_wait_ns)
+        c->max_wait_ns = st->wait_ns;
+    if (status != EP_OK && st->failures++ == 0) {
+        st->failure = *r;
+        st->failure_op = part;
+    }
+    st->pushed = st->done = st->gone = st->late = st->late_phase = st->overflow = 0;
+    st->rows = st->rows_needed = st->dropped = st->wire_bytes = st->logical_bytes = st->wait_ns = 0;
+}
+
+/* ---- launching (host) -------------------------------------------------------------------- */
+
+using Kernel = void (*)(ep_ll_args);
+
+/* How many blocks of any of the kernels a multiprocessor can hold. */
+inline int fit(std::initializer_list<Kernel> kernels, uint32_t shared_bytes, uint32_t *blocks_per_sm)
+{
+    *blocks_per_sm = ~0u;
+    for (Kernel kernel : kernels) {
+        int blocks = 0;
+        cudaError_t error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+
+        if (error == cudaSuccess)
+            error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared_bytes);
+        if (error != cudaSuccess)
+            return error;
+        *blocks_per_sm = (uint32_t)blocks < *blocks_per_sm ? (uint32_t)blocks : *blocks_per_sm;
+    }
+    return cudaSuccess;
+}
+
+int dispatch_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm);
+int combine_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm);
+
+} // namespace ep
+
+#endif

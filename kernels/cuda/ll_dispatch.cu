@@ -1,0 +1,793 @@
+/*
+ * LL dispatch: one-sided push of each token, once per destination rank, then rows to their experts as they
+ * land.  ll_device.cuh has the protocol.
+ *
+ * Who does what: token t belongs to block t mod G.  It finds where the token goes and in which slot (the
+ * tokens before it that go there too), pushes the row and then its header.  The counts per expert for rank
+ * d are made by one of the last blocks, which have no token when the batch is small.  As receivers, blocks
+ * take the rows (slot, source) in turn, the first slots of all sources first, as those land first.
+ */
+#include "ll_device.cuh"
+
+namespace ep {
+namespace {
+
+constexpr uint32_t kVecs = 4; /* 16 byte pieces of a row that a thread has under way */
+
+enum class Cast { none, bf16, fp16, fp32 }; /* to fp8, from */
+
+/* One block's view of the batch. */
+struct Batch {
+    int32_t *route; /* [T * k] in shared memory, as device_state.h has them */
+    /* of the present token */
+    uint32_t *slot;  /* [R] */
+    uint32_t *index; /* [k] */
+    uint32_t *to;    /* the ranks it goes to */
+};
+
+/* ---- routing ----------------------------------------------------------------------- */
+
+__device__ int32_t route_of(const ep_ll_args &a, int64_t expert, uint32_t token)
+{
+    uint32_t rank, local;
+
+    if (expert == -1)
+        return -1;
+    if (expert < 0 || expert >= a.experts)
+        return kBadRoute;
+    const uint32_t e = (uint32_t)expert;
+
+    if (a.home_first) {
+        const uint32_t first = a.home_first[e], homes = a.home_first[e + 1] - first;
+        const uint32_t home = first + (a.rank + token) % homes;
+
+        rank = a.home_rank[home];
+        local = a.home_local[home];
+    } else {
+        const uint32_t end = a.larger * (a.share + 1);
+
+        rank = e < end ? e / (a.share + 1) : a.larger + (e - end) / a.share;
+        local = e < end ? e % (a.share + 1) : (e - end) % a.share;
+    }
+    return (int32_t)(rank << 16 | local);
+}
+
+__device__ int64_t choice(const ep_ll_args &a, uint32_t i)
+{
+    return a.index_bytes == 4 ? ((const int32_t *)a.topk)[i] : ((const int64_t *)a.topk)[i];
+}
+
+/* The first n choices of the batch. */
+__device__ void read_routes(const ep_ll_args &a, int32_t *route, uint32_t n)
+{
+    if (a.cached) {
+        for (uint32_t i = threadIdx.x; i < n; i += kThreads)
+            route[i] = a.routing[i];
+        __syncthreads();
+        return;
+    }
+    for (uint32_t i = threadIdx.x; i < n; i += kThreads)
+        route[i] = route_of(a, choice(a, i), i / a.top_k);
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < n; i += kThreads) {
+        const uint32_t first = i / a.top_k * a.top_k;
+        const int32_t mine = route[i];
+        bool again = false;
+
+        for (uint32_t j = first; j < i; j++)
+            again |= (route[j] & ~EP_DEVICE_ROUTE_AGAIN) == mine;
+        if (again && mine >= 0)
+            route[i] = mine | EP_DEVICE_ROUTE_AGAIN; /* nobody looks at this bit here */
+    }
+    __syncthreads();
+}
+
+__device__ bool has_row(int32_t route) { return route >= 0 && !(route & EP_DEVICE_ROUTE_AGAIN); }
+__device__ uint32_t rank_of(int32_t route) { return (uint32_t)(route & ~EP_DEVICE_ROUTE_AGAIN) >> 16; }
+
+/* Ranks that token t goes to. */
+__device__ uint32_t ranks_of(const ep_ll_args &a, const int32_t *route, uint32_t t)
+{
+    uint32_t mask = 0;
+
+    for (uint32_t k = 0; k < a.top_k; k++) {
+        const int32_t r = route[t * a.top_k + k];
+
+        if (r >= 0)
+            mask |= 1u << rank_of(r);
+    }
+    return mask;
+}
+
+/* Warp 0: lane r adds up how many of the tokens [from, to) go to rank r. */
+__device__ uint32_t count_tokens(const ep_ll_args &a, const int32_t *route, uint32_t from, uint32_t to)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t count = 0;
+
+    for (uint32_t at = from; at < to; at += 32) {
+        const uint32_t mask = at + lane < to ? ranks_of(a, route, at + lane) : 0;
+
+        for (uint32_t r = 0; r < a.ranks; r++) {
+            const uint32_t goes = __popc(__ballot_sync(kAll, mask >> r & 1));
+
+            count += lane == r ? goes : 0;
+        }
+    }
+    return count;
+}
+
+/* A warp: how many of the first n choices name the same expert, with a row. */
+__device__ uint32_t count_same(const int32_t *route, uint32_t n, int32_t same)
+{
+    uint32_t count = 0;
+
+    for (uint32_t i = threadIdx.x % 32; i < n; i += 32)
+        count += route[i] == same;
+    return __reduce_add_sync(kAll, count);
+}
+
+/* ---- rows ----------------------------------------------------------------------------- */
+
+/* Pieces of a row as they travel: piece i of this thread's is kThreads * i + threadIdx.x. */
+template <Cast C> struct Row {
+    Vec piece[kVecs];
+    float scale[kVecs]; /* of the piece's block, with a cast */
+};
+
+__device__ inline float amax_of(float amax, float x)
+{
+    const uint32_t u = __float_as_uint(x) & 0x7fffffffu;
+
+    return u > 0x7f800000u ? amax : fmaxf(amax, __uint_as_float(u)); /* NaN does not count */
+}
+
+template <Cast C> __device__ void decode(const Vec *from, float *x)
+{
+    if constexpr (C == Cast::fp32) {
+        for (uint32_t i = 0; i < 16; i++)
+            x[i] = __uint_as_float(from[i / 4].w[i % 4]);
+    } else {
+        for (uint32_t i = 0; i < 16; i++) {
+            const uint16_t bits = (uint16_t)(from[i / 8].w[i % 8 / 2] >> (i % 2 * 16));
+
+            if constexpr (C == Cast::bf16)
+                x[i] = __uint_as_float((uint32_t)bits << 16);
+            else
+                x[i] = __half2float(__ushort_as_half(bits));
+        }
+    }
+}
+
+/* 16 elements to 16 bytes, with the scale of the 128 that 8 neighbouring threads have. */
+template <Cast C> __device__ void quantise(const Vec *from, bool there, Vec *piece, float *scale)
+{
+    float x[16], amax = 0;
+
+    if (there)
+        decode<C>(from, x);
+    for (uint32_t i = 0; there && i < 16; i++)
+        amax = amax_of(amax, x[i]);
+    for (uint32_t step = 1; step < 8; step *= 2)
+        amax = fmaxf(amax, __shfl_xor_sync(kAll, amax, step));
+    *scale = amax == 0 ? 1.0f : amax / 448.0f;
+    for (uint32_t i = 0; there && i < 16; i += 4) {
+        uint32_t word = 0;
+
+        for (uint32_t j = 0; j < 4; j++)
+            word |= (uint32_t)__nv_cvt_float_to_fp8(__fdiv_rn(x[i + j], *scale), __NV_SATFINITE, __NV_E4M3)
+                    << 8 * j;
+        piece->w[i / 4] = word;
+    }
+}
+
+/* Pieces [pass * kVecs * kThreads, ...) of token t; every thread of a warp must come here. */
+template <Cast C> __device__ void load_token(const ep_ll_args &a, uint32_t t, uint32_t pass, Row<C> *row)
+{
+    const uint32_t pieces = a.row_bytes / 16;
+    constexpr uint32_t kIn = C == Cast::none ? 1 : C == Cast::fp32 ? 4 : 2; /* 16 bytes of input per piece */
+    const uint8_t *x = a.x + (uint64_t)t * pieces * kIn * 16;
+
+#pragma unroll
+    for (uint32_t i = 0; i < kVecs; i++) {
+        const uint32_t p = (pass * kVecs + i) * kThreads + threadIdx.x;
+
+        if constexpr (C == Cast::none) {
+            if (p < pieces)
+                row->piece[i] = load_row(x + (uint64_t)p * 16);
+        } else {
+            Vec in[kIn];
+
+            for (uint32_t j = 0; j < kIn && p < pieces; j++)
+                in[j] = load_row(x + ((uint64_t)p * kIn + j) * 16);
+            quantise<C>(in, p < pieces, &row->piece[i], &row->scale[i]);
+        }
+    }
+}
+
+template <Cast C>
+__device__ void push_pieces(const ep_ll_args &a, const Op &op, const Row<C> &row, uint32_t pass, uint32_t d,
+                            uint32_t slot)
+{
+    const uint32_t pieces = a.row_bytes / 16;
+    uint8_t *to = item_at(a, d, op.bank, a.bank.rows, a.rank, slot, a.row_bytes);
+    float *scales = (float *)item_at(a, d, op.bank, a.bank.scales, a.rank, slot, a.scales_bytes);
+
+#pragma unroll
+    for (uint32_t i = 0; i < kVecs; i++) {
+        const uint32_t p = (pass * kVecs + i) * kThreads + threadIdx.x;
+
+        if (p >= pieces)
+            continue;
+        store_row(to + (uint64_t)p * 16, row.piece[i]);
+        if (C != Cast::none && p % 8 == 0)
+            scales[p / 8] = row.scale[i];
+    }
+}
+
+/* ---- sending ---------------------------------------------------------------------------- */
+
+/* Slots and indexes of token t; *counted: tokens that this block has counted, lane r of warp 0 has the sum. */
+__device__ void place_token(const ep_ll_args &a, const Batch &b, uint32_t t, uint32_t to, uint32_t *counted,
+                            uint32_t *sum)
+{
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    if (warp == 0) {
+        *sum += count_tokens(a, b.route, *counted, t);
+        *counted = t;
+        b.slot[lane] = *sum;
+        if (to >> lane & 1)
+            b.to[__popc(to & ((1u << lane) - 1))] = lane;
+    }
+    for (uint32_t k = kWarps - 1 - warp; k < a.top_k; k += kWarps) { /* warp 0 has done some work already */
+        const int32_t r = b.route[t * a.top_k + k];
+        const uint32_t index = r < 0 ? 0 : count_same(b.route, t * a.top_k, r & ~EP_DEVICE_ROUTE_AGAIN);
+
+        if (lane == 0)
+            b.index[k] = index;
+    }
+}
+
+/* The headers of token t for the ranks in `to`, after the rows: a thread per 16 bytes. */
+__device__ void push_headers(const ep_ll_args &a, const Op &op, const Batch &b, uint32_t t, uint32_t to)
+{
+    const uint32_t parts = a.max_top_k + 1;
+
+    for (uint32_t i = threadIdx.x; i < __popc(to) * parts; i += kThreads) {
+        const uint32_t d = b.to[i / parts], part = i % parts, k = part - 1;
+        uint8_t *header = item_at(a, d, op.bank, a.bank.headers, a.rank, b.slot[d], a.header_bytes);
+        Vec v = { { 0, 0, 0, op.wire } };
+
+        if (part == 0) {
+            v.w[0] = t;
+            for (uint32_t j = 0; j < a.top_k; j++) {
+                const int32_t r = b.route[t * a.top_k + j];
+
+                v.w[1] += r >= 0 && rank_of(r) == d;
+            }
+        } else {
+            const int32_t r = k < a.top_k ? b.route[t * a.top_k + k] : -1;
+            const bool here = r >= 0 && rank_of(r) == d;
+
+            v.w[0] = here ? (uint32_t)r & 0xffff : kAll;
+            if (here) {
+                const float *weights = a.cached ? a.weights : a.topk_weights;
+
+                v.w[1] = __float_as_uint(weights ? weights[t * a.top_k + k] : 1.0f);
+                v.w[2] = b.index[k];
+            }
+        }
+        fence_sys(); /* release; partner: take_header, find_term */
+        store_vec(header + part * 16u, v);
+    }
+}
+
+/* fp8 that came with scales. */
+__device__ void push_scales(const ep_ll_args &a, const Op &op, uint32_t t, uint32_t d, uint32_t slot)
+{
+    float *to = (float *)item_at(a, d, op.bank, a.bank.scales, a.rank, slot, a.scales_bytes);
+
+    for (uint32_t i = threadIdx.x; i < a.row_scales; i += kThreads)
+        to[i] = a.x_scales[(uint64_t)t * a.row_scales + i];
+}
+
+/* The row of token t to the ranks in `to`, the next rank first so that not all push to the same one. */
+template <Cast C>
+__device__ void push_row(const ep_ll_args &a, const Op &op, const Batch &b, Row<C> &row, uint32_t t, uint32_t to)
+{
+    const uint32_t passes = (a.row_bytes / 16 + kVecs * kThreads - 1) / (kVecs * kThreads);
+
+    for (uint32_t pass = 0; pass < passes; pass++) {
+        if (pass > 0)
+            load_token<C>(a, t, pass, &row);
+        for (uint32_t i = 1; i <= a.ranks; i++) {
+            const uint32_t d = a.rank + i < a.ranks ? a.rank + i : a.rank + i - a.ranks;
+
+            if (!(to >> d & 1))
+                continue;
+            push_pieces<C>(a, op, row, pass, d, b.slot[d]);
+            if (C == Cast::none && a.row_scales && pass == 0)
+                push_scales(a, op, t, d, b.slot[d]);
+        }
+    }
+}
+
+/* Warp 0 waits until each member takes number n in its bank. */
+__device__ void wait_credit(const ep_ll_args &a, Op *op)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    const uint64_t n = op->number;
+
+    if (n > a.banks && op->members >> lane & 1 && load_u64(&a.state->from[lane]) <= n - a.banks) {
+        const uint64_t *credit = (const uint64_t *)line_at(a, a.rank, op->bank, a.bank.credits, lane);
+        const Wait end = wait_for(a, *op, lane, [&] { return load_u64(credit) >= n - a.banks; });
+
+        if (end != Wait::there)
+            miss(a, op, lane, end, EP_WAIT_CREDIT);
+    }
+    __syncwarp();
+    fence_sys(); /* acquire; partner: give_credit */
+}
+
+/* What this rank sends to rank d in all: rows of each of its experts, and tokens. */
+__device__ void push_counts(const ep_ll_args &a, const Op &op, const Batch &b, uint32_t *count, uint32_t d)
+{
+    const bool goes = (op.members & ~op.missed) >> d & 1;
+    uint32_t *to = (uint32_t *)(a.window[d] + op.bank + a.bank.counts + (uint64_t)a.rank * a.counts_bytes);
+    __shared__ uint32_t tokens;
+
+    for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads)
+        count[l] = 0;
+    if (threadIdx.x == 0)
+        tokens = 0;
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < a.tokens * a.top_k; i += kThreads)
+        if (has_row(b.route[i]) && rank_of(b.route[i]) == d)
+            atomicAdd(&count[b.route[i] & 0xffff], 1);
+    for (uint32_t t = threadIdx.x; t < a.tokens; t += kThreads)
+        if (ranks_of(a, b.route, t) >> d & 1)
+            atomicAdd(&tokens, 1);
+    __syncthreads();
+    if (!goes)
+        return;
+    for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads)
+        to[l] = count[l];
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        fence_sys(); /* release; partner: wait_counts */
+        store_u64((uint64_t *)line_at(a, d, op.bank, a.bank.dispatch_flags, a.rank),
+                  (uint64_t)op.wire << 32 | tokens);
+        if (d != a.rank)
+            atomicAdd((unsigned long long *)&a.state->wire_bytes,
+                      (unsigned long long)tokens * (a.row_bytes + a.row_scales * sizeof(float)));
+    }
+    __syncthreads();
+}
+
+/* The routing to the handle, for its combine and for cached dispatches; and what goes nowhere. */
+__device__ void keep_routing(const ep_ll_args &a, const Op &op, const Batch &b)
+{
+    uint32_t dropped = 0;
+
+    for (uint32_t i = threadIdx.x; i < a.tokens * a.top_k; i += kThreads) {
+        const int32_t r = b.route[i];
+
+        dropped += r == kBadRoute || (r >= 0 && !((op.members & ~op.missed) >> rank_of(r) & 1));
+        if (!a.cached) {
+            a.routing[i] = r;
+            a.weights[i] = a.topk_weights ? a.topk_weights[i] : 1.0f;
+        }
+    }
+    dropped = __reduce_add_sync(kAll, dropped);
+    if (threadIdx.x % 32 == 0 && dropped)
+        atomicAdd((unsigned long long *)&a.state->dropped, dropped);
+}
+
+template <Cast C> __device__ void send(const ep_ll_args &a, Op *op, const Batch &b, uint32_t *count)
+{
+    const uint32_t blocks = gridDim.x, from_end = blocks - 1 - blockIdx.x;
+    const bool counts = from_end < a.ranks, tokens = blockIdx.x < a.tokens;
+    const uint32_t last = tokens ? blockIdx.x + (a.tokens - 1 - blockIdx.x) / blocks * blocks : 0;
+    uint32_t counted = 0, sum = 0;
+    Row<C> row;
+
+    if (!counts && !tokens)
+        return;
+    if (tokens)
+        load_token<C>(a, blockIdx.x, 0, &row);
+    read_routes(a, b.route, counts ? a.tokens * a.top_k : (last + 1) * a.top_k);
+    if (threadIdx.x < 32)
+        wait_credit(a, op);
+    __syncthreads();
+    for (uint32_t d = from_end; d < a.ranks; d += blocks)
+        push_counts(a, *op, b, count, d);
+    if (from_end == 0)
+        keep_routing(a, *op, b);
+    for (uint32_t t = blockIdx.x; t < a.tokens; t += blocks) {
+        const uint32_t to = ranks_of(a, b.route, t) & op->members & ~op->missed;
+
+        place_token(a, b, t, to, &counted, &sum);
+        if (t != blockIdx.x)
+            load_token<C>(a, t, 0, &row);
+        __syncthreads();
+        push_row<C>(a, *op, b, row, t, to);
+        __syncthreads();
+        push_headers(a, *op, b, t, to);
+        __syncthreads();
+    }
+}
+
+/* ---- receiving ----------------------------------------------------------------------------- */
+
+/* Warp 0: rows[s] of each source, once it has told. */
+__device__ void wait_counts(const ep_ll_args &a, Op *op, uint32_t *rows)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t n = 0;
+
+    if (op->members >> lane & 1) {
+        const Wait end = wait_for(a, *op, lane, [&] { return rows_of(a, *op, lane, &n); });
+
+        if (end != Wait::there) {
+            miss(a, op, lane, end, EP_WAIT_ARRIVAL);
+            n = 0;
+        }
+    }
+    rows[lane] = n;
+    fence_sys(); /* acquire; partner: push_counts */
+}
+
+/* Who shares the rows: block `part` of `parts`. */
+struct Share {
+    uint32_t part, parts;
+};
+
+/* A row of `out` or none: the expert-major or packed place of route k of a header. */
+struct Places {
+    uint32_t n;
+    uint64_t at[EP_MAX_TOP_K];
+    uint32_t token;
+    bool there;
+};
+
+/* Warp 0: waits for the header of (s, slot) and finds the places of its row. */
+__device__ void take_header(const ep_ll_args &a, Op *op, const uint32_t *base, const uint32_t *total,
+                            const uint32_t *first, uint32_t s, uint32_t slot, Places *places)
+{
+    const uint32_t lane = threadIdx.x % 32, k = lane - 1;
+    const uint8_t *header = item_at(a, a.rank, op->bank, a.bank.headers, s, slot, a.header_bytes);
+    Vec v = { { kAll, 0, 0, 0 } };
+    Wait end = Wait::there;
+
+    if (lane <= a.max_top_k)
+        end = wait_for(a, *op, s, [&] {
+            v = load_vec(header + lane * 16u);
+            return v.w[3] == op->wire;
+        });
+    fence_sys(); /* acquire; partner: push_headers */
+    const bool there = __all_sync(kAll, end == Wait::there);
+
+    if (end != Wait::there)
+        miss(a, op, s, end, EP_WAIT_ARRIVAL);
+
+    const uint32_t l = v.w[0], index = v.w[2], token = __shfl_sync(kAll, v.w[0], 0);
+    bool here = there && lane >= 1 && k < a.max_top_k && l < a.local_experts &&
+                index < rows_between(a, base, total, l, s);
+
+    for (uint32_t j = 1; j <= a.max_top_k; j++) { /* named again: it has its row already */
+        const uint32_t other = __shfl_sync(kAll, l, j);
+
+        here = here && !(j < lane && other == l);
+    }
+    const uint32_t mine = __ballot_sync(kAll, here);
+
+    if (here)
+        places->at[__popc(mine & ((1u << lane) - 1))] = block_of(a, first, l) + base[l * a.ranks + s] + index;
+    if (lane == 0) {
+        places->n = __popc(mine);
+        places->token = token;
+        places->there = there;
+    }
+    __syncwarp();
+}
+
+/* The row to its places, and what stands beside it. */
+__device__ void place_row(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t slot, const Places &places)
+{
+    const uint32_t pieces = a.row_bytes / 16, n = places.n;
+    const uint8_t *row = item_at(a, a.rank, op.bank, a.bank.rows, s, slot, a.row_bytes);
+    const float *scales = (const float *)item_at(a, a.rank, op.bank, a.bank.scales, s, slot, a.scales_bytes);
+
+    for (uint32_t at = threadIdx.x; at < pieces; at += kVecs * kThreads) {
+        Vec v[kVecs];
+
+#pragma unroll
+        for (uint32_t i = 0; i < kVecs; i++)
+            if (at + i * kThreads < pieces)
+                v[i] = load_row(row + (uint64_t)(at + i * kThreads) * 16);
+        for (uint32_t j = 0; j < n; j++) {
+            uint8_t *to = a.out + places.at[j] * a.row_bytes;
+
+#pragma unroll
+            for (uint32_t i = 0; i < kVecs; i++)
+                if (at + i * kThreads < pieces)
+                    store_row(to + (uint64_t)(at + i * kThreads) * 16, v[i]);
+        }
+    }
+    for (uint32_t i = threadIdx.x; i < a.row_scales; i += kThreads) {
+        const float scale = __ldcg(scales + i);
+
+        for (uint32_t j = 0; j < n; j++)
+            a.out_scales[places.at[j] * a.row_scales + i] = scale;
+    }
+    if (threadIdx.x < n && a.sources)
+        a.sources[places.at[threadIdx.x]] = { s, places.token };
+}
+
+__device__ void zero_row(const ep_ll_args &a, uint64_t at)
+{
+    const Vec zero = { { 0, 0, 0, 0 } };
+
+    for (uint32_t p = threadIdx.x; p < a.row_bytes / 16; p += kThreads)
+        store_row(a.out + at * a.row_bytes + (uint64_t)p * 16, zero);
+    for (uint32_t i = threadIdx.x; i < a.row_scales; i += kThreads)
+        a.out_scales[at * a.row_scales + i] = 0;
+}
+
+/* Packed: rows between one expert's last and the next one's first. */
+__device__ void zero_padding(const ep_ll_args &a, Share share, const uint32_t *total, const uint32_t *first)
+{
+    for (uint32_t l = share.part; l < a.local_experts; l += share.parts)
+        for (uint32_t at = first[l] + total[l]; at < first[l + 1]; at++)
+            zero_row(a, at);
+}
+
+__device__ void write_expert_counts(const ep_ll_args &a, const uint32_t *total, const uint32_t *first,
+                                    uint64_t spanned)
+{
+    uint32_t sum = 0;
+
+    for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads) {
+        a.counts[l] = (int32_t)total[l];
+        sum += total[l];
+    }
+    for (uint32_t l = threadIdx.x; a.layout == EP_LAYOUT_PACKED && l <= a.local_experts; l += kThreads)
+        a.offsets[l] = (int32_t)first[l];
+    sum = __reduce_add_sync(kAll, sum);
+    if (a.layout == EP_LAYOUT_EXPERT_MAJOR && threadIdx.x % 32 == 0)
+        atomicAdd((unsigned long long *)&a.state->rows, sum);
+    else if (a.layout == EP_LAYOUT_PACKED && threadIdx.x == 0)
+        a.state->rows = spanned;
+}
+
+/* Slots in turn, all sources of a slot together; f(s, slot). */
+template <class F>
+__device__ void each_row(const ep_ll_args &a, const uint32_t *rows, uint32_t first, uint32_t step, F f)
+{
+    uint32_t most = 0;
+
+    for (uint32_t s = 0; s < a.ranks; s++)
+        most = max(most, rows[s]);
+    for (uint32_t i = first; i < most * a.ranks; i += step) {
+        const uint32_t slot = i / a.ranks, s = i % a.ranks;
+
+        if (slot < rows[s])
+            f(s, slot);
+    }
+}
+
+__device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, const uint32_t *rows, uint32_t *base,
+                                  uint32_t *total, uint32_t *first)
+{
+    const uint64_t spanned = place_rows(a, *op, rows, base, total, first);
+    __shared__ Places places;
+
+    if (share.part == 0)
+        write_expert_counts(a, total, first, spanned);
+    if (spanned > a.out_rows) {
+        if (share.part == 0 && threadIdx.x == 0) {
+            a.state->overflow = 1;
+            a.state->rows_needed = spanned;
+        }
+        return;
+    }
+    if (a.layout == EP_LAYOUT_PACKED)
+        zero_padding(a, share, total, first);
+    each_row(a, rows, share.part, share.parts, [&](uint32_t s, uint32_t slot) {
+        if (threadIdx.x < 32)
+            take_header(a, op, base, total, first, s, slot, &places);
+        __syncthreads();
+        if (places.there)
+            place_row(a, *op, s, slot, places);
+        __syncthreads();
+    });
+}
+
+__device__ void write_rank_counts(const ep_ll_args &a, const uint32_t *rows)
+{
+    if (threadIdx.x >= a.ranks)
+        return;
+    a.counts[threadIdx.x] = (int32_t)rows[threadIdx.x];
+    atomicAdd((unsigned long long *)&a.state->rows, rows[threadIdx.x]);
+}
+
+/* Rank-major rows stay where they are: a thread per 16 bytes of header waits for it. */
+__device__ void receive_in_place(const ep_ll_args &a, Op *op, const uint32_t *rows)
+{
+    const uint32_t parts = a.max_top_k + 1;
+    uint32_t most = 0;
+
+    for (uint32_t s = 0; s < a.ranks; s++)
+        most = max(most, rows[s]);
+    for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < most * a.ranks * parts; i += gridDim.x * kThreads) {
+        const uint32_t part = i % parts, s = i / parts % a.ranks, slot = i / parts / a.ranks;
+        const uint64_t at = (uint64_t)s * a.max_tokens + slot;
+        Vec v;
+
+        if (slot >= rows[s])
+            continue;
+        const uint8_t *header = item_at(a, a.rank, op->bank, a.bank.headers, s, slot, a.header_bytes);
+        const Wait end = wait_for(a, *op, s, [&] {
+            v = load_vec(header + part * 16u);
+            return v.w[3] == op->wire;
+        });
+
+        if (end != Wait::there) {
+            miss(a, op, s, end, EP_WAIT_ARRIVAL);
+            continue;
+        }
+        if (part == 0) {
+            if (a.sources)
+                a.sources[at] = { s, v.w[0] };
+        } else if (part <= a.top_k) {
+            const bool here = v.w[0] < a.local_experts;
+
+            if (a.out_topk)
+                a.out_topk[at * a.top_k + part - 1] = here ? (int32_t)v.w[0] : -1;
+            if (a.out_weights)
+                a.out_weights[at * a.top_k + part - 1] = here ? __uint_as_float(v.w[1]) : 0.0f;
+        }
+    }
+    fence_sys(); /* acquire; partner: push_headers.  Whoever reads the rows comes later in the stream */
+    if (blockIdx.x == 0)
+        write_rank_counts(a, rows);
+}
+
+/*
+ * The last block, when a source was lost or late.  Blocks may have disagreed on whether it had come, and so
+ * on where rows lie: this one does it all again without the source.  What counts has come already.
+ */
+__device__ void receive_again(const ep_ll_args &a, Op *op, uint32_t *rows, uint32_t *base, uint32_t *total,
+                              uint32_t *first)
+{
+    const uint32_t missing = a.state->gone | a.state->late;
+
+    if (threadIdx.x < a.ranks)
+        rows[threadIdx.x] = missing >> threadIdx.x & 1 ? 0 : rows[threadIdx.x];
+    if (threadIdx.x == 0)
+        a.state->rows = a.state->rows_needed = a.state->overflow = 0;
+    __syncthreads();
+    if (by_expert(a))
+        receive_by_expert(a, op, { 0, 1 }, rows, base, total, first);
+    else
+        write_rank_counts(a, rows);
+    __syncthreads();
+}
+
+/* ---- the kernel -------------------------------------------------------------------------- */
+
+/* The handle belongs to this number from here on. */
+__device__ void finish(const ep_ll_args &a, const Op &op)
+{
+    struct ep_device_state *st = a.state;
+    struct ep_device_handle *h = &st->handles[a.handle];
+    const bool detached = !(op.members >> a.rank & 1);
+    const int32_t status = detached ? EP_DETACHED : st->overflow ? EP_OVERFLOW : EP_OK;
+
+    st->logical_bytes = a.phases & EP_LL_SEND ? (uint64_t)a.tokens * a.top_k * a.row_bytes : 0;
+    if (a.phases & EP_LL_SEND) {
+        st->number = op.number;
+        *h = { op.number, 0, a.generation, a.tokens, a.top_k, a.layout, a.alignment, a.wire_dtype, 0, 0 };
+    }
+    if (a.phases & EP_LL_RECEIVE) {
+        h->routed = status == EP_OK && !st->late;
+        h->excluded = st->gone;
+    }
+    op_record(a, op, EP_DEVICE_DISPATCH, status, op.members);
+}
+
+/* The bank's last owner, and what the handle held: given up if they were not combined. */
+__device__ void give_up_old(const ep_ll_args &a, uint64_t n)
+{
+    const uint64_t held = a.state->handles[a.handle].number;
+
+    if (held && held + a.banks > n)
+        give_credit(a, held);
+    if (n > a.banks)
+        give_credit(a, n - a.banks);
+}
+
+/* A completing op's handle may have lost its bank meanwhile. */
+__device__ bool still_held(const ep_ll_args &a)
+{
+    const struct ep_device_handle *h = &a.state->handles[a.handle];
+
+    return h->number && h->generation == a.generation && a.state->number - h->number < a.banks;
+}
+
+template <Cast C> __global__ void __launch_bounds__(kThreads) dispatch(const __grid_constant__ ep_ll_args a)
+{
+    extern __shared__ uint32_t shared[];
+    __shared__ uint32_t slot[EP_DEVICE_MAX_RANKS], to[EP_DEVICE_MAX_RANKS], index[EP_MAX_TOP_K];
+    __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS];
+    __shared__ Op op;
+    const uint32_t wide = max(a.max_tokens * a.max_top_k, a.local_experts * a.ranks);
+    uint32_t *base = shared, *total = shared + wide, *first = total + a.local_experts;
+    const Batch batch = { (int32_t *)shared, slot, index, to };
+    const bool sends = a.phases & EP_LL_SEND;
+
+    if (threadIdx.x < 32) {
+        const uint64_t n = sends ? a.state->number + 1 : a.state->handles[a.handle].number;
+
+        if (sends && blockIdx.x == 0)
+            give_up_old(a, n);
+        op_begin(a, &op, n, sends);
+        op.valid = sends || still_held(a);
+    }
+    __syncthreads();
+    if (!op.valid) {
+        if (last_block(&a.state->done) && threadIdx.x == 0)
+            op_record(a, op, EP_DEVICE_DISPATCH, EP_STALE_HANDLE, 0);
+        return;
+    }
+    if (sends)
+        send<C>(a, &op, batch, total);
+    __syncthreads();
+    if (a.phases & EP_LL_RECEIVE) {
+        const uint64_t start = now_ns();
+
+        if (threadIdx.x < 32)
+            wait_counts(a, &op, rows);
+        __syncthreads();
+        if (blockIdx.x == 0 && threadIdx.x == 0)
+            a.state->wait_ns = now_ns() - start;
+        if (by_expert(a))
+            receive_by_expert(a, &op, { blockIdx.x, gridDim.x }, rows, base, total, first);
+        else
+            receive_in_place(a, &op, rows);
+    }
+    if (!last_block(&a.state->done))
+        return;
+    if (a.phases & EP_LL_RECEIVE && (a.state->gone | a.state->late))
+        receive_again(a, &op, rows, base, total, first);
+    if (threadIdx.x == 0)
+        finish(a, op);
+}
+
+Kernel kernel_of(const ep_ll_args &a)
+{
+    if (a.wire_dtype == a.input_dtype)
+        return dispatch<Cast::none>;
+    switch (a.input_dtype) {
+    case EP_BF16: return dispatch<Cast::bf16>;
+    case EP_FP16: return dispatch<Cast::fp16>;
+    default:      return dispatch<Cast::fp32>;
+    }
+}
+
+} // namespace
+
+int dispatch_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm)
+{
+    return fit({ dispatch<Cast::none>, dispatch<Cast::bf16>, dispatch<Cast::fp16>, dispatch<Cast::fp32> },
+               shared_bytes, blocks_per_sm);
+}
+
+} // namespace ep
+
+extern "C" int ep_ll_dispatch(const struct ep_ll_args *args, uint32_t blocks, uint32_t shared_bytes, void *stream)
+{
+    ep::kernel_of(*args)<<<blocks, ep::kThreads, shared_bytes, (cudaStream_t)stream>>>(*args);
+    return cudaGetLastError();
+}
