@@ -26,3 +26,5 @@ target_link_libraries(ep_grpc INTERFACE ${GRPC_LIBRARY} ${GPR_LIBRARY})
 find_program(PROTOC protoc REQUIRED)
 find_program(PROTOC_GEN_C protoc-gen-c REQUIRED)
 find_path(PROTOBUF_INCLUDE google/protobuf/descriptor.proto REQUIRED)
+
+include(cmake/cuda.cmake) # absent on most machines

@@ -28,6 +28,7 @@ USES = {
     "proto/rpc": BASE | {"generated"},
     "proto/attach": BASE,
     "kernels": BASE,
+    "kernels/cuda": BASE | {"kernels"},
     "server/node": NODE,
     "server/store": BASE | {"proto/rpc", "generated"},
     "server/group": GROUP,

@@ -1,0 +1,38 @@
+# The CUDA compiler, which the cuda backend (kernels/cuda) alone needs.  Sets EP_WITH_CUDA.
+#   -DEP_CUDA=AUTO   build the backend when a compiler is found (default)
+#   -DEP_CUDA=ON     fail when there is none
+#   -DEP_CUDA=OFF    never; the host backend is always there
+set(EP_CUDA AUTO CACHE STRING "The cuda backend: AUTO, ON or OFF")
+set_property(CACHE EP_CUDA PROPERTY STRINGS AUTO ON OFF)
+set(EP_CUDA_MINIMUM 12.4)
+
+set(EP_WITH_CUDA OFF)
+if(EP_SANITIZE OR EP_FUZZ)
+  message(STATUS "cuda backend: not built, sanitizers do not see what a GPU does")
+elseif(NOT EP_CUDA)
+  message(STATUS "cuda backend: not built, EP_CUDA is OFF")
+else()
+  # Packages of NVIDIA put the compiler there, and not into PATH.
+  if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
+    find_program(EP_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda PATH_SUFFIXES bin)
+    if(EP_NVCC)
+      set(CMAKE_CUDA_COMPILER ${EP_NVCC})
+    endif()
+  endif()
+  # Hopper and Blackwell; later GPUs compile the last one's PTX when they load it.
+  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+    set(CMAKE_CUDA_ARCHITECTURES 90-real 100)
+  endif()
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    enable_language(CUDA)
+    find_package(CUDAToolkit ${EP_CUDA_MINIMUM} REQUIRED)
+    set(EP_WITH_CUDA ON)
+    message(STATUS "cuda backend: built with CUDA ${CUDAToolkit_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")
+  elseif(EP_CUDA STREQUAL "AUTO")
+    message(STATUS "cuda backend: not built, no CUDA compiler (nvcc) was found")
+  else()
+    message(FATAL_ERROR "EP_CUDA is ON and no CUDA compiler was found: set CMAKE_CUDA_COMPILER to nvcc")
+  endif()
+endif()
