@@ -83,7 +83,7 @@ ep_status ep_cuda_enter(uint32_t device, const struct ep_cuda_context **out, str
     }
     if (status == EP_OK)
         status = push(context, error);
-    if (status == EP_OK)
+    if (status == EP_OK && out)
         *out = context;
     return status;
 }

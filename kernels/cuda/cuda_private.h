@@ -48,7 +48,7 @@ struct ep_cuda_context {
 /*
  * Makes the device's primary context current on this thread; the first call of a process for the device
  * creates context and stream.  To be followed by leave, which brings the former context back.
- * *context may be asked for after leave too.
+ * *context stays valid after leave too; NULL is allowed.
  */
 ep_status ep_cuda_enter(uint32_t device, const struct ep_cuda_context **context, struct ep_error *error);
 void ep_cuda_leave(void);
