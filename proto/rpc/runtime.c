@@ -2,9 +2,11 @@
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <grpc/support/log.h>
 
+#include "ep_clock.h"
 #include "rpc_private.h"
 
 /* ---- thread sanitizer ---------------------------------------------------------------- */
@@ -127,6 +129,64 @@ static void cq_main(void *arg)
     }
 }
 
+/* ---- gRPC's life --------------------------------------------------------------------- */
+
+/* Time that gRPC may take to end when threads of its own hold the last references. */
+#define LINGER_NS (2 * EP_NS_PER_S)
+#define LINGER_LOOK_US 200
+
+static pthread_mutex_t runtimes_mutex = PTHREAD_MUTEX_INITIALIZER;
+static unsigned runtimes;   /* open in this process; mutex */
+static bool grpc_is_shared; /* somebody had gRPC running before the first of them; mutex */
+
+static void start_grpc(void)
+{
+    pthread_mutex_lock(&runtimes_mutex);
+    if (runtimes++ == 0)
+        grpc_is_shared = grpc_is_initialized();
+    grpc_init();
+    pthread_mutex_unlock(&runtimes_mutex);
+}
+
+static bool leave_grpc(void)
+{
+    bool last;
+
+    pthread_mutex_lock(&runtimes_mutex);
+    last = --runtimes == 0 && !grpc_is_shared;
+    pthread_mutex_unlock(&runtimes_mutex);
+    return last;
+}
+
+static bool runtime_is_open(void)
+{
+    bool open;
+
+    pthread_mutex_lock(&runtimes_mutex);
+    open = runtimes > 0;
+    pthread_mutex_unlock(&runtimes_mutex);
+    return open;
+}
+
+/*
+ * Each of gRPC's channels, those of a server's connections among them, holds gRPC up until one of
+ * its threads has destroyed it.  When that comes after our own shutdown, the latter returns at once
+ * and a detached thread does the work.  A process that exits meanwhile runs OpenSSL's exit
+ * handlers under threads that still use it, and what those had is never freed.
+ *
+ * gRPC offers nothing to wait on.  Whoever else uses it in this process may keep it for good: the
+ * wait is bounded, and left out when they were there first.
+ */
+static void stop_grpc(void)
+{
+    bool last = leave_grpc();
+    uint64_t end = ep_clock_ns() + LINGER_NS;
+
+    grpc_shutdown_blocking();
+    while (last && grpc_is_initialized() && !runtime_is_open() && ep_clock_ns() < end)
+        usleep(LINGER_LOOK_US);
+}
+
 /* ---- open and close ------------------------------------------------------------------ */
 
 static void free_runtime(struct ep_rpc *rpc)
@@ -161,7 +221,7 @@ ep_status ep_rpc_open(uv_loop_t *loop, struct ep_rpc **out, struct ep_error *err
         uv_unref((uv_handle_t *)&rpc->async); /* a server keeps the loop alive, a runtime does not */
     }
     pthread_once(&once, route_log);
-    grpc_init();
+    start_grpc();
     rpc->cq = grpc_completion_queue_create_for_next(NULL);
     result = uv_thread_create(&rpc->thread, cq_main, rpc);
     if (result != 0) {
@@ -174,7 +234,7 @@ ep_status ep_rpc_open(uv_loop_t *loop, struct ep_rpc **out, struct ep_error *err
 shut_grpc:
     grpc_completion_queue_shutdown(rpc->cq);
     grpc_completion_queue_destroy(rpc->cq);
-    grpc_shutdown_blocking();
+    stop_grpc();
     if (loop) {
         uv_close((uv_handle_t *)&rpc->async, on_async_closed);
         return error ? error->status : EP_INTERNAL;
@@ -193,8 +253,7 @@ void ep_rpc_close(struct ep_rpc *rpc)
     uv_thread_join(&rpc->thread);
     rpc_run_inbox(rpc);
     grpc_completion_queue_destroy(rpc->cq);
-    /* Blocking: what gRPC frees is freed when this returns, and the credential sources are idle. */
-    grpc_shutdown_blocking();
+    stop_grpc(); /* what gRPC frees is freed when this returns, and the credential sources are idle */
     rpc_server_tls_free_all(rpc);
     if (rpc->loop)
         uv_close((uv_handle_t *)&rpc->async, on_async_closed);

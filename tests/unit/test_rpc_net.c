@@ -9,6 +9,8 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 
+#include <grpc/grpc.h>
+
 static struct fixture f;
 
 static int prepare(void **state)
@@ -723,6 +725,52 @@ static void unix_target_takes_no_tls(void **state)
                      EP_INVALID_ARGUMENT);
 }
 
+/* ---- the end of gRPC ----------------------------------------------------------------- */
+
+static atomic_bool let_go;
+
+/* What gRPC does when the last user of a connection is a thread of its own. */
+static void late_channel(void *unused)
+{
+    (void)unused;
+    usleep(100000); /* how late it is */
+    atomic_store(&let_go, true);
+    grpc_shutdown();
+}
+
+static void close_waits_for_channels_that_grpc_still_has(void **state)
+{
+    struct ep_error error;
+    struct ep_rpc *rpc;
+    uv_thread_t thread;
+
+    (void)state;
+    atomic_store(&let_go, false);
+    assert_ok(ep_rpc_open(NULL, &rpc, &error), &error);
+    grpc_init(); /* the channel's */
+    uv_thread_create(&thread, late_channel, NULL);
+    ep_rpc_close(rpc);
+    assert_true(atomic_load(&let_go));
+    assert_false(grpc_is_initialized());
+    uv_thread_join(&thread);
+}
+
+static void close_waits_for_nobody_who_had_grpc_before(void **state)
+{
+    struct ep_error error;
+    struct ep_rpc *rpc;
+    uint64_t start;
+
+    (void)state;
+    grpc_init();
+    assert_ok(ep_rpc_open(NULL, &rpc, &error), &error);
+    start = ep_clock_ns();
+    ep_rpc_close(rpc);
+    assert_true(ep_clock_ns() - start < EP_NS_PER_S); /* the bound of the wait is twice that */
+    assert_true(grpc_is_initialized());
+    grpc_shutdown_blocking();
+}
+
 #define T(name) cmocka_unit_test_setup_teardown(name, up, down)
 #define P(name) cmocka_unit_test_setup_teardown(name, prepare, down)
 #define S(name) cmocka_unit_test_setup_teardown(name, up_tls, down)
@@ -761,6 +809,8 @@ int main(void)
         S(client_certificate_rotates),
         S(out_of_descriptors_does_not_kill_tls),
         S(unix_target_takes_no_tls),
+        cmocka_unit_test(close_waits_for_channels_that_grpc_still_has),
+        cmocka_unit_test(close_waits_for_nobody_who_had_grpc_before),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
