@@ -172,7 +172,7 @@ void ep_host_sum(ep_dtype dtype, void *dst, const void *const *rows, const float
         return;
     }
     if (n == 1 && bits_of(weights[0]) == bits_of(1.0f)) {
-        memcpy(dst, rows[0], (size_t)hidden * ep_dtype_bytes(dtype));
+        ep_host_copy_row(dst, rows[0], (size_t)hidden * ep_dtype_bytes(dtype));
         return;
     }
     switch (dtype) {

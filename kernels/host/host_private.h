@@ -2,6 +2,7 @@
  * host_private.h: what the files of the host team share.
  *
  *   convert.c   formats of elements: sums with one rounding, quantisation to fp8
+ *   copy.c      rows from place to place
  *   wait.c      sleeping until a peer has done something, and waking it
  *   team.c      membership, numbers, handles, ep_host_execute
  *   routing.c   where tokens go, where received rows lie; output tables
@@ -19,6 +20,7 @@
 
 #include <pthread.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include "ep_kernels.h"
@@ -35,6 +37,11 @@ void ep_host_sum(ep_dtype dtype, void *dst, const void *const *rows, const float
 
 /* One row to e4m3 with one scale per EP_FP8_BLOCK: amax / 448 (1 for a block of zeros). */
 void ep_host_quantise(ep_dtype dtype, const void *row, uint32_t hidden, uint8_t *codes, float *scales);
+
+/* ---- copy.c ----------------------------------------------------------------- */
+
+/* memcpy for the large things: rows of tokens and of partial sums. */
+void ep_host_copy_row(void *to, const void *from, size_t bytes);
 
 /* ---- handles ---------------------------------------------------------------- */
 

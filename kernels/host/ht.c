@@ -479,7 +479,8 @@ static void push_row(struct ht *h, struct target *to, const struct ep_host_paylo
     to->flat++;
     if (!to->rows)
         return;
-    memcpy(to->rows + (uint64_t)row * p->row_bytes, p->rows + (uint64_t)token * p->row_bytes, p->row_bytes);
+    ep_host_copy_row(to->rows + (uint64_t)row * p->row_bytes, p->rows + (uint64_t)token * p->row_bytes,
+                     p->row_bytes);
     if (to->scales)
         memcpy(to->scales + (uint64_t)row * p->scale_bytes, p->scales + (uint64_t)token * p->scale_bytes,
                p->scale_bytes);
@@ -614,7 +615,7 @@ static void copy_to_experts(struct ht *h, uint32_t i)
             from = arrived[j].row;
             continue;
         }
-        memcpy(out + row * h->row_bytes, out + (uint64_t)from * h->row_bytes, h->row_bytes);
+        ep_host_copy_row(out + row * h->row_bytes, out + (uint64_t)from * h->row_bytes, h->row_bytes);
         if (scales && h->scale_bytes)
             memcpy(scales + row * h->scale_bytes, scales + (uint64_t)from * h->scale_bytes, h->scale_bytes);
     }

@@ -151,7 +151,8 @@ static void push_row(const struct sending *s, uint32_t d, uint8_t *window, uint3
 
     ep_host_header_write(team, s->handle, token, d,
                          (struct ep_row_header *)(void *)(headers + (uint64_t)slot * map->header_bytes));
-    memcpy(rows + (uint64_t)slot * p->row_bytes, p->rows + (uint64_t)token * p->row_bytes, p->row_bytes);
+    ep_host_copy_row(rows + (uint64_t)slot * p->row_bytes, p->rows + (uint64_t)token * p->row_bytes,
+                     p->row_bytes);
     if (p->scale_bytes) {
         uint8_t *scales = window + region_at(team, n, map->bank.scales, me, map->scales_bytes);
 
@@ -406,7 +407,7 @@ static void copy_row(struct ep_host_call *call, const struct ep_op *op, const st
     for (uint32_t j = 0; j < map->limits.top_k; j++) {
         if (!ep_host_first_of_expert(arrived, j))
             continue;
-        memcpy(out + arrived[j].row * row_bytes, row, row_bytes);
+        ep_host_copy_row(out + arrived[j].row * row_bytes, row, row_bytes);
         if (out_scales && op->wire_dtype == EP_FP8_E4M3)
             memcpy(out_scales + arrived[j].row * scale_bytes, scale, scale_bytes);
     }

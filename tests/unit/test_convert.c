@@ -114,6 +114,30 @@ static void infinities_and_nan_survive(void **state)
         assert_true(i % 2 ? out[i] > 3e38f : out[i] != out[i]);
 }
 
+/* ---- copies ---------------------------------------------------------------------- */
+
+static void check_copy(size_t bytes)
+{
+    uint8_t from[1024], to[1024];
+
+    for (size_t i = 0; i < sizeof from; i++) {
+        from[i] = (uint8_t)(i * 7 + 1);
+        to[i] = 0xee;
+    }
+    ep_host_copy_row(to + 16, from + 32, bytes);
+    assert_memory_equal(to + 16, from + 32, bytes);
+    for (size_t i = 0; i < sizeof to; i++)
+        if (i < 16 || i >= 16 + bytes)
+            assert_int_equal(to[i], 0xee);
+}
+
+static void rows_of_any_size_are_copied_whole_and_nothing_else(void **state)
+{
+    (void)state;
+    for (size_t bytes = 0; bytes <= 900; bytes++)
+        check_copy(bytes);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -123,6 +147,7 @@ int main(void)
         cmocka_unit_test(codes_of_fp8_are_the_nearest),
         cmocka_unit_test(a_block_of_zeros_has_scale_one),
         cmocka_unit_test(infinities_and_nan_survive),
+        cmocka_unit_test(rows_of_any_size_are_copied_whole_and_nothing_else),
     };
 
     return cmocka_run_group_tests_name("convert", tests, NULL, NULL);
