@@ -4,6 +4,7 @@
  *   layout     sizes and offsets of a window            (layout.c)
  *   placement  which rank holds which expert            (placement.c)
  *   op check   is a descriptor safe to execute          (op_check.c)
+ *   op text    what happened to an op, in words         (op_text.c)
  *   host team  the host backend: CPU threads and shared memory (host/)
  *
  * The reference (reference/ep_reference.h) checks all of it and shares no code with it.
@@ -101,6 +102,10 @@ void ep_placement_free(struct ep_placement *placement);
  * inside the arena and large enough.  `op` is a private copy.  The error names the field.
  */
 ep_status ep_op_check(const struct ep_layout_map *map, const struct ep_op *op, struct ep_error *error);
+
+/* EP_TIMEOUT's sentence: whom the op waited for, how long and for what (enum ep_wait_phase). */
+void ep_op_late_text(char *text, size_t size, uint32_t late_rank, uint32_t mode, uint64_t number,
+                     uint64_t waited_ms, uint32_t phase);
 
 /* ---- host team ------------------------------------------------------------------ */
 

@@ -8,6 +8,7 @@
  *     ep_client_open("unix:/run/ep-server/ep.sock", NULL, &client);
  *     ep_join(client, &(ep_join_options){ .size = sizeof(ep_join_options), .group = "moe" }, &rank);
  *     void *x = ep_alloc(rank, bytes);                     // window memory, visible to the server
+ *     ep_write(rank, x, tokens, bytes, NULL);
  *     ep_handle_create(rank, &handle);
  *     ep_dispatch(handle, &dispatch, NULL);                // asynchronous, in order
  *     ep_sync(rank, -1);                                   // or ep_handle_wait()
@@ -26,10 +27,34 @@
  * several ranks in one process are fine.  ep_rank_interrupt() alone may come from any thread.
  * fork() without exec is not allowed while a client is open.
  *
+ * ## Backends
+ * The same program runs on both.  On the host backend the memory of ep_alloc() is shared memory that
+ * the program may also use directly.  On the cuda backend it is memory of the rank's GPU: the program's
+ * kernels use it, the host never follows such a pointer (nor ep_op_info.view); ep_write() and ep_read()
+ * copy.  A program that knows which backend it is on (ep_rank_info) does what is fastest there.
+ *
  * ## Streams and order
- * Ops of a rank execute in the order of the calls.  On the host backend `stream` is NULL and calls
- * return once the op is in the ring (they wait for a free slot when EP_RING_SLOTS ops are under
- * way).  Inputs must stay unchanged, and outputs untouched, until the op is over.
+ * Ops of a rank execute in the order of the calls.  Inputs must stay unchanged, and outputs untouched,
+ * until the op is over.
+ *
+ * Host: `stream` is NULL and calls return once the op is in the ring (they wait for a free slot when
+ * EP_RING_SLOTS ops are under way).
+ *
+ * cuda: an op runs in the order of the CUstream it is given, NULL is one of the rank's own.  Calls never
+ * wait, and what they enqueue uses the GPU's memory alone: the caller's kernels before and after an op on
+ * the same stream need no wait between.  A rank's ops must be in order among each other: one stream at a
+ * time, or several that the caller's events order.  A stream lives until the ep_sync() after its last op.
+ *
+ * Ops may be captured into a CUDA graph (cuda, executor direct).  Their arguments are those of the
+ * capture; memory and handles that a graph uses must outlive it, and the graph's last launch must be over
+ * before ep_leave().  Nothing of the rank but ops may be called while one of its streams captures.  Launches are
+ * waited for by the caller; ep_sync() after that tells what became of them.
+ *
+ * ## Executors
+ * Under executor server the ops of a worker are executed by ep-server, which checks every one of them.
+ * Under executor direct the worker's own process launches them on windows of its peers that are mapped
+ * into it: no hand-over, and nothing that checks.  A fault in such a worker can spoil the memory of its
+ * group, so a server hands windows out to workers of its own user only, unless it was told otherwise.
  *
  * ## Every rank, in the same order
  * Dispatch and combine are collective: the k-th LL dispatch of each rank belong together, likewise
@@ -105,10 +130,24 @@ EP_API ep_status ep_group_describe(ep_client *client, const char *group, ep_grou
 
 #define EP_ANY_RANK (-1)
 
+/* What a group's windows are on. */
+typedef enum ep_backend {
+    EP_BACKEND_HOST = 1,
+    EP_BACKEND_CUDA = 2
+} ep_backend;
+
+/* Who runs the ops of a rank. */
+typedef enum ep_executor {
+    EP_EXECUTOR_AUTO = 0,   /* direct where the group allows it and the backend has it, else server */
+    EP_EXECUTOR_SERVER = 1, /* host */
+    EP_EXECUTOR_DIRECT = 2  /* cuda: this process */
+} ep_executor;
+
 typedef struct ep_join_options {
     size_t size;
     const char *group;
     int32_t rank;           /* EP_ANY_RANK: a free one */
+    ep_executor executor;
 } ep_join_options;
 
 /*
@@ -116,13 +155,15 @@ typedef struct ep_join_options {
  * begins, so be ready to take part.  EP_ALREADY_EXISTS: somebody holds the rank, and the message says
  * who.  EP_FAILED_PRECONDITION: the node is drained or the group is not ready.  EP_UNAVAILABLE: its
  * last worker has left and may still write its memory; a rank that is free within half a second is
- * waited for.
+ * waited for.  EP_UNIMPLEMENTED: the executor asked for does not exist on the group's backend, or
+ * this process cannot use GPUs.
  */
 EP_API ep_status ep_join(ep_client *client, const ep_join_options *options, ep_rank **rank);
 
 /*
  * Gives the rank back: waits for running ops (bounded by the group's timeout), unmaps the window.
- * All pointers into it and all handles die.  NULL is allowed.
+ * All pointers into it and all handles die; on cuda, no kernel or graph of the caller may use them any
+ * more.  NULL is allowed.
  */
 EP_API void ep_leave(ep_rank *rank);
 
@@ -132,6 +173,8 @@ typedef struct ep_rank_info {
     uint32_t local_experts;      /* L of this rank */
     const uint32_t *local_to_expert; /* [local_experts] expert numbers, valid while joined */
     ep_group_info group;
+    ep_backend backend;
+    ep_executor executor;        /* server or direct */
 } ep_rank_info;
 
 EP_API ep_status ep_rank_describe(const ep_rank *rank, ep_rank_info *info);
@@ -146,6 +189,15 @@ EP_API ep_status ep_rank_describe(const ep_rank *rank, ep_rank_info *info);
  */
 EP_API void *ep_alloc(ep_rank *rank, size_t bytes);
 EP_API void ep_free(ep_rank *rank, void *memory);
+
+/*
+ * Copies between the program's own memory and the rank's: ep_write() to the rank's, ep_read() from it.
+ * Rank's memory is one block of ep_alloc(), from anywhere in it, or the rows or scales that a view of
+ * ep_op_info shows.  They come after the ops before them (cuda: after what the stream holds) and are
+ * over when they return.  Failures of those ops are told by the next ep_sync().
+ */
+EP_API ep_status ep_write(ep_rank *rank, void *to, const void *from, size_t bytes, ep_stream stream);
+EP_API ep_status ep_read(ep_rank *rank, void *to, const void *from, size_t bytes, ep_stream stream);
 
 /* ---- handles ------------------------------------------------------------------ */
 
@@ -226,15 +278,19 @@ EP_API ep_status ep_complete(ep_handle *handle, ep_stream stream);
 /* ---- waiting and results -------------------------------------------------------- */
 
 /*
- * Waits until every op of the rank is over.  Returns the first failure since the last call, and its
+ * Waits until every op of the rank is over (cuda: the streams that ops were given since the last
+ * ep_sync()).  Returns the first failure since the last call, and its
  * message; EP_DEADLINE_EXCEEDED when timeout_ms (< 0: none beyond the group's own bounds) is over
  * first; EP_SERVER_LOST when the server is gone; EP_DETACHED when it has taken the rank away;
  * EP_CANCELLED after ep_rank_interrupt(), with the ops going on.  A failure is told once, by whichever
  * of ep_sync() and ep_handle_wait() comes first; the loss of the server or the rank by every call.
+ *
+ * When the server is lost ops of a direct rank end at once without their peers, and what they
+ * computed is of no use.
  */
 EP_API ep_status ep_sync(ep_rank *rank, int32_t timeout_ms);
 
-/* The same for the handle's ops only. */
+/* The same for the handle's ops only (cuda: what the stream of its last op holds). */
 EP_API ep_status ep_handle_wait(ep_handle *handle, int32_t timeout_ms);
 
 /* Makes the wait that the rank's thread is in, or the next one, return EP_CANCELLED: ep_sync(),
@@ -255,9 +311,10 @@ typedef struct ep_op_info {
     uint32_t late_rank;       /* EP_TIMEOUT: whom it waited for */
     uint64_t wire_bytes;      /* sent to other ranks, each (token, rank) once */
     uint64_t logical_bytes;   /* T * k rows */
-    uint64_t service_ns;      /* executor's time from start to end */
+    uint64_t service_ns;      /* executor's time from start to end; on cuda that of the GPU */
     uint64_t wait_ns;         /* of it, waiting for peers */
-    uint64_t total_ns;        /* from the call to the result, as this process saw it */
+    uint64_t total_ns;        /* from the call to the result, as this process saw it; of a graph that was
+                               * launched again: service_ns */
     const void *view;         /* rank-major dispatch: row i of rank r at view + r*view_stride + i*row bytes */
     uint64_t view_stride;     /* bytes */
     const float *scales_view; /* fp8: scales of that row at + r*scales_view_stride + i*scales_row_stride bytes */

@@ -10,7 +10,11 @@
  *   arena.c    ep_alloc
  *   handle.c   handles and what is known of their ops
  *   op.c       dispatch, combine, complete: arguments to descriptors
- *   ring.c     descriptors in, results out, waiting
+ *   rank.c     waiting for ops, their failures, the loss of a rank
+ *   copy.c     ep_write, ep_read
+ *   ring.c     executor server on the host: descriptors in, results out
+ *   device.c   executor direct on a GPU: its memory, its kernels
+ *   result.c   what a GPU says of ops, as results
  *
  * Threads.  A rank and its handles belong to one thread at a time (the rank's thread).  The
  * client's monitor thread shares with it the fields named so below.  Lock order: client, events.
@@ -23,6 +27,7 @@
 #include "attach_frame.h"
 #include "ep_client.h"
 #include "ep_clock.h"
+#include "ep_cuda.h"
 #include "ep_kernels.h"
 #include "ep_rpc.h"
 #include "ep/v1/attach.pb-c.h"
@@ -106,12 +111,38 @@ struct failure {
 
 enum op_part { PART_DISPATCH, PART_COMBINE, PART_RELEASE };
 
-/* An op in the ring. */
+/* An op whose result is not known yet. */
 struct pending {
     ep_handle *handle; /* NULL: it was destroyed meanwhile */
     enum op_part part;
     bool half; /* the sending half: its complete() has the result */
     uint64_t start_ns;
+};
+
+/* Who runs the rank's ops, and how they and their memory are reached.  Chosen by ep_join(). */
+struct executor {
+    ep_backend backend;
+    ep_executor kind;
+    bool streams; /* ops and copies may be given one */
+
+    /* May wait for room.  Of `pending` the start is filled in. */
+    ep_status (*submit)(struct ep_rank *rank, const struct ep_op *op, const struct pending *pending,
+                        ep_stream stream, struct ep_error *error);
+    /* Until the handle's ops, or with NULL all of the rank's, are over and handle_result() has what became
+     * of them. */
+    ep_status (*wait)(struct ep_rank *rank, ep_handle *handle, uint64_t deadline_ns, bool interruptible,
+                      struct ep_error *error);
+    /* Between own memory and the window, after the ops before; over when they return. */
+    ep_status (*write)(struct ep_rank *rank, void *to, const void *from, uint64_t bytes, ep_stream stream,
+                       struct ep_error *error);
+    ep_status (*read)(struct ep_rank *rank, void *to, const void *from, uint64_t bytes, ep_stream stream,
+                      struct ep_error *error);
+    /* `lost` is set: ends what waits for peers or for the server.  Any thread. */
+    void (*cut)(struct ep_rank *rank);
+    /* False: at the deadline something still runs that uses the rank's memory. */
+    bool (*drain)(struct ep_rank *rank, uint64_t deadline_ns);
+    /* Nothing runs: unmaps everything.  Works on a half-made rank too. */
+    void (*detach)(struct ep_rank *rank);
 };
 
 struct ep_rank {
@@ -124,21 +155,24 @@ struct ep_rank {
     struct group_shape shape;
     uint32_t *local_to_expert;
 
-    uint8_t *window;
-    struct ep_control *control; /* its start */
+    const struct executor *executor; /* NULL until the rank is attached */
+    uint8_t *window; /* cuda: GPU memory, never followed here */
     struct arena arena;
 
     ep_handle *handles[EP_MAX_HANDLES];
-    uint32_t generations[EP_MAX_HANDLES];
+    uint32_t generations; /* given so far: no two handles of the rank have the same */
+    struct failure failure;
 
     /* ring: ops are counted; op n is in slot n mod EP_RING_SLOTS */
+    struct ep_control *control; /* the window's start */
     uint64_t head, tail; /* next to submit; oldest that has no result yet */
     struct pending pending[EP_RING_SLOTS];
-    struct failure failure;
     uint64_t spin_ns;
 
+    struct device *device; /* direct */
+
     /* shared with the monitor and with ep_rank_interrupt(); atomics */
-    uint32_t lost;        /* ep_status: why the ring is dead; lost_text is set before */
+    uint32_t lost;        /* ep_status: why no op can run any more; lost_text is set before */
     uint32_t interrupted;
     uint32_t *waiting;    /* the word that the rank's thread sleeps on */
     int interrupt_fd;     /* eventfd, readable while interrupted */
@@ -157,6 +191,14 @@ struct outcome {
     ep_op_info info;
 };
 
+/* A handle's ops on a GPU. */
+struct device_ops {
+    ep_stream stream; /* of the last one */
+    uint64_t round;   /* in which it was given, see struct device */
+    uint64_t seen[EP_DEVICE_PARTS]; /* sequence of the last record that was looked at */
+    struct pending pending[EP_DEVICE_PARTS]; /* handle NULL: no call since that look */
+};
+
 struct ep_handle {
     struct ep_rank *rank;
     uint32_t id, generation;
@@ -165,7 +207,8 @@ struct ep_handle {
     bool open;       /* a send-only op waits for its complete() */
     enum op_part open_part;
     struct ep_op op; /* of the last dispatch: mode, layout, tokens, top_k ... */
-    uint64_t last_seq; /* count of its last op + 1; 0: none */
+    uint64_t last_seq; /* ring: count of its last op + 1; 0: none */
+    struct device_ops device;
     struct failure failure;
     struct outcome dispatch, combine;
     struct ep_op_result half; /* of the last sending half */
@@ -187,23 +230,72 @@ void events_push(struct ep_rank *rank, const ep_event *event);
 /* EP_CANCELLED and the flag is down again, when ep_rank_interrupt() was called. */
 ep_status take_interrupt(struct ep_rank *rank);
 
-/* ---- ring.c ------------------------------------------------------------------- */
+/* ---- rank.c ------------------------------------------------------------------- */
 
 /* Why the rank's ops cannot run any more, as an error; EP_OK when they can. */
-ep_status ring_lost(const struct ep_rank *rank, struct ep_error *error);
-/* Any thread: no op of the rank will end any more; wakes whoever waits for one. */
-void ring_poison(struct ep_rank *rank, ep_status why, const char *text);
-/* Waits for a free slot if need be.  handle may be NULL. */
-ep_status ring_submit(struct ep_rank *rank, const struct ep_op *op, const struct pending *pending,
-                      struct ep_error *error);
-/* Until the first `count` ops of the rank are over. */
-ep_status ring_wait(struct ep_rank *rank, uint64_t count, uint64_t deadline_ns, bool interruptible,
-                    struct ep_error *error);
+ep_status rank_lost(const struct ep_rank *rank, struct ep_error *error);
+/* Any thread, the first one counts: no op of the rank will end well any more; ends all waits. */
+void rank_lose(struct ep_rank *rank, ep_status why, const char *text);
 
 /* timeout_ms < 0: NO_DEADLINE. */
 uint64_t deadline_after(int32_t timeout_ms);
+/* EP_OK: wait on.  Else why a wait ends here. */
+ep_status wait_over(struct ep_rank *rank, uint64_t deadline_ns, bool interruptible, struct ep_error *error);
+/* Sleeps while *word is 0, at most so long and not beyond the deadline; ep_rank_interrupt() and rank_lose()
+ * end it. */
+void wait_asleep(struct ep_rank *rank, uint32_t *word, uint64_t most_ns, uint64_t deadline_ns,
+                 bool interruptible);
+
+/* ---- ring.c ------------------------------------------------------------------- */
+
+extern const struct executor ring_executor;
+
+/* ---- device.c, result.c -------------------------------------------------------- */
+
+extern const struct executor device_executor;
+
+#define DEVICE_STREAMS 16u
+
+/* What a direct rank has of a GPU. */
+struct device {
+    const struct ep_cuda_api *api;
+    uint32_t ordinal;
+    struct ep_cuda_memory *window[EP_DEVICE_MAX_RANKS]; /* the rank's own one is among them */
+    struct ep_cuda_memory *state_memory;
+    struct ep_device_state *state; /* GPU memory */
+    struct ep_cuda_rank *runner;
+    ep_stream own;     /* for ops without a stream */
+    ep_stream control; /* of the rank's thread, and... */
+    ep_stream alarm;   /* of the monitor: copies that must not wait for ops */
+
+    /* Streams with ops since the last ep_sync(), which begins a new round. */
+    ep_stream used[DEVICE_STREAMS];
+    uint32_t n_used;
+    uint64_t round;
+    uint32_t pulse; /* always 0: a word to sleep on */
+    uint64_t joined_after; /* sequence of the last op of the rank's last worker */
+
+    struct ep_device_state seen; /* as of the last look */
+};
+
+/*
+ * Takes the memory that follows WELCOME (frame and its descriptor, which stays the caller's) and makes the
+ * rank ready to run ops.  What was made is left to detach() when it fails.
+ */
+ep_status device_attach(struct ep_rank *rank, const struct ep_cuda_api *api,
+                        const Ep__V1__ClaimReply *reply, const struct ep_attach_frame *welcome, int fd,
+                        struct ep_error *error);
+
+/* What the rank's last worker left in the state is none of this one's ops. */
+void device_handle_init(const struct ep_rank *rank, ep_handle *handle);
+
+/* Looks at the state: what became of the handle's ops, or with NULL of all. */
+ep_status device_collect(struct ep_rank *rank, ep_handle *handle, struct ep_error *error);
 
 /* ---- handle.c ----------------------------------------------------------------- */
+
+/* Op `seq` of the rank failed; handle: its own, NULL when that is gone. */
+void handle_failure(struct ep_rank *rank, ep_handle *handle, uint64_t seq, const struct ep_op_result *result);
 
 /* Op `seq` of the rank ended so; pending says whose it was. */
 void handle_result(struct ep_rank *rank, uint64_t seq, const struct pending *pending,

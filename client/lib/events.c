@@ -32,7 +32,7 @@ void ep_rank_interrupt(ep_rank *rank)
 
     if (!rank)
         return;
-    /* Partner is sleep_on_done.  It may look at the flag just before and sleep just after: the
+    /* Partner is wait_asleep.  It may look at the flag just before and sleep just after: the
      * monitor hears of interrupt_fd and wakes it again until the flag is taken. */
     __atomic_store_n(&rank->interrupted, 1, __ATOMIC_SEQ_CST);
     raise_fd(rank->interrupt_fd);
@@ -138,7 +138,7 @@ static ep_status wait_event(struct ep_rank *rank, bool lost, uint64_t deadline_n
     if (take_interrupt(rank) == EP_CANCELLED)
         return ep_error_set(error, EP_CANCELLED, "the wait was interrupted");
     if (lost)
-        return ring_lost(rank, error); /* none will ever come */
+        return rank_lost(rank, error); /* none will ever come */
     if (deadline_ns != NO_DEADLINE) {
         if (now >= deadline_ns)
             return ep_error_set(error, EP_DEADLINE_EXCEEDED, "no event has come in time");

@@ -26,6 +26,12 @@ static void add_half(const struct ep_op_result *half, ep_op_info *info)
     info->service_ns += half->end_ns - half->start_ns;
 }
 
+/* An op in a graph that is launched again has no call of its own: its time is that of the executor. */
+static uint64_t total_ns(const struct pending *pending, const struct ep_op_result *result)
+{
+    return pending->start_ns ? ep_clock_ns() - pending->start_ns : result->end_ns - result->start_ns;
+}
+
 static void fill_info(const struct ep_rank *rank, const struct pending *pending,
                       const struct ep_op_result *result, ep_op_info *info)
 {
@@ -42,7 +48,7 @@ static void fill_info(const struct ep_rank *rank, const struct pending *pending,
         .logical_bytes = result->logical_bytes,
         .service_ns = result->end_ns - result->start_ns,
         .wait_ns = result->wait_ns,
-        .total_ns = ep_clock_ns() - pending->start_ns,
+        .total_ns = total_ns(pending, result),
         .view_stride = result->view_stride,
         .scales_view_stride = result->scales_view_stride,
     };
@@ -55,6 +61,13 @@ static void fill_info(const struct ep_rank *rank, const struct pending *pending,
     memcpy(info->arrived, result->arrived, sizeof info->arrived);
 }
 
+void handle_failure(struct ep_rank *rank, ep_handle *handle, uint64_t seq, const struct ep_op_result *result)
+{
+    note_failure(&rank->failure, seq, result);
+    if (handle)
+        note_failure(&handle->failure, seq, result);
+}
+
 void handle_result(struct ep_rank *rank, uint64_t seq, const struct pending *pending,
                    const struct ep_op_result *result)
 {
@@ -63,11 +76,9 @@ void handle_result(struct ep_rank *rank, uint64_t seq, const struct pending *pen
     if (pending->part == PART_RELEASE)
         return; /* nobody is waiting for it, and it has no outputs */
     if (result->status != EP_OK)
-        note_failure(&rank->failure, seq, result);
+        handle_failure(rank, handle, seq, result);
     if (!handle)
         return;
-    if (result->status != EP_OK)
-        note_failure(&handle->failure, seq, result);
     if (pending->half && result->status == EP_OK) {
         handle->half = *result;
         return;
@@ -122,7 +133,9 @@ ep_status ep_handle_create(ep_rank *rank, ep_handle **out)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a handle");
     handle->rank = rank;
     handle->id = id;
-    handle->generation = ++rank->generations[id];
+    handle->generation = ++rank->generations;
+    if (rank->device)
+        device_handle_init(rank, handle);
     rank->handles[id] = handle;
     *out = handle;
     return EP_OK;
@@ -136,7 +149,8 @@ static void post_release(struct ep_handle *handle)
     struct ep_op op = { .kind = EP_OP_RELEASE, .mode = handle->op.mode, .layout = handle->op.layout,
                         .handle = handle->id, .generation = handle->generation };
 
-    (void)ring_submit(handle->rank, &op, &pending, &error); /* fails only with the rank */
+    /* Fails only with the rank. */
+    (void)handle->rank->executor->submit(handle->rank, &op, &pending, NULL, &error);
 }
 
 static void forget(struct ep_handle *handle)

@@ -16,10 +16,43 @@
 #define CLAIM_PATIENCE_MS 500u
 #define CLAIM_AGAIN_MS 5u
 
-/* ep_leave: what a running op may take beyond the group's bound. */
+/* ep_leave: what a running op may take beyond the group's bound, and again when nothing waits any more. */
 #define LEAVE_SLACK_MS 1000u
 
+_Static_assert((int)EP_EXECUTOR_AUTO == EP__V1__EXECUTOR__EXECUTOR_AUTO
+                   && (int)EP_EXECUTOR_SERVER == EP__V1__EXECUTOR__EXECUTOR_SERVER
+                   && (int)EP_EXECUTOR_DIRECT == EP__V1__EXECUTOR__EXECUTOR_DIRECT
+                   && (int)EP_BACKEND_HOST == EP__V1__BACKEND__BACKEND_HOST
+                   && (int)EP_BACKEND_CUDA == EP__V1__BACKEND__BACKEND_CUDA,
+               "ep_executor and ep_backend are those of the schema");
+
 /* ---- claim ----------------------------------------------------------------------- */
+
+static ep_status fill_claim(const struct ep_client *client, const ep_join_options *options,
+                            Ep__V1__ClaimRequest *request, struct ep_error *error)
+{
+    if (!options->group)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "ep_join_options.group is NULL");
+    if (options->rank < EP_ANY_RANK)
+        return ep_error_set(error, EP_INVALID_ARGUMENT,
+                            "ep_join_options.rank is %d: must be a rank or EP_ANY_RANK (%d)",
+                            options->rank, EP_ANY_RANK);
+    if ((unsigned)options->executor > EP_EXECUTOR_DIRECT)
+        return ep_error_set(error, EP_INVALID_ARGUMENT,
+                            "ep_join_options.executor is %d: must be EP_EXECUTOR_AUTO, _SERVER or _DIRECT",
+                            (int)options->executor);
+    request->group = (char *)options->group; /* only packed */
+    if (options->rank != EP_ANY_RANK) {
+        request->_rank_case = EP__V1__CLAIM_REQUEST___RANK_RANK;
+        request->rank = (uint32_t)options->rank;
+    }
+    request->worker = client->name;
+    request->token = client->token;
+    request->window_version = EP_WINDOW_VERSION;
+    request->attach_version = EP_ATTACH_VERSION;
+    request->executor = (Ep__V1__Executor)options->executor;
+    return EP_OK;
+}
 
 static ep_status claim(struct ep_client *client, const ep_join_options *options,
                        Ep__V1__ClaimReply **reply, struct ep_error *error)
@@ -27,21 +60,8 @@ static ep_status claim(struct ep_client *client, const ep_join_options *options,
     Ep__V1__ClaimRequest request = EP__V1__CLAIM_REQUEST__INIT;
     ProtobufCMessage *message = NULL;
 
-    if (!options->group)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "ep_join_options.group is NULL");
-    if (options->rank < EP_ANY_RANK)
-        return ep_error_set(error, EP_INVALID_ARGUMENT,
-                            "ep_join_options.rank is %d: must be a rank or EP_ANY_RANK (%d)",
-                            options->rank, EP_ANY_RANK);
-    request.group = (char *)options->group; /* only packed */
-    if (options->rank != EP_ANY_RANK) {
-        request._rank_case = EP__V1__CLAIM_REQUEST___RANK_RANK;
-        request.rank = (uint32_t)options->rank;
-    }
-    request.worker = client->name;
-    request.token = client->token;
-    request.window_version = EP_WINDOW_VERSION;
-    request.attach_version = EP_ATTACH_VERSION;
+    if (fill_claim(client, options, &request, error) != EP_OK)
+        return error->status;
 
     const uint64_t end = ep_clock_ns() + CLAIM_PATIENCE_MS * EP_NS_PER_MS;
 
@@ -54,15 +74,36 @@ static ep_status claim(struct ep_client *client, const ep_join_options *options,
     return EP_OK;
 }
 
-static ep_status check_reply(const Ep__V1__ClaimReply *reply, struct ep_error *error)
+/* The one that runs the rank's ops, by what was settled and what this library can. */
+static ep_status choose_executor(const Ep__V1__ClaimReply *reply, const struct executor **out,
+                                 struct ep_error *error)
+{
+    const bool direct = reply->executor == EP__V1__EXECUTOR__EXECUTOR_DIRECT;
+
+    if (reply->backend == EP__V1__BACKEND__BACKEND_HOST && !direct)
+        *out = &ring_executor;
+    else if (reply->backend == EP__V1__BACKEND__BACKEND_CUDA && direct)
+        *out = &device_executor;
+    else
+        return ep_error_set(error, EP_UNIMPLEMENTED,
+                            "the group's backend is %d (host 1, cuda 2) with executor %d (server 1, direct 2): "
+                            "this libepclient has server on the host and direct on cuda",
+                            (int)reply->backend, (int)reply->executor);
+    return EP_OK;
+}
+
+static ep_status check_reply(const Ep__V1__ClaimReply *reply, ep_executor asked,
+                             const struct executor **executor, struct ep_error *error)
 {
     if (!reply->spec || reply->ticket.len != EP_ATTACH_TICKET_BYTES)
         return ep_error_set(error, EP_PROTOCOL, "the server's answer to a claim has no %s",
                             reply->spec ? "ticket" : "spec");
-    if (reply->backend != EP__V1__BACKEND__BACKEND_HOST)
+    if (choose_executor(reply, executor, error) != EP_OK)
+        return error->status;
+    if (asked != EP_EXECUTOR_AUTO && asked != (*executor)->kind)
         return ep_error_set(error, EP_UNIMPLEMENTED,
-                            "the group's backend is %d: this libepclient has the host backend (%d) only",
-                            (int)reply->backend, (int)EP__V1__BACKEND__BACKEND_HOST);
+                            "ep_join_options.executor is %d: the group's backend has executor %d only",
+                            (int)asked, (int)(*executor)->kind);
     return EP_OK;
 }
 
@@ -141,7 +182,7 @@ static ep_status greet(int socket, const ProtobufCBinaryData *ticket, struct ep_
                         welcome->type == EP_ATTACH_WELCOME ? " and no descriptor" : "");
 }
 
-/* ---- window ---------------------------------------------------------------------- */
+/* ---- window: host ---------------------------------------------------------------- */
 
 static ep_status map_window(struct ep_rank *rank, int fd, uint64_t bytes, struct ep_error *error)
 {
@@ -160,6 +201,7 @@ static ep_status map_window(struct ep_rank *rank, int fd, uint64_t bytes, struct
         return ep_error_errno(error, EP_NO_MEMORY, "map a window of %llu bytes", (unsigned long long)bytes);
     rank->window = window;
     rank->control = window;
+    rank->executor = &ring_executor;
     return EP_OK;
 }
 
@@ -199,8 +241,8 @@ static ep_status list_experts(struct ep_rank *rank, struct ep_error *error)
 /* Frees what is there; works on a half-made rank too. */
 static void destroy(struct ep_rank *rank)
 {
-    if (rank->window)
-        munmap(rank->window, rank->shape.map.total_bytes);
+    if (rank->executor)
+        rank->executor->detach(rank);
     if (rank->event_fd >= 0)
         events_fini(rank);
     if (rank->socket >= 0)
@@ -223,7 +265,29 @@ static struct ep_rank *make_rank(struct ep_client *client)
     return rank;
 }
 
-static ep_status attach(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, struct ep_error *error)
+static ep_status attach_host(struct ep_rank *rank, const struct ep_attach_frame *welcome, int fd,
+                             struct ep_error *error)
+{
+    if (map_window(rank, fd, welcome->value, error) != EP_OK)
+        return error->status;
+    return check_window(rank, error);
+}
+
+/* A worker without a GPU, a driver or the module will never have them: nothing to try again. */
+static ep_status attach_device(struct ep_rank *rank, const Ep__V1__ClaimReply *reply,
+                               const struct ep_attach_frame *welcome, int fd, struct ep_error *error)
+{
+    const struct ep_cuda_api *api;
+
+    if (ep_cuda_open(&api, error) != EP_OK) {
+        error->status = EP_UNIMPLEMENTED;
+        return ep_error_prefix(error, "the group's backend is cuda");
+    }
+    return device_attach(rank, api, reply, welcome, fd, error);
+}
+
+static ep_status attach(struct ep_rank *rank, const Ep__V1__ClaimReply *reply,
+                        const struct executor *executor, struct ep_error *error)
 {
     struct ep_attach_frame welcome;
     int fd = -1;
@@ -232,19 +296,23 @@ static ep_status attach(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, s
         || greet(rank->socket, &reply->ticket, &welcome, &fd, error) != EP_OK)
         return error->status;
 
-    ep_status status = map_window(rank, fd, welcome.value, error);
+    ep_status status = executor->backend == EP_BACKEND_CUDA ? attach_device(rank, reply, &welcome, fd, error)
+                                                            : attach_host(rank, &welcome, fd, error);
 
     close(fd);
-    if (status != EP_OK || check_window(rank, error) != EP_OK)
-        return error->status;
+    if (status != EP_OK)
+        return status;
     if (fcntl(rank->socket, F_SETFL, O_NONBLOCK) < 0)
         return ep_error_errno(error, EP_IO, "the rank's connection");
     return EP_OK;
 }
 
-static ep_status set_up(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, struct ep_error *error)
+static ep_status set_up(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, ep_executor asked,
+                        struct ep_error *error)
 {
-    if (check_reply(reply, error) != EP_OK
+    const struct executor *executor = NULL;
+
+    if (check_reply(reply, asked, &executor, error) != EP_OK
         || shape_from_spec(reply->spec, reply->window_bytes, &rank->shape, error) != EP_OK)
         return error->status;
     rank->rank = reply->rank;
@@ -255,7 +323,7 @@ static ep_status set_up(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, s
                             rank->shape.map.limits.ranks);
     if (list_experts(rank, error) != EP_OK
         || arena_init(&rank->arena, rank->shape.map.limits.arena_bytes, error) != EP_OK
-        || events_init(rank, error) != EP_OK || attach(rank, reply, error) != EP_OK)
+        || events_init(rank, error) != EP_OK || attach(rank, reply, executor, error) != EP_OK)
         return error->status;
     return monitor_add(rank, error);
 }
@@ -274,7 +342,8 @@ ep_status ep_join(ep_client *client, const ep_join_options *given, ep_rank **out
     rank = make_rank(client);
     if (!rank)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
-    if (claim(client, &options, &reply, error) == EP_OK && set_up(rank, reply, error) == EP_OK) {
+    if (claim(client, &options, &reply, error) == EP_OK
+        && set_up(rank, reply, options.executor, error) == EP_OK) {
         protobuf_c_message_free_unpacked(&reply->base, NULL);
         *out = rank;
         return EP_OK;
@@ -296,21 +365,30 @@ static void say_bye(const struct ep_rank *rank)
     (void)ep_attach_send(rank->socket, &bye, -1, NULL);
 }
 
+/* Waits for what runs; what does not end by itself is cut off from its peers and waited for again. */
+static bool come_to_rest(struct ep_rank *rank)
+{
+    const uint64_t bound = (uint64_t)rank->shape.timeout_ms + LEAVE_SLACK_MS;
+    const bool over = rank->executor->drain(rank, ep_clock_ns() + bound * EP_NS_PER_MS);
+
+    monitor_remove(rank);
+    if (over)
+        return true;
+    rank->executor->cut(rank);
+    return rank->executor->drain(rank, ep_clock_ns() + LEAVE_SLACK_MS * EP_NS_PER_MS);
+}
+
 void ep_leave(ep_rank *rank)
 {
-    struct ep_error error = EP_ERROR_INIT;
-
     if (!rank)
         return;
-
-    const uint64_t bound = (uint64_t)rank->shape.timeout_ms + LEAVE_SLACK_MS;
-
-    (void)ring_wait(rank, rank->head, ep_clock_ns() + bound * EP_NS_PER_MS, false, &error);
-    monitor_remove(rank);
+    if (come_to_rest(rank)) {
+        rank->executor->detach(rank);
+        say_bye(rank);
+    } else {
+        rank->executor = NULL; /* what still runs keeps its memory until the process ends */
+    }
     handles_free(rank);
-    munmap(rank->window, rank->shape.map.total_bytes);
-    rank->window = NULL;
-    say_bye(rank);
     destroy(rank);
 }
 
@@ -323,6 +401,8 @@ ep_status ep_rank_describe(const ep_rank *rank, ep_rank_info *info)
     full.rank = rank->rank;
     full.local_experts = rank->shape.placement.local_experts[rank->rank];
     full.local_to_expert = rank->local_to_expert;
+    full.backend = rank->executor->backend;
+    full.executor = rank->executor->kind;
     shape_info(&rank->shape, rank->epoch, &full.group);
     return give_struct("ep_rank_info", info, &full, sizeof full);
 }

@@ -1,6 +1,6 @@
 /*
  * One thread per client.  It reads the side sockets of its ranks: events go to the rank's queue,
- * and when the server closes the connection the rank's ring is poisoned, so that no wait hangs.
+ * and when the server closes the connection the rank is lost, so that no wait hangs.
  */
 #include <errno.h>
 #include <signal.h>
@@ -30,7 +30,7 @@ static void lose(struct ep_rank *rank, ep_status why, const char *text)
         copy_text(event.text, sizeof event.text, text);
         events_push(rank, &event);
     }
-    ring_poison(rank, why, text); /* last: who sees the loss finds its event */
+    rank_lose(rank, why, text); /* last: who sees the loss finds its event */
 }
 
 static void on_event(struct ep_rank *rank, const struct ep_attach_frame *frame)

@@ -319,22 +319,18 @@ static ep_status fill_dispatch(const struct call *c, const struct ep_handle *han
 }
 
 static ep_status submit(struct ep_handle *handle, const struct ep_op *op, enum op_part part, bool half,
-                        struct ep_error *error)
+                        ep_stream stream, struct ep_error *error)
 {
-    struct ep_rank *rank = handle->rank;
     struct pending pending = { .handle = handle, .part = part, .half = half };
 
-    if (ring_submit(rank, op, &pending, error) != EP_OK)
-        return error->status;
-    handle->last_seq = rank->head;
-    return EP_OK;
+    return handle->rank->executor->submit(handle->rank, op, &pending, stream, error);
 }
 
 static ep_status check_call(const struct ep_handle *handle, ep_stream stream, struct ep_error *error)
 {
     if (!handle)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "handle is NULL");
-    if (stream)
+    if (stream && !handle->rank->executor->streams)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "stream is given: the host backend has none");
     return EP_OK;
 }
@@ -353,7 +349,7 @@ ep_status ep_dispatch(ep_handle *handle, const ep_dispatch_args *given, ep_strea
     const bool half = args.flags & EP_OP_SEND_ONLY;
 
     if (fill_dispatch(&call, handle, &args) != EP_OK
-        || submit(handle, &op, PART_DISPATCH, half, error) != EP_OK)
+        || submit(handle, &op, PART_DISPATCH, half, stream, error) != EP_OK)
         return error->status;
     handle->op = op;
     handle->routed = true;
@@ -465,7 +461,7 @@ ep_status ep_combine(ep_handle *handle, const ep_combine_args *given, ep_stream 
     const bool half = args.flags & EP_OP_SEND_ONLY;
 
     if (fill_combine(&call, handle, &args) != EP_OK
-        || submit(handle, &op, PART_COMBINE, half, error) != EP_OK)
+        || submit(handle, &op, PART_COMBINE, half, stream, error) != EP_OK)
         return error->status;
     handle->combined = true;
     handle->open = half;
@@ -489,7 +485,7 @@ ep_status ep_complete(ep_handle *handle, ep_stream stream)
                         .tokens = handle->op.tokens, .top_k = handle->op.top_k,
                         .handle = handle->id, .generation = handle->generation };
 
-    if (submit(handle, &op, handle->open_part, false, error) != EP_OK)
+    if (submit(handle, &op, handle->open_part, false, stream, error) != EP_OK)
         return error->status;
     handle->open = false;
     return EP_OK;

@@ -4,6 +4,7 @@
  */
 #include <sched.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "client_private.h"
 #include "ep_futex.h"
@@ -26,24 +27,12 @@ static struct ep_ring_slot *slot_of(const struct ep_rank *rank, uint64_t seq)
 
 /* ---- the end --------------------------------------------------------------------- */
 
-ep_status ring_lost(const struct ep_rank *rank, struct ep_error *error)
-{
-    /* Acquire: partner is ring_poison; the text is there. */
-    uint32_t why = __atomic_load_n(&rank->lost, __ATOMIC_SEQ_CST);
-
-    return why == EP_OK ? EP_OK : ep_error_set(error, (ep_status)why, "%s", rank->lost_text);
-}
-
 /*
- * Dekker: here `lost`, then `done` of every slot; the rank's thread clears `done` (reap), then looks
- * at `lost` (submit).  Either it sees the loss or its slot gets poisoned.
+ * Dekker: rank_lose stored `lost`, here `done` of every slot; the rank's thread clears `done` (reap), then
+ * looks at `lost` (submit).  Either it sees the loss or its slot gets poisoned.
  */
-void ring_poison(struct ep_rank *rank, ep_status why, const char *text)
+static void cut(struct ep_rank *rank)
 {
-    if (__atomic_load_n(&rank->lost, __ATOMIC_RELAXED) != EP_OK)
-        return;
-    copy_text(rank->lost_text, sizeof rank->lost_text, text);
-    __atomic_store_n(&rank->lost, (uint32_t)why, __ATOMIC_SEQ_CST);
     for (uint32_t i = 0; i < EP_RING_SLOTS; i++) {
         uint32_t *done = &rank->control->slot[i].done;
         uint32_t running = 0;
@@ -81,7 +70,7 @@ static void reap(struct ep_rank *rank)
 
         memcpy(&result, &slot->result, sizeof result);
         result.text[sizeof result.text - 1] = '\0';
-        __atomic_store_n(&slot->done, 0, __ATOMIC_SEQ_CST); /* Dekker with ring_poison */
+        __atomic_store_n(&slot->done, 0, __ATOMIC_SEQ_CST); /* Dekker with cut */
         handle_result(rank, rank->tail, &rank->pending[rank->tail % EP_RING_SLOTS], &result);
         rank->tail++;
     }
@@ -110,20 +99,10 @@ static bool spin(struct ep_rank *rank)
 static void sleep_on_done(struct ep_rank *rank, uint64_t deadline_ns, bool interruptible)
 {
     struct ep_ring_slot *slot = slot_of(rank, rank->tail);
-    const uint64_t now = ep_clock_ns();
-    uint64_t bound = deadline_ns - now < SLEEP_NS ? deadline_ns - now : SLEEP_NS;
 
-    if (now >= deadline_ns)
-        return;
     /* Dekker: partner is the engine's `done` then `waiters`. */
     __atomic_store_n(&slot->waiters, 1, __ATOMIC_SEQ_CST);
-    /* Partner is ep_rank_interrupt: it sets the flag, then wakes the word that it finds here. */
-    __atomic_store_n(&rank->waiting, &slot->done, __ATOMIC_SEQ_CST);
-    if (!(interruptible && __atomic_load_n(&rank->interrupted, __ATOMIC_SEQ_CST))
-        && !__atomic_load_n(&rank->lost, __ATOMIC_SEQ_CST)
-        && __atomic_load_n(&slot->done, __ATOMIC_SEQ_CST) == 0)
-        ep_futex_wait(&slot->done, 0, bound);
-    __atomic_store_n(&rank->waiting, NULL, __ATOMIC_SEQ_CST);
+    wait_asleep(rank, &slot->done, SLEEP_NS, deadline_ns, interruptible);
     __atomic_store_n(&slot->waiters, 0, __ATOMIC_RELAXED);
 }
 
@@ -137,19 +116,39 @@ static bool over(struct ep_rank *rank, uint64_t count)
     return rank->tail >= count;
 }
 
-ep_status ring_wait(struct ep_rank *rank, uint64_t count, uint64_t deadline_ns, bool interruptible,
-                    struct ep_error *error)
+/* Until the first `count` ops of the rank are over. */
+static ep_status wait_count(struct ep_rank *rank, uint64_t count, uint64_t deadline_ns, bool interruptible,
+                            struct ep_error *error)
 {
     while (!over(rank, count)) {
-        if (interruptible && take_interrupt(rank) == EP_CANCELLED)
-            return ep_error_set(error, EP_CANCELLED, "the wait was interrupted");
-        if (deadline_ns != NO_DEADLINE && ep_clock_ns() >= deadline_ns)
-            return ep_error_set(error, EP_DEADLINE_EXCEEDED, "%llu ops of this rank are still running",
-                                (unsigned long long)(rank->head - rank->tail));
+        if (wait_over(rank, deadline_ns, interruptible, error) != EP_OK)
+            return error->status;
         if (!spin(rank))
             sleep_on_done(rank, deadline_ns, interruptible);
     }
     return EP_OK;
+}
+
+static ep_status wait_ops(struct ep_rank *rank, ep_handle *handle, uint64_t deadline_ns, bool interruptible,
+                          struct ep_error *error)
+{
+    return wait_count(rank, handle ? handle->last_seq : rank->head, deadline_ns, interruptible, error);
+}
+
+/* The engine has a mapping of its own: an op that still runs does not need ours. */
+static bool drain(struct ep_rank *rank, uint64_t deadline_ns)
+{
+    struct ep_error ignored = EP_ERROR_INIT;
+
+    (void)wait_count(rank, rank->head, deadline_ns, false, &ignored);
+    return true;
+}
+
+static void detach(struct ep_rank *rank)
+{
+    if (rank->window)
+        munmap(rank->window, rank->shape.map.total_bytes);
+    rank->window = NULL;
 }
 
 /* ---- descriptors ----------------------------------------------------------------- */
@@ -166,14 +165,15 @@ static void ring_bell(struct ep_rank *rank, struct ep_ring_slot *slot)
         ep_futex_wake_all(&control->wake);
 }
 
-ep_status ring_submit(struct ep_rank *rank, const struct ep_op *op, const struct pending *pending,
-                      struct ep_error *error)
+static ep_status submit(struct ep_rank *rank, const struct ep_op *op, const struct pending *pending,
+                        ep_stream stream, struct ep_error *error)
 {
+    (void)stream; /* there is none */
     reap(rank);
     if (rank->head - rank->tail == EP_RING_SLOTS
-        && ring_wait(rank, rank->tail + 1, NO_DEADLINE, pending->part != PART_RELEASE, error) != EP_OK)
+        && wait_count(rank, rank->tail + 1, NO_DEADLINE, pending->part != PART_RELEASE, error) != EP_OK)
         return error->status;
-    if (ring_lost(rank, error) != EP_OK)
+    if (rank_lost(rank, error) != EP_OK)
         return error->status;
 
     struct ep_ring_slot *slot = slot_of(rank, rank->head);
@@ -182,55 +182,34 @@ ep_status ring_submit(struct ep_rank *rank, const struct ep_op *op, const struct
     rank->pending[rank->head % EP_RING_SLOTS] = *pending;
     rank->pending[rank->head % EP_RING_SLOTS].start_ns = ep_clock_ns();
     rank->head++;
+    if (pending->handle)
+        pending->handle->last_seq = rank->head;
     ring_bell(rank, slot);
     return EP_OK;
 }
 
-/* ---- the calls ------------------------------------------------------------------- */
+/* ---- copies ---------------------------------------------------------------------- */
 
-static ep_status take_failure(struct failure *failure, struct ep_error *error)
+static ep_status copy(struct ep_rank *rank, void *to, const void *from, uint64_t bytes, ep_stream stream,
+                      struct ep_error *error)
 {
-    ep_status status = failure->status;
-
-    if (status == EP_OK)
-        return EP_OK;
-    failure->status = EP_OK;
-    return ep_error_set(error, status, "%s", failure->text);
+    (void)stream;
+    if (wait_count(rank, rank->head, NO_DEADLINE, true, error) != EP_OK)
+        return error->status;
+    if (rank_lost(rank, error) != EP_OK)
+        return error->status;
+    memcpy(to, from, bytes);
+    return EP_OK;
 }
 
-uint64_t deadline_after(int32_t timeout_ms)
-{
-    return timeout_ms < 0 ? NO_DEADLINE : ep_clock_ns() + (uint32_t)timeout_ms * EP_NS_PER_MS;
-}
-
-ep_status ep_sync(ep_rank *rank, int32_t timeout_ms)
-{
-    struct ep_error *error = last_error();
-
-    if (!rank)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "rank is NULL");
-    if (ring_wait(rank, rank->head, deadline_after(timeout_ms), true, error) != EP_OK)
-        return error->status;
-    if (take_failure(&rank->failure, error) != EP_OK)
-        return error->status;
-    return ring_lost(rank, error);
-}
-
-ep_status ep_handle_wait(ep_handle *handle, int32_t timeout_ms)
-{
-    struct ep_error *error = last_error();
-
-    if (!handle)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "handle is NULL");
-
-    struct ep_rank *rank = handle->rank;
-
-    if (ring_wait(rank, handle->last_seq, deadline_after(timeout_ms), true, error) != EP_OK)
-        return error->status;
-    if (take_failure(&handle->failure, error) != EP_OK) {
-        if (rank->failure.seq == handle->failure.seq)
-            rank->failure.status = EP_OK; /* told once */
-        return error->status;
-    }
-    return ring_lost(rank, error);
-}
+const struct executor ring_executor = {
+    .backend = EP_BACKEND_HOST,
+    .kind = EP_EXECUTOR_SERVER,
+    .submit = submit,
+    .wait = wait_ops,
+    .write = copy,
+    .read = copy,
+    .cut = cut,
+    .drain = drain,
+    .detach = detach,
+};

@@ -263,17 +263,14 @@ ep_status ep_host_fail(struct ep_host_call *call, ep_status status, const char *
 
 ep_status ep_host_late(struct ep_host_call *call, uint32_t late_rank, enum ep_wait_phase phase)
 {
-    static const char *const what[] = { [EP_WAIT_NONE] = "nothing",
-                                        [EP_WAIT_ARRIVAL] = "its rows",
-                                        [EP_WAIT_CREDIT] = "its bank",
-                                        [EP_WAIT_READY] = "it to begin" };
+    struct ep_op_result *result = call->result;
 
-    call->result->late_rank = late_rank;
-    call->result->wait_phase = phase;
-    return ep_host_fail(call, EP_TIMEOUT, "rank %u was late: %s %llu waited %u ms for %s", late_rank,
-                        call->op->mode == EP_MODE_HT ? "HT" : "LL",
-                        (unsigned long long)call->result->number,
-                        __atomic_load_n(&call->team->timeout_ms, __ATOMIC_RELAXED), what[phase]);
+    result->status = (int32_t)EP_TIMEOUT;
+    result->late_rank = late_rank;
+    result->wait_phase = phase;
+    ep_op_late_text(result->text, sizeof result->text, late_rank, call->op->mode, result->number,
+                    __atomic_load_n(&call->team->timeout_ms, __ATOMIC_RELAXED), phase);
+    return EP_TIMEOUT;
 }
 
 ep_status ep_host_detached(struct ep_host_call *call)

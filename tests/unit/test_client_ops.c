@@ -71,6 +71,7 @@ static void make_member(struct fixture *f, uint32_t r)
     rank->window = mmap(NULL, f->map.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     assert_true(rank->window != MAP_FAILED);
     rank->control = (struct ep_control *)(void *)rank->window;
+    rank->executor = &ring_executor;
     assert_int_equal(arena_init(&rank->arena, f->map.limits.arena_bytes, &error), EP_OK);
     assert_int_equal(events_init(rank, &error), EP_OK);
     assert_int_equal(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK, 0, pair), 0);
