@@ -38,7 +38,7 @@ def claim(path, group, rank):
     """(ticket, its life in ms, side socket)"""
     reply = rawrpc.call(path, "ep.v1.Attach/Claim",
                         rawrpc.field(1, group) + rawrpc.field(2, rank) + rawrpc.field(3, "test_attach")
-                        + rawrpc.field(4, 1) + rawrpc.field(5, 1))
+                        + rawrpc.field(4, worker.WINDOW_VERSION) + rawrpc.field(5, worker.VERSION))
     found = rawrpc.fields(reply)
     return found[1], found[2], found[3].decode()
 
@@ -319,7 +319,7 @@ class AttachTest(harness.TestCase):
         messages = [good[:n] for n in range(1, len(good), 7)] + [good + b"x", b"\0" * 312, b"\xff" * 312]
         messages += [rng.randbytes(rng.randrange(1, 2000)) for _ in range(50)]
         for kind in (0, worker.WELCOME, worker.EVENT, worker.BYE, 9999):
-            messages.append(worker.LAYOUT.pack(worker.MAGIC, 1, kind, 0, 0, 0, 0, 0, 0, b"", b""))
+            messages.append(worker.LAYOUT.pack(worker.MAGIC, worker.VERSION, kind, 0, 0, 0, 0, 0, 0, b"", b""))
         for message in messages:
             connection = self.side()
             connection.send(message)
