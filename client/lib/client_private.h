@@ -273,7 +273,6 @@ struct device {
     uint32_t n_used;
     uint64_t round;
     uint32_t pulse; /* always 0: a word to sleep on */
-    uint64_t joined_after; /* sequence of the last op of the rank's last worker */
 
     struct ep_device_state seen; /* as of the last look */
 };
@@ -286,7 +285,8 @@ ep_status device_attach(struct ep_rank *rank, const struct ep_cuda_api *api,
                         const Ep__V1__ClaimReply *reply, const struct ep_attach_frame *welcome, int fd,
                         struct ep_error *error);
 
-/* What the rank's last worker left in the state is none of this one's ops. */
+/* What is in the records of its number already is of earlier handles, of this worker or the rank's last
+ * one. */
 void device_handle_init(const struct ep_rank *rank, ep_handle *handle);
 
 /* Looks at the state: what became of the handle's ops, or with NULL of all. */

@@ -164,7 +164,6 @@ static ep_status check_state(struct ep_rank *rank, struct ep_error *error)
         return ep_error_set(error, EP_PROTOCOL,
                             "the rank's state is that of rank %u in epoch %llu: must be %u in %llu", seen->rank,
                             (unsigned long long)seen->epoch, rank->rank, (unsigned long long)rank->epoch);
-    d->joined_after = seen->sequence;
     return EP_OK;
 }
 

@@ -86,7 +86,7 @@ static void to_result(const struct ep_rank *rank, const struct ep_device_record 
 void device_handle_init(const struct ep_rank *rank, ep_handle *handle)
 {
     for (uint32_t part = 0; part < EP_DEVICE_PARTS; part++)
-        handle->device.seen[part] = rank->device->joined_after;
+        handle->device.seen[part] = rank->device->seen.records[handle->id][part].sequence;
 }
 
 /* ---- looking --------------------------------------------------------------------- */

@@ -1,0 +1,581 @@
+#include "cuda_fixture.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "ep_clock.h"
+
+enum { MEMORIES = 256, PAGE = 4096, GRAPH_OPS = 256 };
+
+struct ep_cuda_memory {
+    int fd;
+    uint32_t device;
+    uint64_t bytes;
+    uint8_t *gpu;  /* reserved, not accessible */
+    uint8_t *host; /* the same bytes */
+};
+
+struct ep_cuda_rank {
+    uint32_t rank;
+    struct ep_layout_map map;
+    struct ep_device_state *state; /* host's view */
+    uint64_t sequence;
+    uint32_t half[EP_MAX_HANDLES]; /* kind of the send-only op that a complete finishes */
+};
+
+struct graph_op {
+    struct ep_cuda_rank *rank;
+    struct ep_op op;
+};
+
+struct ep_cuda_graph {
+    uint32_t n;
+    struct graph_op op[GRAPH_OPS];
+};
+
+struct cuda_fixture cuda_fixture;
+
+/* Several threads use it, as they do the real one. */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct ep_cuda_memory *memories[MEMORIES];
+static const uint8_t uuids[CUDA_FIXTURE_DEVICES][EP_CUDA_UUID_BYTES] = { "device of tests", "another device." };
+static void *capturing; /* the stream */
+static struct ep_cuda_graph *captured;
+
+/* ---- failing ----------------------------------------------------------------------------------- */
+
+static ep_status enter(const char *name, uint32_t device, struct ep_error *error)
+{
+    ep_status status = EP_OK;
+
+    pthread_mutex_lock(&lock);
+    if (device >= CUDA_FIXTURE_DEVICES)
+        status = ep_error_set(error, EP_NOT_FOUND, "device %u: there are %d", device, CUDA_FIXTURE_DEVICES);
+    else if (cuda_fixture.fail && strcmp(cuda_fixture.fail, name) == 0 && cuda_fixture.fail_after-- == 0)
+        status = ep_error_set(error, EP_INTERNAL, "%s failed because the test says so", name);
+    if (status != EP_OK)
+        pthread_mutex_unlock(&lock);
+    return status;
+}
+
+static ep_status leave(void)
+{
+    pthread_mutex_unlock(&lock);
+    return EP_OK;
+}
+
+/* ---- devices ----------------------------------------------------------------------------------- */
+
+const uint8_t *cuda_fixture_uuid(uint32_t device)
+{
+    return uuids[device];
+}
+
+static ep_status device_count(uint32_t *count, struct ep_error *error)
+{
+    if (enter("device_count", 0, error) != EP_OK)
+        return EP_INTERNAL;
+    *count = CUDA_FIXTURE_DEVICES;
+    return leave();
+}
+
+static ep_status device_info(uint32_t device, struct ep_cuda_device *info, struct ep_error *error)
+{
+    ep_status status = enter("device_info", device, error);
+
+    if (status != EP_OK)
+        return status;
+    *info = (struct ep_cuda_device){ .name = "Fixture", .memory_bytes = 1ull << 34, .memory_free = 1ull << 34,
+                                     .sms = 8, .major = 9, .peers = (1u << CUDA_FIXTURE_DEVICES) - 1,
+                                     .shareable = true, .driver = 13000 };
+    memcpy(info->uuid, uuids[device], EP_CUDA_UUID_BYTES);
+    snprintf(info->uuid_text, sizeof info->uuid_text, "GPU-fixture-%u", device);
+    snprintf(info->pci, sizeof info->pci, "0000:%02x:00.0", device);
+    return leave();
+}
+
+static ep_status device_find(const uint8_t uuid[EP_CUDA_UUID_BYTES], uint32_t *device, struct ep_error *error)
+{
+    if (enter("device_find", 0, error) != EP_OK)
+        return EP_INTERNAL;
+    leave();
+    for (uint32_t d = 0; d < CUDA_FIXTURE_DEVICES; d++)
+        if (memcmp(uuid, uuids[d], EP_CUDA_UUID_BYTES) == 0) {
+            *device = d;
+            return EP_OK;
+        }
+    return ep_error_set(error, EP_NOT_FOUND, "this process sees no GPU of that UUID");
+}
+
+/* ---- memory ------------------------------------------------------------------------------------ */
+
+static void close_memory(struct ep_cuda_memory *m)
+{
+    if (m->host && m->host != MAP_FAILED)
+        munmap(m->host, m->bytes);
+    if (m->gpu && m->gpu != MAP_FAILED)
+        munmap(m->gpu, m->bytes);
+    if (m->fd >= 0)
+        close(m->fd);
+    free(m);
+}
+
+static bool keep(struct ep_cuda_memory *m)
+{
+    for (uint32_t i = 0; i < MEMORIES; i++)
+        if (!memories[i]) {
+            memories[i] = m;
+            cuda_fixture.memories++;
+            return true;
+        }
+    return false;
+}
+
+/* Takes fd. */
+static ep_status open_memory(uint32_t device, int fd, uint64_t bytes, struct ep_cuda_memory **out,
+                             struct ep_error *error)
+{
+    struct ep_cuda_memory *m = calloc(1, sizeof *m);
+
+    if (!m)
+        abort();
+    m->fd = fd;
+    m->device = device;
+    m->bytes = (bytes + PAGE - 1) / PAGE * PAGE;
+    m->host = mmap(NULL, m->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    m->gpu = mmap(NULL, m->bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (fd < 0 || m->host == MAP_FAILED || m->gpu == MAP_FAILED || !keep(m)) {
+        close_memory(m);
+        return ep_error_set(error, EP_NO_MEMORY, "no memory of %llu bytes", (unsigned long long)bytes);
+    }
+    *out = m;
+    return EP_OK;
+}
+
+static ep_status memory_create(uint32_t device, uint64_t bytes, struct ep_cuda_memory **out,
+                               struct ep_error *error)
+{
+    ep_status status = enter("memory_create", device, error);
+    int fd;
+
+    if (status != EP_OK)
+        return status;
+    fd = memfd_create("cuda-fixture", MFD_CLOEXEC);
+    if (fd >= 0 && ftruncate(fd, (off_t)((bytes + PAGE - 1) / PAGE * PAGE)) != 0) {
+        close(fd);
+        fd = -1;
+    }
+    status = open_memory(device, fd, bytes, out, error);
+    leave();
+    return status;
+}
+
+static ep_status memory_export(const struct ep_cuda_memory *memory, int *out, struct ep_error *error)
+{
+    int fd;
+
+    if (enter("memory_export", memory->device, error) != EP_OK)
+        return EP_INTERNAL;
+    leave();
+    fd = fcntl(memory->fd, F_DUPFD_CLOEXEC, 0);
+    if (fd < 0)
+        return ep_error_errno(error, EP_RESOURCE_EXHAUSTED, "a descriptor of GPU memory");
+    *out = fd;
+    return EP_OK;
+}
+
+static ep_status memory_import(uint32_t device, int fd, uint64_t bytes, struct ep_cuda_memory **out,
+                               struct ep_error *error)
+{
+    ep_status status = enter("memory_import", device, error);
+    struct stat stat;
+
+    if (status != EP_OK)
+        return status;
+    if (fstat(fd, &stat) != 0 || (uint64_t)stat.st_size < bytes)
+        status = ep_error_set(error, EP_INVALID_ARGUMENT, "descriptor %d is no GPU memory of %llu bytes", fd,
+                              (unsigned long long)bytes);
+    else
+        status = open_memory(device, fcntl(fd, F_DUPFD_CLOEXEC, 0), bytes, out, error);
+    leave();
+    return status;
+}
+
+static ep_status memory_share(struct ep_cuda_memory *memory, uint32_t device, struct ep_error *error)
+{
+    ep_status status = enter("memory_share", device, error);
+
+    (void)memory;
+    return status == EP_OK ? leave() : status;
+}
+
+static void memory_destroy(struct ep_cuda_memory *memory)
+{
+    if (!memory)
+        return;
+    pthread_mutex_lock(&lock);
+    for (uint32_t i = 0; i < MEMORIES; i++)
+        if (memories[i] == memory)
+            memories[i] = NULL;
+    cuda_fixture.memories--;
+    close_memory(memory);
+    pthread_mutex_unlock(&lock);
+}
+
+static void *memory_at(const struct ep_cuda_memory *memory)
+{
+    return memory->gpu;
+}
+
+/* Under the lock: [gpu, gpu + bytes) lies in one allocation. */
+static void *translate(const void *gpu, uint64_t bytes)
+{
+    const uintptr_t at = (uintptr_t)gpu;
+
+    for (uint32_t i = 0; i < MEMORIES; i++) {
+        const struct ep_cuda_memory *m = memories[i];
+
+        if (m && at >= (uintptr_t)m->gpu && at - (uintptr_t)m->gpu < m->bytes
+            && bytes <= m->bytes - (at - (uintptr_t)m->gpu))
+            return m->host + (at - (uintptr_t)m->gpu);
+    }
+    return NULL;
+}
+
+void *cuda_fixture_host(const void *gpu)
+{
+    void *host;
+
+    pthread_mutex_lock(&lock);
+    host = translate(gpu, 1);
+    pthread_mutex_unlock(&lock);
+    return host;
+}
+
+/* The GPU's side of a copy, under the lock; a wrong address is an error of the code under test. */
+static void *must_translate(const void *gpu, uint64_t bytes)
+{
+    void *host = translate(gpu, bytes);
+
+    if (!host) {
+        fprintf(stderr, "cuda_fixture: %p + %llu is no GPU memory\n", gpu, (unsigned long long)bytes);
+        abort();
+    }
+    return host;
+}
+
+static ep_status copy_in(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream,
+                         struct ep_error *error)
+{
+    ep_status status = enter("write", device, error);
+
+    (void)stream;
+    if (status != EP_OK)
+        return status;
+    memcpy(must_translate(to, bytes), from, bytes);
+    return leave();
+}
+
+static ep_status copy_out(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream,
+                          struct ep_error *error)
+{
+    ep_status status = enter("read", device, error);
+
+    (void)stream;
+    if (status != EP_OK)
+        return status;
+    memcpy(to, must_translate(from, bytes), bytes);
+    return leave();
+}
+
+static ep_status fill(uint32_t device, void *to, uint8_t value, uint64_t bytes, void *stream,
+                      struct ep_error *error)
+{
+    ep_status status = enter("fill", device, error);
+
+    (void)stream;
+    if (status != EP_OK)
+        return status;
+    memset(must_translate(to, bytes), value, bytes);
+    return leave();
+}
+
+/* ---- ops --------------------------------------------------------------------------------------- */
+
+static uint64_t last_sequence(const struct ep_device_state *state)
+{
+    uint64_t last = 0;
+
+    for (uint32_t h = 0; h < EP_MAX_HANDLES; h++)
+        for (uint32_t p = 0; p < EP_DEVICE_PARTS; p++)
+            last = state->records[h][p].sequence > last ? state->records[h][p].sequence : last;
+    return last;
+}
+
+static ep_status rank_open(const struct ep_cuda_rank_options *options, struct ep_cuda_rank **out,
+                           struct ep_error *error)
+{
+    ep_status status = enter("rank_open", options->device, error);
+    struct ep_cuda_rank *rank;
+
+    if (status != EP_OK)
+        return status;
+    rank = calloc(1, sizeof *rank);
+    if (!rank)
+        abort();
+    for (uint32_t r = 0; r < options->map->limits.ranks; r++)
+        (void)must_translate(options->windows[r], options->map->total_bytes);
+    rank->rank = options->rank;
+    rank->map = *options->map;
+    rank->state = must_translate(options->state, sizeof *rank->state);
+    rank->sequence = last_sequence(rank->state);
+    cuda_fixture.ranks++;
+    *out = rank;
+    return leave();
+}
+
+static void rank_close(struct ep_cuda_rank *rank)
+{
+    if (!rank)
+        return;
+    pthread_mutex_lock(&lock);
+    cuda_fixture.ranks--;
+    free(rank);
+    pthread_mutex_unlock(&lock);
+}
+
+/* What the kernels leave behind. */
+static void execute(struct ep_cuda_rank *rank, const struct ep_op *op)
+{
+    struct ep_device_state *state = rank->state;
+    struct ep_device_handle *handle = &state->handles[op->handle];
+    const uint32_t kind = op->kind == EP_OP_COMPLETE ? rank->half[op->handle] : op->kind;
+    const uint32_t part = kind == EP_OP_DISPATCH ? EP_DEVICE_DISPATCH : EP_DEVICE_COMBINE;
+    struct ep_device_record *record = &state->records[op->handle][part];
+
+    if (op->kind == EP_OP_DISPATCH)
+        *handle = (struct ep_device_handle){ .number = ++state->number, .generation = op->generation,
+                                             .tokens = op->tokens, .top_k = op->top_k, .layout = op->layout,
+                                             .wire_dtype = op->wire_dtype, .routed = 1 };
+    if (op->kind == EP_OP_COMBINE)
+        handle->combined = handle->number;
+    if (op->flags & EP_OP_SEND_ONLY)
+        rank->half[op->handle] = op->kind;
+    *record = cuda_fixture.outcome;
+    record->generation = op->generation;
+    record->number = handle->number;
+    record->sequence = ++rank->sequence;
+    if (!record->arrived)
+        record->arrived = (1ull << rank->map.limits.ranks) - 1;
+    if (record->status != EP_OK && state->failures++ == 0) {
+        state->failure = *record;
+        state->failure_op = part;
+    }
+    state->counters[part].count++;
+}
+
+static ep_status rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, void *stream,
+                          struct ep_error *error)
+{
+    ep_status status = enter("rank_run", 0, error);
+
+    if (status != EP_OK)
+        return status;
+    if (stream && stream == capturing) {
+        if (captured->n == GRAPH_OPS)
+            abort();
+        captured->op[captured->n++] = (struct graph_op){ rank, *op };
+        return leave();
+    }
+    if (cuda_fixture.ops < CUDA_FIXTURE_OPS) {
+        cuda_fixture.op[cuda_fixture.ops] = *op;
+        cuda_fixture.stream[cuda_fixture.ops] = stream;
+    }
+    cuda_fixture.ops++;
+    execute(rank, op);
+    return leave();
+}
+
+/* ---- streams and graphs ------------------------------------------------------------------------- */
+
+static ep_status stream_create(uint32_t device, void **stream, struct ep_error *error)
+{
+    ep_status status = enter("stream_create", device, error);
+
+    if (status != EP_OK)
+        return status;
+    *stream = malloc(1);
+    cuda_fixture.streams++;
+    return leave();
+}
+
+static void stream_destroy(uint32_t device, void *stream)
+{
+    (void)device;
+    pthread_mutex_lock(&lock);
+    cuda_fixture.streams -= stream != NULL;
+    free(stream);
+    pthread_mutex_unlock(&lock);
+}
+
+static ep_status stream_query(uint32_t device, void *stream, struct ep_error *error)
+{
+    ep_status status = enter("stream_query", device, error);
+
+    (void)stream;
+    if (status != EP_OK)
+        return status;
+    leave();
+    return __atomic_load_n(&cuda_fixture.busy, __ATOMIC_SEQ_CST)
+               ? ep_error_set(error, EP_UNAVAILABLE, "work is under way")
+               : EP_OK;
+}
+
+static ep_status stream_sync(uint32_t device, void *stream, struct ep_error *error)
+{
+    while (stream_query(device, stream, error) == EP_UNAVAILABLE)
+        usleep(100);
+    return EP_OK;
+}
+
+static ep_status graph_begin(uint32_t device, void *stream, struct ep_error *error)
+{
+    ep_status status = enter("graph_begin", device, error);
+
+    if (status != EP_OK)
+        return status;
+    captured = calloc(1, sizeof *captured);
+    capturing = stream;
+    cuda_fixture.graphs++;
+    return leave();
+}
+
+static ep_status graph_end(uint32_t device, void *stream, struct ep_cuda_graph **out, struct ep_error *error)
+{
+    ep_status status = enter("graph_end", device, error);
+
+    (void)stream;
+    if (status != EP_OK)
+        return status;
+    *out = captured;
+    capturing = NULL;
+    captured = NULL;
+    return leave();
+}
+
+static ep_status graph_launch(struct ep_cuda_graph *graph, void *stream, struct ep_error *error)
+{
+    ep_status status = enter("graph_launch", 0, error);
+
+    (void)stream;
+    if (status != EP_OK)
+        return status;
+    for (uint32_t i = 0; i < graph->n; i++)
+        execute(graph->op[i].rank, &graph->op[i].op);
+    return leave();
+}
+
+static void graph_destroy(struct ep_cuda_graph *graph)
+{
+    pthread_mutex_lock(&lock);
+    cuda_fixture.graphs -= graph != NULL;
+    free(graph);
+    pthread_mutex_unlock(&lock);
+}
+
+static ep_status event_create(uint32_t device, void **event, struct ep_error *error)
+{
+    ep_status status = enter("event_create", device, error);
+
+    if (status != EP_OK)
+        return status;
+    *event = calloc(1, sizeof(uint64_t));
+    cuda_fixture.events++;
+    return leave();
+}
+
+static void event_destroy(uint32_t device, void *event)
+{
+    (void)device;
+    pthread_mutex_lock(&lock);
+    cuda_fixture.events -= event != NULL;
+    free(event);
+    pthread_mutex_unlock(&lock);
+}
+
+static ep_status event_record(uint32_t device, void *event, void *stream, struct ep_error *error)
+{
+    ep_status status = enter("event_record", device, error);
+
+    (void)stream;
+    if (status != EP_OK)
+        return status;
+    *(uint64_t *)event = ep_clock_ns();
+    return leave();
+}
+
+static ep_status event_elapsed(uint32_t device, void *from, void *to, float *us, struct ep_error *error)
+{
+    ep_status status = enter("event_elapsed", device, error);
+
+    if (status != EP_OK)
+        return status;
+    *us = (float)(*(uint64_t *)to - *(uint64_t *)from) / 1000.0f;
+    return leave();
+}
+
+/* ---- the table --------------------------------------------------------------------------------- */
+
+static const struct ep_cuda_api api = {
+    .version = EP_CUDA_API_VERSION,
+    .device_count = device_count,
+    .device_info = device_info,
+    .device_find = device_find,
+    .memory_create = memory_create,
+    .memory_export = memory_export,
+    .memory_import = memory_import,
+    .memory_share = memory_share,
+    .memory_destroy = memory_destroy,
+    .memory_at = memory_at,
+    .write = copy_in,
+    .read = copy_out,
+    .fill = fill,
+    .rank_open = rank_open,
+    .rank_close = rank_close,
+    .rank_run = rank_run,
+    .stream_create = stream_create,
+    .stream_destroy = stream_destroy,
+    .stream_query = stream_query,
+    .stream_sync = stream_sync,
+    .graph_begin = graph_begin,
+    .graph_end = graph_end,
+    .graph_launch = graph_launch,
+    .graph_destroy = graph_destroy,
+    .event_create = event_create,
+    .event_destroy = event_destroy,
+    .event_record = event_record,
+    .event_elapsed = event_elapsed,
+};
+
+const struct ep_cuda_api *cuda_fixture_api(void)
+{
+    return &api;
+}
+
+void cuda_fixture_reset(void)
+{
+    if (cuda_fixture.memories || cuda_fixture.streams || cuda_fixture.ranks || cuda_fixture.graphs
+        || cuda_fixture.events) {
+        fprintf(stderr, "cuda_fixture: alive: %u memories, %u streams, %u ranks, %u graphs, %u events\n",
+                cuda_fixture.memories, cuda_fixture.streams, cuda_fixture.ranks, cuda_fixture.graphs,
+                cuda_fixture.events);
+        abort();
+    }
+    cuda_fixture = (struct cuda_fixture){ 0 };
+}

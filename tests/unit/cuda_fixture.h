@@ -1,0 +1,40 @@
+/*
+ * A cuda backend without GPUs, for tests of what is around it: memory is memfds, streams run nothing,
+ * an op writes the record that the test has asked for.
+ *
+ * Addresses of "GPU" memory cannot be followed: whoever does so dies of SIGSEGV.  cuda_fixture_host() is
+ * where a test looks at the bytes.
+ */
+#ifndef CUDA_FIXTURE_H
+#define CUDA_FIXTURE_H
+
+#include "ep_cuda.h"
+
+enum { CUDA_FIXTURE_DEVICES = 2, CUDA_FIXTURE_OPS = 64 };
+
+struct cuda_fixture {
+    /* what it is to do */
+    const char *fail;    /* name of the function of ep_cuda_api that fails with EP_INTERNAL; NULL: none */
+    uint32_t fail_after; /* calls of it that still work */
+    uint32_t busy;       /* streams say that work is under way; atomic */
+    struct ep_device_record outcome; /* of the next ops; number, generation, sequence are filled in */
+
+    /* what it has seen */
+    uint32_t memories, streams, ranks, graphs, events; /* alive */
+    uint32_t ops;                /* executed */
+    struct ep_op op[CUDA_FIXTURE_OPS];  /* the first of them */
+    void *stream[CUDA_FIXTURE_OPS];     /* that each was given to */
+};
+
+extern struct cuda_fixture cuda_fixture;
+
+const struct ep_cuda_api *cuda_fixture_api(void);
+/* Everything as at the start; nothing may be alive. */
+void cuda_fixture_reset(void);
+
+/* The bytes behind an address of GPU memory, NULL when it is none. */
+void *cuda_fixture_host(const void *gpu);
+/* EP_CUDA_UUID_BYTES of a device. */
+const uint8_t *cuda_fixture_uuid(uint32_t device);
+
+#endif
