@@ -58,6 +58,17 @@ struct ep_device_counters {
 
 enum { EP_DEVICE_DISPATCH, EP_DEVICE_COMBINE, EP_DEVICE_PARTS };
 
+/* What the blocks of one op tell each other; all 0 between ops but for `sequence`. */
+struct ep_device_scratch {
+    uint32_t pushed, done; /* blocks */
+    uint32_t gone, late;   /* masks of ranks that were missed */
+    uint32_t late_phase, overflow;
+    uint64_t rows, rows_needed, dropped, wire_bytes, start_ns, wait_ns;
+    uint64_t sequence;     /* ops of the rank so far */
+    uint64_t reserved[6];
+};
+EP_STATIC_ASSERT(sizeof(struct ep_device_scratch) == 128, "ep_device_scratch is read by 32 lanes at once");
+
 struct ep_device_state {
     /* server, once */
     uint64_t magic;
@@ -71,21 +82,15 @@ struct ep_device_state {
     uint64_t reserved1[7];
 
     /*
-     * kernel.  `begun` is set before `from` is read, so that whoever writes `from` and then reads `begun`
-     * knows whether an op may have missed it (Dekker).
+     * kernel.  An op raises `begun` and later reads `from` again, before it counts on nobody having joined;
+     * whoever writes `from` then reads `begun` (Dekker).
      */
     uint64_t begun;
     uint64_t number; /* of the last dispatch that is over */
     uint64_t released[EP_MAX_LL_BANKS];
-    uint64_t sequence;
-    uint64_t reserved2;
+    uint64_t reserved2[2];
 
-    /* kernel, within one op */
-    uint32_t pushed, done; /* blocks */
-    uint32_t gone, late;   /* masks of ranks that were missed */
-    uint32_t late_phase, overflow;
-    uint64_t rows, dropped, wire_bytes, logical_bytes, start_ns, wait_ns, rows_needed;
-    uint64_t reserved3[5];
+    struct ep_device_scratch scratch;
 
     /* kernel: the first failure since `failures` was last looked at */
     uint64_t failures;

@@ -110,6 +110,7 @@ static void lay_strides(struct ep_layout_map *map)
 
     map->header_bytes = (uint32_t)(sizeof(struct ep_row_header) + l->top_k * sizeof(struct ep_route));
     map->counts_bytes = (uint32_t)align_up(l->local_experts * sizeof(uint32_t), EP_LINE);
+    map->places_bytes = (uint32_t)align_up(l->top_k * sizeof(uint32_t), 16);
     map->scales_bytes = has_dtype(l, EP_FP8_E4M3)
         ? (uint32_t)align_up(ep_row_scales(l->hidden) * SCALE_BYTES, 16) : 0;
     map->row_bytes = map->combine_row_bytes = 0;
@@ -143,6 +144,7 @@ static wide lay_bank(struct ep_layout_map *map)
     map->bank.credits = region(&end, lines);
     map->bank.counts = region(&end, (wide)l->ranks * map->counts_bytes);
     map->bank.combine_numbers = region(&end, slots * sizeof(uint32_t));
+    map->bank.places = region(&end, slots * map->places_bytes);
     map->bank.headers = region(&end, slots * map->header_bytes);
     map->bank.scales = region(&end, slots * map->scales_bytes);
     map->bank.rows = region(&end, slots * map->row_bytes);

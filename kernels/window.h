@@ -8,9 +8,11 @@
  *     LL bank 0 .. B-1, each:
  *         dispatch flags    [R] lines   src s: {number, count}
  *         combine flags     [R] lines   peer d: {number, count}
- *         credits           [R] lines   peer d: the last LL number of this bank it has released
+ *         credits           [R] lines   peer d: the last LL number of each bank that it has released;
+ *                                       only in bank 0, so that one look tells all
  *         counts            [R][L]      src s: rows it sends to each local expert; GPUs only
  *         combine numbers   [R][T_ll]   peer d: the number whose partial is there; GPUs only
+ *         places            [R][T_ll]   the rows of `out` that a row went to; GPUs only, own use
  *         dispatch headers  [R][T_ll]   which local experts, with which weights
  *         dispatch scales   [R][T_ll]   fp8 only
  *         dispatch rows     [R][T_ll]
@@ -74,7 +76,7 @@ struct ep_limits {
 
 struct ep_bank_layout { /* offsets from the bank's start */
     uint64_t dispatch_flags, combine_flags, credits;
-    uint64_t counts, combine_numbers;
+    uint64_t counts, combine_numbers, places;
     uint64_t headers, scales, rows, combine_rows;
 };
 
@@ -90,6 +92,7 @@ struct ep_layout_map { /* offsets from the window's start, bytes */
     /* strides, bytes */
     uint32_t header_bytes;      /* struct ep_row_header with K entries, multiple of 16 */
     uint32_t counts_bytes;      /* one source's counts, multiple of EP_LINE */
+    uint32_t places_bytes;      /* one row's places: K entries of 4 bytes, multiple of 16 */
     uint32_t scales_bytes;      /* one row's scales, multiple of 16; 0 without fp8 */
     uint32_t row_bytes;         /* widest dispatch row of the group's dtypes */
     uint32_t combine_row_bytes; /* widest combine row */

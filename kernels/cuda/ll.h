@@ -29,7 +29,7 @@ struct ep_ll_args {
     uint32_t share, larger; /* contiguous: the first `larger` ranks hold share + 1 experts, others share */
     uint64_t ll, bank_bytes;
     struct ep_bank_layout bank;
-    uint32_t header_bytes, counts_bytes, scales_bytes, combine_row_bytes;
+    uint32_t header_bytes, counts_bytes, places_bytes, scales_bytes, combine_row_bytes;
 
     /* the op; spans as addresses, NULL: not given */
     uint32_t layout, phases, cached, handle, generation;
@@ -40,6 +40,7 @@ struct ep_ll_args {
     int32_t *routing;      /* [T_ll * K] of the handle */
     float *weights;
     const uint8_t *x;
+    uint64_t in_rows;      /* a combine's rows at x */
     const float *x_scales;
     const void *topk;
     const float *topk_weights;

@@ -129,35 +129,38 @@ __device__ void sum_rows(const ep_ll_args &a, const Terms &terms, const uint8_t 
 
 /* ---- pushing partials ------------------------------------------------------------------- */
 
-/* Sources whose rows are here, by their flags; warp 0. */
-__device__ void look_at_rows(const ep_ll_args &a, const Op &op, uint32_t *rows)
-{
-    const uint32_t lane = threadIdx.x % 32, excluded = a.state->handles[a.handle].excluded;
-    uint32_t n = 0;
+/* The header of a row, and where dispatch has put it: lane 1 + k has choice k. */
+struct Header {
+    Vec v;
+    uint32_t place;
+};
 
-    if (!((op.members & ~excluded) >> lane & 1) || !rows_of(a, op, lane, &n))
-        n = 0;
-    rows[lane] = n;
-    __syncwarp();
+__device__ Header load_header(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t slot)
+{
+    const uint32_t lane = threadIdx.x;
+    const uint8_t *header = item_at(a, a.rank, op.bank, a.bank.headers, s, slot, a.header_bytes);
+    const uint32_t *places = (const uint32_t *)item_at(a, a.rank, op.bank, a.bank.places, s, slot, a.places_bytes);
+    Header h = { { { kAll, 0, 0, 0 } }, kAll };
+
+    if (lane <= a.max_top_k)
+        h.v = load_vec(header + lane * 16u);
+    if (lane >= 1 && lane <= a.max_top_k && by_expert(a))
+        h.place = load_u32(places + lane - 1);
+    return h;
 }
 
 /* Warp 0: the terms of row (s, slot); no token when its header is not of this number. */
-__device__ void find_terms(const ep_ll_args &a, const Op &op, const uint32_t *base, const uint32_t *total,
-                           const uint32_t *first, uint32_t s, uint32_t slot, Terms *terms)
+__device__ void find_terms(const ep_ll_args &a, const Op &op, const Header &h, uint32_t s, uint32_t slot,
+                           Terms *terms)
 {
-    const uint32_t lane = threadIdx.x % 32, k = lane - 1;
-    const uint8_t *header = item_at(a, a.rank, op.bank, a.bank.headers, s, slot, a.header_bytes);
-    const Vec none = { { kAll, 0, 0, 0 } };
-    const Vec v = lane <= a.max_top_k ? load_vec(header + lane * 16u) : none;
-    const uint32_t l = v.w[0], index = v.w[2], token = __shfl_sync(kAll, v.w[0], 0);
-    const bool there = __all_sync(kAll, lane > a.max_top_k || v.w[3] == op.wire) && token < a.max_tokens;
-    const bool here = there && by_expert(a) && lane >= 1 && k < a.max_top_k && l < a.local_experts &&
-                      index < rows_between(a, base, total, l, s);
+    const uint32_t lane = threadIdx.x, token = __shfl_sync(kAll, h.v.w[0], 0);
+    const bool there = __all_sync(kAll, lane > a.max_top_k || h.v.w[3] == op.wire) && token < a.max_tokens;
+    const bool here = there && h.place < a.in_rows;
     const uint32_t mine = __ballot_sync(kAll, here), at = __popc(mine & ((1u << lane) - 1));
 
     if (here) {
-        terms->row[at] = a.x + (block_of(a, first, l) + base[l * a.ranks + s] + index) * a.row_bytes;
-        terms->weight[at] = __uint_as_float(v.w[1]);
+        terms->row[at] = a.x + (uint64_t)h.place * a.row_bytes;
+        terms->weight[at] = __uint_as_float(h.v.w[1]);
     }
     if (lane == 0) {
         terms->token = there ? token : kAll;
@@ -172,69 +175,96 @@ __device__ void find_terms(const ep_ll_args &a, const Op &op, const uint32_t *ba
     __syncwarp();
 }
 
-template <class T>
-__device__ void push_partials(const ep_ll_args &a, const Op &op, uint32_t *rows, uint32_t *base, uint32_t *total,
-                              uint32_t *first, Terms *terms)
+/* Sources whose rows are here, by their flags; warp 0. */
+__device__ uint32_t rows_of_lane(const ep_ll_args &a, const Op &op, uint32_t excluded)
 {
-    uint32_t most = 0, sent = 0;
+    const uint32_t lane = threadIdx.x;
+    uint32_t n = 0;
 
-    if (threadIdx.x < 32)
-        look_at_rows(a, op, rows);
+    return (op.members & ~excluded) >> lane & 1 && rows_of(a, op, lane, &n) ? n : 0;
+}
+
+template <class T>
+__device__ void push_partial(const ep_ll_args &a, const Op &op, uint32_t s, const Terms &terms)
+{
+    if (terms.token == kAll)
+        return;
+    sum_rows<T, true>(a, terms, nullptr,
+                      item_at(a, s, op.bank, a.bank.combine_rows, a.rank, terms.token, a.combine_row_bytes));
     __syncthreads();
-    if (by_expert(a))
-        place_rows(a, op, rows, base, total, first);
+    if (threadIdx.x == 0) {
+        fence_sys(); /* release; partner: find_partials */
+        store_u32((uint32_t *)item_at(a, s, op.bank, a.bank.combine_numbers, a.rank, terms.token, 4), op.wire);
+    }
+}
+
+template <class T>
+__device__ void push_partials(const ep_ll_args &a, const Op &op, uint32_t excluded, Terms *terms)
+{
+    __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS];
+    uint32_t most = 0, sent = 0;
+    Header header;
+    /* The rows in turn, the next rank's first, so that not all push to the same one. */
+    const auto source = [&](uint32_t i) { return (i + a.rank + 1) % a.ranks; };
+
+    if (threadIdx.x < 32) {
+        if (blockIdx.x / a.ranks < a.max_tokens) /* beside the flags: the header tells whether it counts */
+            header = load_header(a, op, source(blockIdx.x), blockIdx.x / a.ranks);
+        rows[threadIdx.x] = rows_of_lane(a, op, excluded);
+    }
+    __syncthreads();
     for (uint32_t s = 0; s < a.ranks; s++) {
         most = max(most, rows[s]);
         sent += s == a.rank ? 0 : rows[s];
     }
     if (blockIdx.x == 0 && threadIdx.x == 0)
-        a.state->wire_bytes = (uint64_t)sent * a.row_bytes;
+        a.state->scratch.wire_bytes = (uint64_t)sent * a.row_bytes;
     for (uint32_t i = blockIdx.x; i < most * a.ranks; i += gridDim.x) {
-        /* The next rank's rows first, so that not all push to the same one. */
-        const uint32_t slot = i / a.ranks, s = (i + a.rank + 1) % a.ranks;
+        const uint32_t slot = i / a.ranks, s = source(i);
 
         if (slot >= rows[s])
             continue;
-        if (threadIdx.x < 32)
-            find_terms(a, op, base, total, first, s, slot, terms);
-        __syncthreads();
-        if (terms->token != kAll)
-            sum_rows<T, true>(a, *terms, nullptr,
-                              item_at(a, s, op.bank, a.bank.combine_rows, a.rank, terms->token, a.combine_row_bytes));
-        __syncthreads();
-        if (threadIdx.x == 0 && terms->token != kAll) {
-            fence_sys(); /* release; partner: find_partials */
-            store_u32((uint32_t *)item_at(a, s, op.bank, a.bank.combine_numbers, a.rank, terms->token, 4), op.wire);
+        if (threadIdx.x < 32) {
+            if (i != blockIdx.x)
+                header = load_header(a, op, s, slot);
+            find_terms(a, op, header, s, slot, terms);
         }
+        __syncthreads();
+        push_partial<T>(a, op, s, *terms);
         __syncthreads();
     }
 }
 
 /* ---- summing them up -------------------------------------------------------------------- */
 
-/* Warp 0: waits for the partials of token t; those that come are the terms, in the order of ranks. */
-__device__ void find_partials(const ep_ll_args &a, Op *op, uint32_t t, Terms *terms)
+/* Warp 0: the ranks that token t went to, from the choice that each lane has. */
+__device__ int32_t load_route(const ep_ll_args &a, uint32_t t)
 {
-    const uint32_t lane = threadIdx.x % 32;
-    const int32_t route = lane < a.top_k ? a.routing[t * a.top_k + lane] : -1;
-    const uint32_t bit = route >= 0 ? 1u << ((route & ~EP_DEVICE_ROUTE_AGAIN) >> 16) : 0;
-    const uint32_t ranks = __reduce_or_sync(kAll, bit) & op->members & ~op->missed;
-    bool comes = ranks >> lane & 1;
+    return t < a.tokens && threadIdx.x < a.top_k ? a.routing[t * a.top_k + threadIdx.x] : -1;
+}
+__device__ uint32_t ranks_of(int32_t route)
+{
+    return __reduce_or_sync(kAll, route >= 0 ? 1u << ((route & ~EP_DEVICE_ROUTE_AGAIN) >> 16) : 0);
+}
+
+/* Warp 0: waits for the partials of token t; those that come are the terms, in the order of ranks. */
+__device__ void find_partials(const ep_ll_args &a, Op *op, uint32_t t, uint32_t ranks, Terms *terms)
+{
+    const uint32_t lane = threadIdx.x;
+    bool comes = (ranks & op->members & ~op->missed) >> lane & 1;
 
     if (comes) {
         const uint32_t *number = (const uint32_t *)item_at(a, a.rank, op->bank, a.bank.combine_numbers, lane, t, 4);
-        const uint64_t *credit = (const uint64_t *)line_at(a, a.rank, op->bank, a.bank.credits, lane);
         /* A rank that has given the credit without a partial will send none. */
+        const uint64_t *credit = credit_at(a, a.rank, lane, op->number);
         const Wait end = wait_for(
-            a, *op, lane, [&] { return load_u32(number) == op->wire; },
+            a, *op, lane, [&] { return acquire_u32(number) == op->wire; }, /* partner: push_partial */
             [&] { return load_u64(credit) >= op->number; });
 
         if (end != Wait::there)
             miss(a, op, lane, end, EP_WAIT_ARRIVAL);
         comes = end == Wait::there;
     }
-    fence_sys(); /* acquire; partner: push_partials */
-
     const uint32_t all = __ballot_sync(kAll, comes);
 
     if (comes)
@@ -245,13 +275,20 @@ __device__ void find_partials(const ep_ll_args &a, Op *op, uint32_t t, Terms *te
     __syncwarp();
 }
 
-template <class T> __device__ void sum_partials(const ep_ll_args &a, Op *op, Terms *terms)
+/* Tokens of a block are counted from the last block, as rows are from the first: with small batches no
+ * block has both. */
+template <class T> __device__ void sum_partials(const ep_ll_args &a, Op *op, int32_t route, Terms *terms)
 {
-    for (uint32_t t = blockIdx.x; t < a.tokens; t += gridDim.x) {
+    const uint32_t t0 = gridDim.x - 1 - blockIdx.x;
+
+    for (uint32_t t = t0; t < a.tokens; t += gridDim.x) {
         const uint64_t row = (uint64_t)t * a.row_bytes;
 
-        if (threadIdx.x < 32)
-            find_partials(a, op, t, terms);
+        if (threadIdx.x < 32) {
+            if (t != t0)
+                route = load_route(a, t);
+            find_partials(a, op, t, ranks_of(route), terms);
+        }
         __syncthreads();
         sum_rows<T, false>(a, *terms, a.bias ? a.bias + row : nullptr, a.out + row);
         __syncthreads();
@@ -260,48 +297,60 @@ template <class T> __device__ void sum_partials(const ep_ll_args &a, Op *op, Ter
 
 /* ---- the kernel ---------------------------------------------------------------------------- */
 
-/* EP_OK when the handle's dispatch can be combined. */
-__device__ int32_t check_handle(const ep_ll_args &a)
+/* Warp 0 of each block.  All that is to be known is read at once: one round trip to memory.  Returns EP_OK
+ * when the handle's dispatch can be combined; a bank that was given up may be another's by now. */
+__device__ int32_t begin(const ep_ll_args &a, Op *op, uint32_t *excluded)
 {
     const struct ep_device_handle *h = &a.state->handles[a.handle];
-    const bool held = h->number && h->generation == a.generation && a.state->number - h->number < a.banks;
+    const uint64_t number = load_u64(&a.state->number), n = load_u64(&h->number), combined = load_u64(&h->combined);
+    const uint32_t generation = load_u32(&h->generation), tokens = load_u32(&h->tokens);
+    const uint32_t layout = load_u32(&h->layout), routed = load_u32(&h->routed);
+    const uint64_t timeout_ns = load_u64(&a.state->timeout_ns), from = from_of_lane(a);
 
-    if (!held || !h->routed || h->layout != a.layout || h->tokens != a.tokens)
+    *excluded = load_u32(&h->excluded);
+    op_begin(a, op, n, __ballot_sync(kAll, from <= n), timeout_ns);
+    if (!n || generation != a.generation || number - n >= a.banks || !routed || layout != a.layout
+        || tokens != a.tokens || (a.phases & EP_LL_SEND && combined == n))
         return EP_STALE_HANDLE;
-    if (a.phases & EP_LL_SEND && h->combined == h->number)
-        return EP_STALE_HANDLE; /* its bank may be another's by now */
-    return EP_OK;
+    return op->members ? EP_OK : EP_DETACHED;
 }
 
-template <class T> __global__ void __launch_bounds__(kThreads) combine(const __grid_constant__ ep_ll_args a)
+__device__ void finish(const ep_ll_args &a, const Op &op, int32_t status)
 {
-    extern __shared__ uint32_t shared[];
-    __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS];
+    __shared__ struct ep_device_scratch s;
+
+    take_scratch(a, &s);
+    op_record(a, op, s, EP_DEVICE_COMBINE, status);
+}
+
+template <class T> __global__ void __launch_bounds__(kThreads, kBlocks) combine(const __grid_constant__ ep_ll_args a)
+{
     __shared__ Terms terms;
     __shared__ Op op;
-    __shared__ int32_t status;
-    uint32_t *base = shared, *total = shared + a.local_experts * a.ranks, *first = total + a.local_experts;
+    __shared__ int32_t begun;
+    uint32_t excluded;
+    int32_t route = -1;
 
     if (threadIdx.x < 32) {
+        route = load_route(a, gridDim.x - 1 - blockIdx.x);
+        const int32_t status = begin(a, &op, &excluded);
+
         if (threadIdx.x == 0)
-            status = check_handle(a);
-        op_begin(a, &op, a.state->handles[a.handle].number, false);
+            begun = status;
     }
     __syncthreads();
-    if (status == EP_OK && a.phases & EP_LL_SEND) {
-        push_partials<T>(a, op, rows, base, total, first, &terms);
-        if (last_block(&a.state->pushed) && threadIdx.x < 32) {
+    if (begun == EP_OK && a.phases & EP_LL_SEND) {
+        push_partials<T>(a, op, excluded, &terms);
+        if (last_block(&a.state->scratch.pushed) && threadIdx.x < 32) {
             if (threadIdx.x == 0)
                 a.state->handles[a.handle].combined = op.number;
             give_credit(a, op.number);
         }
     }
-    if (status == EP_OK && a.phases & EP_LL_RECEIVE)
-        sum_partials<T>(a, &op, &terms);
-    if (last_block(&a.state->done) && threadIdx.x == 0) {
-        a.state->logical_bytes = a.phases & EP_LL_SEND ? (uint64_t)a.tokens * a.top_k * a.row_bytes : 0;
-        op_record(a, op, EP_DEVICE_COMBINE, op.members || status != EP_OK ? status : EP_DETACHED, op.members);
-    }
+    if (begun == EP_OK && a.phases & EP_LL_RECEIVE)
+        sum_partials<T>(a, &op, route, &terms);
+    if (last_block(&a.state->scratch.done) && threadIdx.x < 32)
+        finish(a, op, begun);
 }
 
 /* ---- a handle is given up --------------------------------------------------------------------- */

@@ -27,9 +27,10 @@
  * and every wait looks at it again.  What was under way to it lands in memory that the server keeps; a
  * new worker of the rank starts at a number that no op has reached, and old numbers tell it what to ignore.
  *
- * `begun` is raised before `from` is read (seq_cst fence between); the server writes `from`, then reads
- * `begun`.  So either all blocks of all ranks see that r takes part in n, or the server sees n begun and
- * has r begin later.
+ * Who joins: each block raises `begun` to n at its start, without waiting for that, and reads `from`.  When
+ * it has sent, it fences (seq_cst) and reads `from` again: whoever has come in between gets his part too.
+ * The server writes `from`, then reads `begun`.  So either all blocks of all ranks see that r takes part in
+ * n, or the server sees n begun and has r begin later.
  */
 #ifndef EP_LL_DEVICE_CUH
 #define EP_LL_DEVICE_CUH
@@ -46,6 +47,7 @@ namespace ep {
 
 constexpr uint32_t kThreads = EP_LL_THREADS;
 constexpr uint32_t kWarps = kThreads / 32;
+constexpr uint32_t kBlocks = 3; /* of a multiprocessor, at least */
 constexpr uint32_t kAll = 0xffffffffu;
 constexpr uint32_t kLooks = 64; /* at a flag, between two looks at clock and membership */
 constexpr int32_t kBadRoute = -2; /* an expert that does not exist; -1: none was asked for */
@@ -90,6 +92,26 @@ __device__ inline Vec load_vec(const void *p)
                  : "=l"(lo), "=l"(hi) : "l"(p) : "memory");
     return Vec{ { (uint32_t)lo, (uint32_t)(lo >> 32), (uint32_t)hi, (uint32_t)(hi >> 32) } };
 }
+/* The same; what its writer had fenced before is there for whoever sees it. */
+__device__ inline Vec acquire_vec(const void *p)
+{
+    uint64_t lo, hi;
+    asm volatile("{ .reg .b128 v; ld.acquire.sys.global.b128 v, [%2]; mov.b128 {%0, %1}, v; }"
+                 : "=l"(lo), "=l"(hi) : "l"(p) : "memory");
+    return Vec{ { (uint32_t)lo, (uint32_t)(lo >> 32), (uint32_t)hi, (uint32_t)(hi >> 32) } };
+}
+__device__ inline uint32_t acquire_u32(const uint32_t *p)
+{
+    uint32_t v;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ inline uint64_t acquire_u64(const uint64_t *p)
+{
+    uint64_t v;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
 __device__ inline void fence_sys() { asm volatile("fence.acq_rel.sys;" : : : "memory"); }
 
 /* Rows: past the L1 cache, which peers do not keep coherent. */
@@ -124,6 +146,7 @@ struct Op {
     uint32_t wire;    /* wire_number(number) */
     uint32_t members; /* mask of the ranks that take part */
     uint32_t missed;  /* of them, those that this block waits for no more */
+    uint32_t lacking; /* of them, those whose credit had not come at the beginning */
     uint32_t valid;   /* the handle may be used */
 };
 
@@ -143,32 +166,34 @@ __device__ inline uint8_t *line_at(const ep_ll_args &a, uint32_t where, uint64_t
     return a.window[where] + bank + region + (uint64_t)r * EP_LINE;
 }
 
-/* Warp 0 of each block.  Sets all of op but `valid`. */
-__device__ inline void op_begin(const ep_ll_args &a, Op *op, uint64_t n, bool announce)
+/* Where d's credits are kept in `where`'s window. */
+__device__ inline uint64_t *credit_at(const ep_ll_args &a, uint32_t where, uint32_t d, uint64_t n)
 {
-    const uint32_t lane = threadIdx.x % 32;
+    return (uint64_t *)line_at(a, where, a.ll, a.bank.credits, d) + n % a.banks;
+}
 
-    if (announce) {
-        if (lane == 0)
-            atomicMax((unsigned long long *)&a.state->begun, (unsigned long long)n);
-        __syncwarp();
-        asm volatile("fence.sc.sys;" : : : "memory"); /* partner: the server's write of `from` */
-    }
-    const uint64_t from = lane < a.ranks ? load_u64(&a.state->from[lane]) : EP_DEVICE_NEVER;
-    const uint32_t members = __ballot_sync(kAll, from <= n);
-
-    if (lane == 0) {
+/* Warp 0: number n begins, with these members. */
+__device__ inline void op_begin(const ep_ll_args &a, Op *op, uint64_t n, uint32_t members, uint64_t timeout_ns)
+{
+    if (threadIdx.x == 0) {
         const uint64_t start = now_ns();
 
         op->number = n;
         op->wire = wire_number(n);
         op->bank = bank_at(a, n);
         op->members = members >> a.rank & 1 ? members : 0; /* who is out himself sends nothing */
-        op->missed = 0;
-        op->deadline = start + load_u64(&a.state->timeout_ns);
+        op->missed = op->lacking = 0;
+        op->deadline = start + timeout_ns;
         if (blockIdx.x == 0)
-            a.state->start_ns = start;
+            a.state->scratch.start_ns = start;
     }
+    __syncwarp();
+}
+
+/* Warp 0, each lane its rank's. */
+__device__ inline uint64_t from_of_lane(const ep_ll_args &a)
+{
+    return threadIdx.x < a.ranks ? load_u64(&a.state->from[threadIdx.x]) : EP_DEVICE_NEVER;
 }
 
 /* ---- waiting ---------------------------------------------------------------------- */
@@ -203,10 +228,10 @@ __device__ inline void miss(const ep_ll_args &a, Op *op, uint32_t peer, Wait why
 {
     atomicOr(&op->missed, 1u << peer);
     if (why == Wait::late) {
-        atomicOr(&a.state->late, 1u << peer);
-        a.state->late_phase = phase;
+        atomicOr(&a.state->scratch.late, 1u << peer);
+        a.state->scratch.late_phase = phase;
     } else {
-        atomicOr(&a.state->gone, 1u << peer);
+        atomicOr(&a.state->scratch.gone, 1u << peer);
     }
 }
 
@@ -223,7 +248,7 @@ __device__ inline void give_credit(const ep_ll_args &a, uint64_t m)
         return;
     fence_sys(); /* release; partner: the wait for credit */
     if (lane < a.ranks)
-        store_u64((uint64_t *)line_at(a, lane, bank_at(a, m), a.bank.credits, a.rank), m);
+        store_u64(credit_at(a, lane, a.rank, m), m);
     __syncwarp();
     if (lane == 0)
         *(volatile uint64_t *)released = m;
@@ -309,54 +334,80 @@ __device__ inline bool last_block(uint32_t *counter)
 
     __syncthreads();
     if (threadIdx.x == 0) {
-        __threadfence();
-        last = atomicAdd(counter, 1) == gridDim.x - 1;
-        __threadfence();
+        uint32_t before;
+
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+        last = before == gridDim.x - 1;
     }
     __syncthreads();
     return last != 0;
 }
 
-/* One thread, at the end: the record, the counters, the first failure; then the scratch is as before. */
-__device__ inline void op_record(const ep_ll_args &a, const Op &op, uint32_t part, int32_t status, uint32_t members)
+/* Warp 0 of the last block: what the blocks have left, for *s in shared memory; it is empty again then. */
+__device__ inline void take_scratch(const ep_ll_args &a, struct ep_device_scratch *s)
 {
-    struct ep_device_state *st = a.state;
-    struct ep_device_record *r = &st->records[a.handle][part];
-    struct ep_device_counters *c = &st->counters[part];
-    const uint32_t late = st->late, missed = late | st->gone;
+    const uint32_t lane = threadIdx.x, sequence = offsetof(struct ep_device_scratch, sequence) / 4;
+    uint32_t *words = (uint32_t *)&a.state->scratch;
 
-    if (status == EP_OK && late)
-        status = EP_TIMEOUT;
-    r->status = status;
-    r->late_rank = late ? __ffs(late) - 1 : 0;
-    r->wait_phase = late ? st->late_phase : EP_WAIT_NONE;
-    r->generation = a.generation;
-    r->number = op.number;
-    r->sequence = ++st->sequence;
-    r->rows = st->rows;
-    r->rows_needed = st->rows_needed;
-    r->dropped = st->dropped;
-    r->wire_bytes = st->wire_bytes;
-    r->logical_bytes = st->logical_bytes;
-    r->start_ns = st->start_ns;
-    r->end_ns = now_ns();
-    r->wait_ns = st->wait_ns;
-    r->arrived = members & ~missed;
-    c->count++;
-    c->errors += status != EP_OK;
-    c->timeouts += status == EP_TIMEOUT;
-    c->tokens += a.tokens;
-    c->wire_bytes += st->wire_bytes;
-    c->busy_ns += r->end_ns - r->start_ns;
-    c->wait_ns += st->wait_ns;
-    if (st->wait_ns > c->max_wait_ns)
-        c->max_wait_ns = st->wait_ns;
-    if (status != EP_OK && st->failures++ == 0) {
-        st->failure = *r;
-        st->failure_op = part;
+    ((uint32_t *)s)[lane] = load_u32(words + lane);
+    if (lane != sequence && lane != sequence + 1)
+        words[lane] = 0;
+    __syncwarp();
+    if (lane == 0)
+        a.state->scratch.sequence = ++s->sequence;
+    __syncwarp();
+}
+
+/* One thread: nobody waits for these. */
+__device__ inline void count(struct ep_device_counters *c, const struct ep_device_record &r, uint32_t tokens)
+{
+    const auto add = [](uint64_t *to, uint64_t n) { atomicAdd((unsigned long long *)to, (unsigned long long)n); };
+
+    add(&c->count, 1);
+    if (r.status != EP_OK)
+        add(&c->errors, 1);
+    if (r.status == EP_TIMEOUT)
+        add(&c->timeouts, 1);
+    add(&c->tokens, tokens);
+    add(&c->wire_bytes, r.wire_bytes);
+    add(&c->busy_ns, r.end_ns - r.start_ns);
+    add(&c->wait_ns, r.wait_ns);
+    atomicMax((unsigned long long *)&c->max_wait_ns, (unsigned long long)r.wait_ns);
+}
+
+/* Warp 0 of the last block: the record, the counters, the first failure. */
+__device__ inline void op_record(const ep_ll_args &a, const Op &op, const struct ep_device_scratch &s,
+                                 uint32_t part, int32_t status)
+{
+    __shared__ struct ep_device_record r;
+    struct ep_device_state *st = a.state;
+    const uint32_t lane = threadIdx.x;
+
+    if (lane == 0) {
+        r = {};
+        r.status = status == EP_OK && s.late ? EP_TIMEOUT : status;
+        r.late_rank = s.late ? __ffs(s.late) - 1 : 0;
+        r.wait_phase = s.late ? s.late_phase : EP_WAIT_NONE;
+        r.generation = a.generation;
+        r.number = op.number;
+        r.sequence = s.sequence;
+        r.rows = s.rows;
+        r.rows_needed = s.rows_needed;
+        r.dropped = s.dropped;
+        r.wire_bytes = s.wire_bytes;
+        r.logical_bytes = a.phases & EP_LL_SEND ? (uint64_t)a.tokens * a.top_k * a.row_bytes : 0;
+        r.start_ns = s.start_ns;
+        r.end_ns = now_ns();
+        r.wait_ns = s.wait_ns;
+        r.arrived = op.members & ~(s.late | s.gone);
+        count(&st->counters[part], r, a.tokens);
+        if (r.status != EP_OK && st->failures++ == 0) {
+            st->failure = r;
+            st->failure_op = part;
+        }
     }
-    st->pushed = st->done = st->gone = st->late = st->late_phase = st->overflow = 0;
-    st->rows = st->rows_needed = st->dropped = st->wire_bytes = st->logical_bytes = st->wait_ns = 0;
+    __syncwarp();
+    ((uint32_t *)&st->records[a.handle][part])[lane] = ((const uint32_t *)&r)[lane];
 }
 
 /* ---- launching (host) -------------------------------------------------------------------- */

@@ -2,16 +2,18 @@
  * LL dispatch: one-sided push of each token, once per destination rank, then rows to their experts as they
  * land.  ll_device.cuh has the protocol.
  *
- * Who does what: token t belongs to block t mod G.  It finds where the token goes and in which slot (the
- * tokens before it that go there too), pushes the row and then its header.  The counts per expert for rank
- * d are made by one of the last blocks, which have no token when the batch is small.  As receivers, blocks
- * take the rows (slot, source) in turn, the first slots of all sources first, as those land first.
+ * Who does what: each token belongs to a block, counted from the end.  The block finds where the token goes
+ * and in which slot (the tokens before it that go there too), pushes the row and then its header.  The counts
+ * per expert for rank d are made by one of the very last blocks.  As receivers, blocks take the rows (slot,
+ * source) in turn from the beginning, the first slots of all sources first, as those land first.  So with
+ * small batches no block has two things to do.
  */
 #include "ll_device.cuh"
 
 namespace ep {
 namespace {
 
+constexpr uint32_t kNoPlace = 0xffffffffu; /* in a row's places: this choice is not here */
 constexpr uint32_t kVecs = 4; /* 16 byte pieces of a row that a thread has under way */
 
 enum class Cast { none, bf16, fp16, fp32 }; /* to fp8, from */
@@ -22,6 +24,7 @@ struct Batch {
     /* of the present token */
     uint32_t *slot;  /* [R] */
     uint32_t *index; /* [k] */
+    float *weight;   /* [k] */
     uint32_t *to;    /* the ranks it goes to */
 };
 
@@ -227,6 +230,14 @@ __device__ void push_pieces(const ep_ll_args &a, const Op &op, const Row<C> &row
 
 /* ---- sending ---------------------------------------------------------------------------- */
 
+/* Weight of choice threadIdx.x of token t. */
+__device__ float load_weight(const ep_ll_args &a, uint32_t t)
+{
+    const float *weights = a.cached ? a.weights : a.topk_weights;
+
+    return weights && threadIdx.x < a.top_k ? weights[t * a.top_k + threadIdx.x] : 1.0f;
+}
+
 /* Slots and indexes of token t; *counted: tokens that this block has counted, lane r of warp 0 has the sum. */
 __device__ void place_token(const ep_ll_args &a, const Batch &b, uint32_t t, uint32_t to, uint32_t *counted,
                             uint32_t *sum)
@@ -272,9 +283,7 @@ __device__ void push_headers(const ep_ll_args &a, const Op &op, const Batch &b, 
 
             v.w[0] = here ? (uint32_t)r & 0xffff : kAll;
             if (here) {
-                const float *weights = a.cached ? a.weights : a.topk_weights;
-
-                v.w[1] = __float_as_uint(weights ? weights[t * a.top_k + k] : 1.0f);
+                v.w[1] = __float_as_uint(b.weight[k]);
                 v.w[2] = b.index[k];
             }
         }
@@ -313,27 +322,32 @@ __device__ void push_row(const ep_ll_args &a, const Op &op, const Batch &b, Row<
     }
 }
 
-/* Warp 0 waits until each member takes number n in its bank. */
-__device__ void wait_credit(const ep_ll_args &a, Op *op)
+/* Does rank d, which takes part from `from` on, owe us no credit for number n? */
+__device__ bool has_credit(const ep_ll_args &a, uint64_t n, uint64_t from, uint64_t credit)
 {
-    const uint32_t lane = threadIdx.x % 32;
-    const uint64_t n = op->number;
+    return n <= a.banks || from > n - a.banks || credit >= n - a.banks;
+}
 
-    if (n > a.banks && op->members >> lane & 1 && load_u64(&a.state->from[lane]) <= n - a.banks) {
-        const uint64_t *credit = (const uint64_t *)line_at(a, a.rank, op->bank, a.bank.credits, lane);
-        const Wait end = wait_for(a, *op, lane, [&] { return load_u64(credit) >= n - a.banks; });
+/* Warp 0 waits until each of the ranks takes number n in its bank. */
+__device__ void wait_credit(const ep_ll_args &a, Op *op, uint32_t ranks)
+{
+    const uint32_t lane = threadIdx.x;
+
+    if (ranks >> lane & 1) {
+        const uint64_t *credit = credit_at(a, a.rank, lane, op->number), *from = &a.state->from[lane];
+        const Wait end = wait_for(a, *op, lane, [&] {
+            return has_credit(a, op->number, load_u64(from), acquire_u64(credit)); /* partner: give_credit */
+        });
 
         if (end != Wait::there)
             miss(a, op, lane, end, EP_WAIT_CREDIT);
     }
     __syncwarp();
-    fence_sys(); /* acquire; partner: give_credit */
 }
 
 /* What this rank sends to rank d in all: rows of each of its experts, and tokens. */
 __device__ void push_counts(const ep_ll_args &a, const Op &op, const Batch &b, uint32_t *count, uint32_t d)
 {
-    const bool goes = (op.members & ~op.missed) >> d & 1;
     uint32_t *to = (uint32_t *)(a.window[d] + op.bank + a.bank.counts + (uint64_t)a.rank * a.counts_bytes);
     __shared__ uint32_t tokens;
 
@@ -349,8 +363,6 @@ __device__ void push_counts(const ep_ll_args &a, const Op &op, const Batch &b, u
         if (ranks_of(a, b.route, t) >> d & 1)
             atomicAdd(&tokens, 1);
     __syncthreads();
-    if (!goes)
-        return;
     for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads)
         to[l] = count[l];
     __syncthreads();
@@ -359,13 +371,13 @@ __device__ void push_counts(const ep_ll_args &a, const Op &op, const Batch &b, u
         store_u64((uint64_t *)line_at(a, d, op.bank, a.bank.dispatch_flags, a.rank),
                   (uint64_t)op.wire << 32 | tokens);
         if (d != a.rank)
-            atomicAdd((unsigned long long *)&a.state->wire_bytes,
+            atomicAdd((unsigned long long *)&a.state->scratch.wire_bytes,
                       (unsigned long long)tokens * (a.row_bytes + a.row_scales * sizeof(float)));
     }
     __syncthreads();
 }
 
-/* The routing to the handle, for its combine and for cached dispatches; and what goes nowhere. */
+/* The routing to the handle, for its combine and for cached dispatches; and what goes to nobody. */
 __device__ void keep_routing(const ep_ll_args &a, const Op &op, const Batch &b)
 {
     uint32_t dropped = 0;
@@ -373,7 +385,7 @@ __device__ void keep_routing(const ep_ll_args &a, const Op &op, const Batch &b)
     for (uint32_t i = threadIdx.x; i < a.tokens * a.top_k; i += kThreads) {
         const int32_t r = b.route[i];
 
-        dropped += r == kBadRoute || (r >= 0 && !((op.members & ~op.missed) >> rank_of(r) & 1));
+        dropped += r == kBadRoute || (r >= 0 && !(op.members >> rank_of(r) & 1));
         if (!a.cached) {
             a.routing[i] = r;
             a.weights[i] = a.topk_weights ? a.topk_weights[i] : 1.0f;
@@ -381,35 +393,49 @@ __device__ void keep_routing(const ep_ll_args &a, const Op &op, const Batch &b)
     }
     dropped = __reduce_add_sync(kAll, dropped);
     if (threadIdx.x % 32 == 0 && dropped)
-        atomicAdd((unsigned long long *)&a.state->dropped, dropped);
+        atomicAdd((unsigned long long *)&a.state->scratch.dropped, dropped);
 }
 
-template <Cast C> __device__ void send(const ep_ll_args &a, Op *op, const Batch &b, uint32_t *count)
+/* What this block has to send to the ranks in `to`. */
+template <Cast C>
+__device__ void send(const ep_ll_args &a, Op *op, const Batch &b, uint32_t *count, uint32_t ranks, uint32_t lacking)
 {
     const uint32_t blocks = gridDim.x, from_end = blocks - 1 - blockIdx.x;
-    const bool counts = from_end < a.ranks, tokens = blockIdx.x < a.tokens;
-    const uint32_t last = tokens ? blockIdx.x + (a.tokens - 1 - blockIdx.x) / blocks * blocks : 0;
+    const bool counts = from_end < a.ranks;
+    /* Counted from the end, after those that make counts: the first token of this block, if there is one. */
+    const uint32_t t0 = (from_end + blocks - a.ranks % blocks) % blocks;
     uint32_t counted = 0, sum = 0;
     Row<C> row;
+    float weight = 1.0f;
 
-    if (!counts && !tokens)
+    if (!counts && t0 >= a.tokens)
         return;
-    if (tokens)
-        load_token<C>(a, blockIdx.x, 0, &row);
-    read_routes(a, b.route, counts ? a.tokens * a.top_k : (last + 1) * a.top_k);
-    if (threadIdx.x < 32)
-        wait_credit(a, op);
-    __syncthreads();
+    if (t0 < a.tokens) {
+        load_token<C>(a, t0, 0, &row);
+        weight = load_weight(a, t0);
+    }
+    read_routes(a, b.route,
+                counts ? a.tokens * a.top_k : (t0 + (a.tokens - 1 - t0) / blocks * blocks + 1) * a.top_k);
+    if (lacking) { /* the same for all threads */
+        if (threadIdx.x < 32)
+            wait_credit(a, op, lacking);
+        __syncthreads();
+    }
     for (uint32_t d = from_end; d < a.ranks; d += blocks)
-        push_counts(a, *op, b, count, d);
-    if (from_end == 0)
+        if ((ranks & ~op->missed) >> d & 1)
+            push_counts(a, *op, b, count, d);
+    if (from_end == 0 && ranks == op->members) /* not again for those who have just joined */
         keep_routing(a, *op, b);
-    for (uint32_t t = blockIdx.x; t < a.tokens; t += blocks) {
-        const uint32_t to = ranks_of(a, b.route, t) & op->members & ~op->missed;
+    for (uint32_t t = t0; t < a.tokens; t += blocks) {
+        const uint32_t to = ranks_of(a, b.route, t) & ranks & ~op->missed;
 
         place_token(a, b, t, to, &counted, &sum);
-        if (t != blockIdx.x)
+        if (t != t0) {
             load_token<C>(a, t, 0, &row);
+            weight = load_weight(a, t);
+        }
+        if (threadIdx.x < a.top_k)
+            b.weight[threadIdx.x] = weight;
         __syncthreads();
         push_row<C>(a, *op, b, row, t, to);
         __syncthreads();
@@ -420,12 +446,23 @@ template <Cast C> __device__ void send(const ep_ll_args &a, Op *op, const Batch 
 
 /* ---- receiving ----------------------------------------------------------------------------- */
 
-/* Warp 0: rows[s] of each source, once it has told. */
-__device__ void wait_counts(const ep_ll_args &a, Op *op, uint32_t *rows)
+/*
+ * Warp 0: rows[s] of each source, once it has told.  First, whoever has joined since the op began is a member
+ * too, and is to get his part: returns them, and is to be called again.
+ */
+__device__ uint32_t wait_counts(const ep_ll_args &a, Op *op, uint32_t *rows)
 {
-    const uint32_t lane = threadIdx.x % 32;
-    uint32_t n = 0;
+    const uint32_t lane = threadIdx.x;
+    uint32_t joined = 0, n = 0;
 
+    if (a.phases & EP_LL_SEND && op->members) {
+        asm volatile("fence.sc.sys;" : : : "memory"); /* `begun` is out; partner: the server's write of `from` */
+        joined = __ballot_sync(kAll, from_of_lane(a) <= op->number) & ~op->members;
+        if (joined)
+            return joined;
+    }
+    if (!(a.phases & EP_LL_RECEIVE))
+        return 0;
     if (op->members >> lane & 1) {
         const Wait end = wait_for(a, *op, lane, [&] { return rows_of(a, *op, lane, &n); });
 
@@ -436,6 +473,7 @@ __device__ void wait_counts(const ep_ll_args &a, Op *op, uint32_t *rows)
     }
     rows[lane] = n;
     fence_sys(); /* acquire; partner: push_counts */
+    return 0;
 }
 
 /* Who shares the rows: block `part` of `parts`. */
@@ -455,38 +493,39 @@ struct Places {
 __device__ void take_header(const ep_ll_args &a, Op *op, const uint32_t *base, const uint32_t *total,
                             const uint32_t *first, uint32_t s, uint32_t slot, Places *places)
 {
-    const uint32_t lane = threadIdx.x % 32, k = lane - 1;
+    const uint32_t lane = threadIdx.x, k = lane - 1;
     const uint8_t *header = item_at(a, a.rank, op->bank, a.bank.headers, s, slot, a.header_bytes);
+    uint32_t *kept = (uint32_t *)item_at(a, a.rank, op->bank, a.bank.places, s, slot, a.places_bytes);
+    const bool route = lane >= 1 && lane <= a.max_top_k;
     Vec v = { { kAll, 0, 0, 0 } };
     Wait end = Wait::there;
 
     if (lane <= a.max_top_k)
         end = wait_for(a, *op, s, [&] {
-            v = load_vec(header + lane * 16u);
+            v = acquire_vec(header + lane * 16u); /* partner: push_headers */
             return v.w[3] == op->wire;
         });
-    fence_sys(); /* acquire; partner: push_headers */
     const bool there = __all_sync(kAll, end == Wait::there);
 
     if (end != Wait::there)
         miss(a, op, s, end, EP_WAIT_ARRIVAL);
 
-    const uint32_t l = v.w[0], index = v.w[2], token = __shfl_sync(kAll, v.w[0], 0);
-    bool here = there && lane >= 1 && k < a.max_top_k && l < a.local_experts &&
-                index < rows_between(a, base, total, l, s);
+    const uint32_t l = v.w[0], index = v.w[2];
+    const bool here = there && route && l < a.local_experts && index < rows_between(a, base, total, l, s);
+    const uint64_t at = here ? block_of(a, first, l) + base[l * a.ranks + s] + index : kNoPlace;
+    bool again = false; /* an expert that was named before has its row already */
 
-    for (uint32_t j = 1; j <= a.max_top_k; j++) { /* named again: it has its row already */
-        const uint32_t other = __shfl_sync(kAll, l, j);
+    for (uint32_t j = 1; j <= a.max_top_k; j++)
+        again |= __shfl_sync(kAll, l, j) == l && j < lane;
+    const uint32_t mine = __ballot_sync(kAll, here && !again);
 
-        here = here && !(j < lane && other == l);
-    }
-    const uint32_t mine = __ballot_sync(kAll, here);
-
-    if (here)
-        places->at[__popc(mine & ((1u << lane) - 1))] = block_of(a, first, l) + base[l * a.ranks + s] + index;
+    if (route)
+        kept[k] = (uint32_t)at;
+    if (here && !again)
+        places->at[__popc(mine & ((1u << lane) - 1))] = at;
     if (lane == 0) {
         places->n = __popc(mine);
-        places->token = token;
+        places->token = v.w[0];
         places->there = there;
     }
     __syncwarp();
@@ -556,9 +595,9 @@ __device__ void write_expert_counts(const ep_ll_args &a, const uint32_t *total, 
         a.offsets[l] = (int32_t)first[l];
     sum = __reduce_add_sync(kAll, sum);
     if (a.layout == EP_LAYOUT_EXPERT_MAJOR && threadIdx.x % 32 == 0)
-        atomicAdd((unsigned long long *)&a.state->rows, sum);
+        atomicAdd((unsigned long long *)&a.state->scratch.rows, sum);
     else if (a.layout == EP_LAYOUT_PACKED && threadIdx.x == 0)
-        a.state->rows = spanned;
+        a.state->scratch.rows = spanned;
 }
 
 /* Slots in turn, all sources of a slot together; f(s, slot). */
@@ -587,8 +626,8 @@ __device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, cons
         write_expert_counts(a, total, first, spanned);
     if (spanned > a.out_rows) {
         if (share.part == 0 && threadIdx.x == 0) {
-            a.state->overflow = 1;
-            a.state->rows_needed = spanned;
+            a.state->scratch.overflow = 1;
+            a.state->scratch.rows_needed = spanned;
         }
         return;
     }
@@ -609,7 +648,7 @@ __device__ void write_rank_counts(const ep_ll_args &a, const uint32_t *rows)
     if (threadIdx.x >= a.ranks)
         return;
     a.counts[threadIdx.x] = (int32_t)rows[threadIdx.x];
-    atomicAdd((unsigned long long *)&a.state->rows, rows[threadIdx.x]);
+    atomicAdd((unsigned long long *)&a.state->scratch.rows, rows[threadIdx.x]);
 }
 
 /* Rank-major rows stay where they are: a thread per 16 bytes of header waits for it. */
@@ -661,12 +700,12 @@ __device__ void receive_in_place(const ep_ll_args &a, Op *op, const uint32_t *ro
 __device__ void receive_again(const ep_ll_args &a, Op *op, uint32_t *rows, uint32_t *base, uint32_t *total,
                               uint32_t *first)
 {
-    const uint32_t missing = a.state->gone | a.state->late;
+    const uint32_t missing = a.state->scratch.gone | a.state->scratch.late;
 
     if (threadIdx.x < a.ranks)
         rows[threadIdx.x] = missing >> threadIdx.x & 1 ? 0 : rows[threadIdx.x];
     if (threadIdx.x == 0)
-        a.state->rows = a.state->rows_needed = a.state->overflow = 0;
+        a.state->scratch.rows = a.state->scratch.rows_needed = a.state->scratch.overflow = 0;
     __syncthreads();
     if (by_expert(a))
         receive_by_expert(a, op, { 0, 1 }, rows, base, total, first);
@@ -677,27 +716,40 @@ __device__ void receive_again(const ep_ll_args &a, Op *op, uint32_t *rows, uint3
 
 /* ---- the kernel -------------------------------------------------------------------------- */
 
-/* The handle belongs to this number from here on. */
-__device__ void finish(const ep_ll_args &a, const Op &op)
+/* Warp 0 of each block.  All that is to be known is read at once: one round trip to memory. */
+__device__ void begin(const ep_ll_args &a, Op *op, bool sends)
 {
-    struct ep_device_state *st = a.state;
-    struct ep_device_handle *h = &st->handles[a.handle];
-    const bool detached = !(op.members >> a.rank & 1);
-    const int32_t status = detached ? EP_DETACHED : st->overflow ? EP_OVERFLOW : EP_OK;
+    const uint32_t lane = threadIdx.x;
+    const struct ep_device_handle *h = &a.state->handles[a.handle];
+    const uint64_t number = load_u64(&a.state->number), held = load_u64(&h->number);
+    const uint32_t generation = load_u32(&h->generation);
+    const uint64_t timeout_ns = load_u64(&a.state->timeout_ns), from = from_of_lane(a);
+    uint64_t credit[EP_MAX_LL_BANKS];
 
-    st->logical_bytes = a.phases & EP_LL_SEND ? (uint64_t)a.tokens * a.top_k * a.row_bytes : 0;
-    if (a.phases & EP_LL_SEND) {
-        st->number = op.number;
-        *h = { op.number, 0, a.generation, a.tokens, a.top_k, a.layout, a.alignment, a.wire_dtype, 0, 0 };
+    for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
+        credit[i] = lane < a.ranks && i < a.banks ? acquire_u64(credit_at(a, a.rank, lane, i)) : 0;
+
+    const uint64_t n = sends ? number + 1 : held;
+
+    if (sends && lane == 0)
+        atomicMax((unsigned long long *)&a.state->begun, (unsigned long long)n);
+    op_begin(a, op, n, __ballot_sync(kAll, from <= n), timeout_ns);
+
+    uint64_t owed = 0;
+
+    for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
+        owed = i == n % a.banks ? credit[i] : owed;
+    const uint32_t lacking = __ballot_sync(kAll, from <= n && !has_credit(a, n, from, owed));
+
+    if (lane == 0) {
+        op->lacking = lacking & op->members;
+        op->valid = sends || (held && generation == a.generation && number - held < a.banks);
     }
-    if (a.phases & EP_LL_RECEIVE) {
-        h->routed = status == EP_OK && !st->late;
-        h->excluded = st->gone;
-    }
-    op_record(a, op, EP_DEVICE_DISPATCH, status, op.members);
+    __syncwarp();
 }
 
-/* The bank's last owner, and what the handle held: given up if they were not combined. */
+/* The bank's last owner, and what the handle held: given up if they were not combined.  Warp 0 of one block,
+ * of one that has little else to do. */
 __device__ void give_up_old(const ep_ll_args &a, uint64_t n)
 {
     const uint64_t held = a.state->handles[a.handle].number;
@@ -708,60 +760,85 @@ __device__ void give_up_old(const ep_ll_args &a, uint64_t n)
         give_credit(a, n - a.banks);
 }
 
-/* A completing op's handle may have lost its bank meanwhile. */
-__device__ bool still_held(const ep_ll_args &a)
+/* Warp 0 of the last block.  The handle belongs to this number from here on. */
+__device__ void finish(const ep_ll_args &a, const Op &op)
 {
-    const struct ep_device_handle *h = &a.state->handles[a.handle];
+    __shared__ struct ep_device_scratch s;
+    struct ep_device_handle *h = &a.state->handles[a.handle];
 
-    return h->number && h->generation == a.generation && a.state->number - h->number < a.banks;
+    take_scratch(a, &s);
+    const int32_t status = !op.members ? EP_DETACHED : s.overflow ? EP_OVERFLOW : EP_OK;
+
+    if (threadIdx.x == 0) {
+        const bool routed = a.phases & EP_LL_RECEIVE && status == EP_OK && !s.late;
+
+        a.state->number = a.phases & EP_LL_SEND ? op.number : a.state->number;
+        *h = { op.number, 0, a.generation, a.tokens, a.top_k, a.layout, a.alignment, a.wire_dtype, routed, s.gone };
+    }
+    op_record(a, op, s, EP_DEVICE_DISPATCH, status);
 }
 
-template <Cast C> __global__ void __launch_bounds__(kThreads) dispatch(const __grid_constant__ ep_ll_args a)
+/* Warp 0 of the last block: a send-only op's handle has lost its bank meanwhile. */
+__device__ void refuse(const ep_ll_args &a, const Op &op)
+{
+    __shared__ struct ep_device_scratch s;
+
+    take_scratch(a, &s);
+    op_record(a, op, s, EP_DEVICE_DISPATCH, EP_STALE_HANDLE);
+}
+
+template <Cast C> __global__ void __launch_bounds__(kThreads, kBlocks) dispatch(const __grid_constant__ ep_ll_args a)
 {
     extern __shared__ uint32_t shared[];
     __shared__ uint32_t slot[EP_DEVICE_MAX_RANKS], to[EP_DEVICE_MAX_RANKS], index[EP_MAX_TOP_K];
-    __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS];
+    __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS], joined;
+    __shared__ float weight[EP_MAX_TOP_K];
     __shared__ Op op;
     const uint32_t wide = max(a.max_tokens * a.max_top_k, a.local_experts * a.ranks);
     uint32_t *base = shared, *total = shared + wide, *first = total + a.local_experts;
-    const Batch batch = { (int32_t *)shared, slot, index, to };
+    const Batch batch = { (int32_t *)shared, slot, index, weight, to };
     const bool sends = a.phases & EP_LL_SEND;
+    const uint64_t start = now_ns();
 
     if (threadIdx.x < 32) {
-        const uint64_t n = sends ? a.state->number + 1 : a.state->handles[a.handle].number;
-
-        if (sends && blockIdx.x == 0)
-            give_up_old(a, n);
-        op_begin(a, &op, n, sends);
-        op.valid = sends || still_held(a);
+        begin(a, &op, sends);
+        if (sends && blockIdx.x == gridDim.x / 2)
+            give_up_old(a, op.number);
     }
     __syncthreads();
     if (!op.valid) {
-        if (last_block(&a.state->done) && threadIdx.x == 0)
-            op_record(a, op, EP_DEVICE_DISPATCH, EP_STALE_HANDLE, 0);
+        if (last_block(&a.state->scratch.done) && threadIdx.x < 32)
+            refuse(a, op);
         return;
     }
-    if (sends)
-        send<C>(a, &op, batch, total);
-    __syncthreads();
-    if (a.phases & EP_LL_RECEIVE) {
-        const uint64_t start = now_ns();
+    uint32_t ranks = op.members, lacking = op.lacking;
 
-        if (threadIdx.x < 32)
-            wait_counts(a, &op, rows);
+    do {
+        if (sends)
+            send<C>(a, &op, batch, total, ranks, lacking);
         __syncthreads();
-        if (blockIdx.x == 0 && threadIdx.x == 0)
-            a.state->wait_ns = now_ns() - start;
+        if (threadIdx.x < 32) {
+            const uint32_t some = wait_counts(a, &op, rows);
+
+            if (threadIdx.x == 0)
+                joined = some, op.members |= some;
+        }
+        __syncthreads();
+        ranks = joined, lacking = 0; /* who has just joined owes nothing */
+    } while (ranks);
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        a.state->scratch.wait_ns = now_ns() - start;
+    if (a.phases & EP_LL_RECEIVE) {
         if (by_expert(a))
             receive_by_expert(a, &op, { blockIdx.x, gridDim.x }, rows, base, total, first);
         else
             receive_in_place(a, &op, rows);
     }
-    if (!last_block(&a.state->done))
+    if (!last_block(&a.state->scratch.done))
         return;
-    if (a.phases & EP_LL_RECEIVE && (a.state->gone | a.state->late))
+    if (a.phases & EP_LL_RECEIVE && (a.state->scratch.gone | a.state->scratch.late))
         receive_again(a, &op, rows, base, total, first);
-    if (threadIdx.x == 0)
+    if (threadIdx.x < 32)
         finish(a, op);
 }
 

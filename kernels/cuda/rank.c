@@ -88,6 +88,7 @@ static void fill_base(const struct ep_cuda_rank_options *o, struct ep_cuda_rank 
     a->bank = m->bank;
     a->header_bytes = m->header_bytes;
     a->counts_bytes = m->counts_bytes;
+    a->places_bytes = m->places_bytes;
     a->scales_bytes = m->scales_bytes;
     a->combine_row_bytes = m->combine_row_bytes;
 }
@@ -95,12 +96,13 @@ static void fill_base(const struct ep_cuda_rank_options *o, struct ep_cuda_rank 
 /* Occupancy asks the runtime, which works in the context that is current. */
 static ep_status size_grids(const struct ep_cuda_rank_options *o, struct ep_cuda_rank *rank, struct ep_error *error)
 {
+    const struct ep_cuda_context *context;
     struct ep_cuda_device device;
     uint32_t dispatch, combine;
     int result;
 
     if (ep_cuda_device_info(o->device, &device, error) != EP_OK
-        || ep_cuda_enter(o->device, NULL, error) != EP_OK)
+        || ep_cuda_enter(o->device, &context, error) != EP_OK)
         return error->status;
     result = ep_ll_prepare(rank->shared_bytes, &dispatch, &combine);
     ep_cuda_leave();
@@ -183,6 +185,7 @@ static void fill_op(const struct ep_cuda_rank *rank, const struct ep_op *op, str
     a->topk_weights = at(rank, op->topk_weights);
     a->bias = at(rank, op->bias);
     a->out = at(rank, op->out);
+    a->in_rows = a->row_bytes ? op->x.bytes / a->row_bytes : 0;
     a->out_rows = a->row_bytes ? op->out.bytes / a->row_bytes : 0;
     a->out_scales = at(rank, op->out_scales);
     a->counts = at(rank, op->counts);

@@ -70,6 +70,7 @@ static void regions_of_a_bank_are_disjoint(void **state)
         { m.bank.credits, m.bank.credits + lines },
         { m.bank.counts, m.bank.counts + 8ull * m.counts_bytes },
         { m.bank.combine_numbers, m.bank.combine_numbers + slots * 4 },
+        { m.bank.places, m.bank.places + slots * m.places_bytes },
         { m.bank.headers, m.bank.headers + slots * m.header_bytes },
         { m.bank.scales, m.bank.scales + slots * m.scales_bytes },
         { m.bank.rows, m.bank.rows + slots * m.row_bytes },
