@@ -109,6 +109,7 @@ bool ep_spec_same_epoch(const Ep__V1__GroupSpec *a, const Ep__V1__GroupSpec *b)
     Ep__V1__GroupSpec x = *a, y = *b;
 
     x.timeout_ms = y.timeout_ms = 0;
+    x.direct = y.direct = EP__V1__DIRECT__DIRECT_UNSPECIFIED;
     x.n_labels = y.n_labels = 0;
     return same_bytes(&x, &y);
 }

@@ -75,7 +75,7 @@ static void spec_round_trips(void **state)
                "\"placement\":{\"strategy\":\"PLACEMENT_STRATEGY_EXPLICIT\","
                "\"homes\":[{\"expert\":1,\"rank\":2},{\"expert\":3,\"rank\":4}]},"
                "\"labels\":{\"zone\":\"a\",\"\":\"empty key\"},\"backend\":\"BACKEND_HOST\","
-               "\"ll_banks\":2}",
+               "\"ll_banks\":2,\"direct\":\"DIRECT_ANY\"}",
                NULL, &ep__v1__group_spec__descriptor);
 }
 
