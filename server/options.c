@@ -19,6 +19,7 @@
 #define HOUR_MS 3600000ull
 
 static const char *const backends[] = { "auto", "host", "cuda", NULL };          /* ep_options_backend */
+static const char *const mps_modes[] = { "auto", "require", "off", NULL };       /* ep_options_mps */
 static const char *const levels[] = { "debug", "info", "warn", "error", "off", NULL }; /* ep_log_level */
 static const char *const formats[] = { "logfmt", "json", NULL };                 /* ep_log_format */
 
@@ -79,11 +80,14 @@ const struct ep_option ep_options_table[] = {
       .doc = "Name of this node in groups, logs and metrics; by default the host name" },
     { "backend", "node", EP_TYPE_ENUM, 0, FIELD(backend), .fallback = "auto", .words = backends,
       .doc = "Where ranks run: on GPUs or on the host's CPUs; auto takes the GPUs if there are any" },
+    { "mps", "node", EP_TYPE_ENUM, 0, FIELD(mps), .fallback = "auto", .words = mps_modes,
+      .doc = "The MPS server of the GPUs: auto says in the log whether there is one, require starts only with "
+             "it, off only without" },
     { "host-ranks", "node", EP_TYPE_UINT, 0, FIELD(host_ranks), .fallback = "8", .min = 1, .max = 1024,
       .doc = "Devices that the host backend offers, each good for one rank of each group; a rank that "
              "is not in use costs nothing" },
     { "memory", "node", EP_TYPE_BYTES, 0, FIELD(memory), .fallback = "0", .min = 0, .max = 1024 * TIB,
-      .doc = "Memory for the windows of all groups; 0: half of what is free at start" },
+      .doc = "Memory for the windows of all groups, on GPUs of each; 0: half of what is free at start" },
     { "state-dir", "node", EP_TYPE_PATH, 0, FIELD(state_dir), .computed = default_state_dir,
       .doc = "Directory of what must survive a restart (groups, drain state); made if it is not there" },
 
@@ -662,20 +666,17 @@ static ep_status check_admin(const struct ep_options *o, struct ep_error *error)
     return EP_OK;
 }
 
-static ep_status check_backend(const struct ep_options *o, struct ep_error *error)
+static ep_status check_mps(const struct ep_options *o, struct ep_error *error)
 {
-#ifndef EP_HAVE_CUDA
-    if (o->backend == EP_OPTIONS_CUDA)
+    if (o->backend == EP_OPTIONS_HOST && o->mps == EP_OPTIONS_MPS_REQUIRE)
         return ep_error_set(error, EP_INVALID_ARGUMENT,
-                            "backend is cuda: this ep-server was built without CUDA; use host or auto");
-#endif
-    (void)o, (void)error;
+                            "mps is require with backend host, which has no use for it: set backend to cuda or auto");
     return EP_OK;
 }
 
 ep_status ep_options_check(const struct ep_options *options, struct ep_error *error)
 {
-    ep_status status = check_backend(options, error);
+    ep_status status = check_mps(options, error);
 
     if (status == EP_OK)
         status = check_paths(options, error);

@@ -30,6 +30,7 @@
 
 enum ep_options_action { EP_ACTION_RUN, EP_ACTION_CHECK, EP_ACTION_PRINT };
 enum ep_options_backend { EP_OPTIONS_AUTO, EP_OPTIONS_HOST, EP_OPTIONS_CUDA };
+enum ep_options_mps { EP_OPTIONS_MPS_AUTO, EP_OPTIONS_MPS_REQUIRE, EP_OPTIONS_MPS_OFF };
 
 struct ep_id_list {
     uint32_t *ids;
@@ -51,8 +52,9 @@ struct ep_options {
     /* node */
     char *name;
     int backend; /* enum ep_options_backend */
+    int mps;     /* enum ep_options_mps */
     uint64_t host_ranks;
-    uint64_t memory; /* bytes; 0: half of what is free at start */
+    uint64_t memory; /* bytes, of each GPU where there are GPUs; 0: half of what is free at start */
     char *state_dir;
 
     /* workers */

@@ -522,14 +522,11 @@ static void paths_are_checked(void **state)
     refuse_check((struct sources){ .flags = { "--attach-token-file=/no/token" } }, "attach-token-file: cannot read");
 }
 
-static void cuda_needs_a_build_with_cuda(void **state)
+static void mps_is_of_no_use_to_the_host(void **state)
 {
     (void)state;
-#ifdef EP_HAVE_CUDA
-    skip();
-#endif
-    refuse_check((struct sources){ .flags = { "--backend=cuda" } },
-                 "backend is cuda: this ep-server was built without CUDA");
+    refuse_check((struct sources){ .flags = { "--backend=host", "--mps=require" } },
+                 "mps is require with backend host");
 }
 
 /* ---- printing ------------------------------------------------------------------------------------------ */
@@ -673,7 +670,7 @@ int main(void)
         cmocka_unit_test(other_machines_need_tls_or_insecure),
         cmocka_unit_test(tls_options_go_together),
         cmocka_unit_test(paths_are_checked),
-        cmocka_unit_test(cuda_needs_a_build_with_cuda),
+        cmocka_unit_test(mps_is_of_no_use_to_the_host),
         cmocka_unit_test(printing_round_trips),
         cmocka_unit_test(printing_names_the_origin),
         cmocka_unit_test(reload_takes_what_may_change_and_names_the_rest),
