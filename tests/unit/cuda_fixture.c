@@ -59,6 +59,8 @@ static ep_status enter(const char *name, uint32_t device, struct ep_error *error
         status = ep_error_set(error, EP_NOT_FOUND, "device %u: there are %d", device, CUDA_FIXTURE_DEVICES);
     else if (cuda_fixture.fail && strcmp(cuda_fixture.fail, name) == 0 && cuda_fixture.fail_after-- == 0)
         status = ep_error_set(error, EP_INTERNAL, "%s failed because the test says so", name);
+    else if (cuda_fixture.lost >> device & 1)
+        status = ep_error_set(error, EP_IO, "device %u has fallen off the bus", device);
     if (status != EP_OK)
         pthread_mutex_unlock(&lock);
     return status;
@@ -97,6 +99,8 @@ static ep_status device_info(uint32_t device, struct ep_cuda_device *info, struc
     memcpy(info->uuid, uuids[device], EP_CUDA_UUID_BYTES);
     snprintf(info->uuid_text, sizeof info->uuid_text, "GPU-fixture-%u", device);
     snprintf(info->pci, sizeof info->pci, "0000:%02x:00.0", device);
+    if (cuda_fixture.on_info)
+        cuda_fixture.on_info(device, info);
     return leave();
 }
 
@@ -270,10 +274,20 @@ static void *must_translate(const void *gpu, uint64_t bytes)
     return host;
 }
 
+/* As enter(); counted. */
+static ep_status enter_copy(const char *name, uint32_t device, struct ep_error *error)
+{
+    ep_status status = enter(name, device, error);
+
+    if (status == EP_OK)
+        cuda_fixture.copies++;
+    return status;
+}
+
 static ep_status copy_in(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream,
                          struct ep_error *error)
 {
-    ep_status status = enter("write", device, error);
+    ep_status status = enter_copy("write", device, error);
 
     (void)stream;
     if (status != EP_OK)
@@ -285,9 +299,12 @@ static ep_status copy_in(uint32_t device, void *to, const void *from, uint64_t b
 static ep_status copy_out(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream,
                           struct ep_error *error)
 {
-    ep_status status = enter("read", device, error);
+    ep_status status;
 
     (void)stream;
+    if (cuda_fixture.on_read)
+        cuda_fixture.on_read(from, cuda_fixture.user);
+    status = enter_copy("read", device, error);
     if (status != EP_OK)
         return status;
     memcpy(to, must_translate(from, bytes), bytes);
@@ -297,7 +314,7 @@ static ep_status copy_out(uint32_t device, void *to, const void *from, uint64_t 
 static ep_status fill(uint32_t device, void *to, uint8_t value, uint64_t bytes, void *stream,
                       struct ep_error *error)
 {
-    ep_status status = enter("fill", device, error);
+    ep_status status = enter_copy("fill", device, error);
 
     (void)stream;
     if (status != EP_OK)

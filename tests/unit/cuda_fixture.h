@@ -18,9 +18,14 @@ struct cuda_fixture {
     uint32_t fail_after; /* calls of it that still work */
     uint32_t busy;       /* streams say that work is under way; atomic */
     struct ep_device_record outcome; /* of the next ops; number, generation, sequence are filled in */
+    uint32_t lost;       /* bit d: whatever is asked of device d fails with EP_IO */
+    void (*on_info)(uint32_t device, struct ep_cuda_device *info); /* what else a device is */
+    void (*on_read)(const void *gpu, void *user); /* before a copy to the host: a kernel may run on now */
+    void *user;
 
     /* what it has seen */
     uint32_t memories, streams, ranks, graphs, events; /* alive */
+    uint32_t copies;             /* write, read, fill */
     uint32_t ops;                /* executed */
     struct ep_op op[CUDA_FIXTURE_OPS];  /* the first of them */
     void *stream[CUDA_FIXTURE_OPS];     /* that each was given to */
