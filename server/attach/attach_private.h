@@ -96,6 +96,7 @@ struct connection {
     pid_t pid;
     uid_t uid;
     struct claim *claim;
+    uint32_t memory, memories; /* the next to be sent, of how many: WELCOME takes the first */
     uv_poll_t poll;
     uv_timer_t deadline; /* of the hello */
     unsigned handles;
@@ -125,6 +126,7 @@ struct claim {
     char *worker; /* its name */
     pid_t pid;
     uid_t uid;
+    Ep__V1__Executor executor; /* asked for */
     struct ep_membership *membership;
     struct connection *connection; /* NULL: none (yet or any more) */
     struct process process;        /* from ATTACHED on */

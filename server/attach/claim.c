@@ -6,6 +6,7 @@
 #include <sys/random.h>
 
 #include "ep_clock.h"
+#include "ep_cuda.h"
 #include "ep_log.h"
 
 #define WORKER_NAME_MAX 63
@@ -17,7 +18,7 @@
 
 static struct ep_worker worker_of(const struct claim *claim)
 {
-    return (struct ep_worker){ .pid = claim->pid, .uid = claim->uid, .name = claim->worker };
+    return (struct ep_worker){ .pid = claim->pid, .uid = claim->uid, .name = claim->worker, .executor = claim->executor };
 }
 
 /* ---- end ------------------------------------------------------------------------ */
@@ -333,8 +334,8 @@ static ep_status check_request(const struct ep_attach *attach, const Ep__V1__Cla
     return EP_OK;
 }
 
-static struct claim *make_claim(struct ep_attach *attach, const char *name, pid_t pid, uid_t uid,
-                                struct ep_error *error)
+static struct claim *make_claim(struct ep_attach *attach, const Ep__V1__ClaimRequest *request, pid_t pid,
+                                uid_t uid, struct ep_error *error)
 {
     struct claim *claim = calloc(1, sizeof *claim);
 
@@ -345,8 +346,9 @@ static struct claim *make_claim(struct ep_attach *attach, const char *name, pid_
     claim->attach = attach;
     claim->pid = pid;
     claim->uid = uid;
+    claim->executor = request->executor;
     claim->process.pidfd = -1;
-    claim->worker = strndup(name, WORKER_NAME_MAX);
+    claim->worker = strndup(request->worker, WORKER_NAME_MAX);
     if (!claim->worker) {
         ep_error_set(error, EP_NO_MEMORY, "no memory for a claim");
     } else if (getrandom(claim->ticket, sizeof claim->ticket, 0) != (ssize_t)sizeof claim->ticket) {
@@ -381,7 +383,7 @@ static ep_status claim_rank(struct ep_attach *attach, const Ep__V1__ClaimRequest
 
     if (check_request(attach, request, error) != EP_OK)
         return error->status;
-    claim = make_claim(attach, request->worker, pid, uid, error);
+    claim = make_claim(attach, request, pid, uid, error);
     if (!claim)
         return error->status;
     worker = worker_of(claim);
@@ -415,5 +417,10 @@ ep_status ep_attach_claim(struct ep_attach *attach, const Ep__V1__ClaimRequest *
     reply->spec = (Ep__V1__GroupSpec *)info.spec; /* only packed */
     reply->window_bytes = info.window_bytes;
     reply->backend = info.spec->backend;
+    reply->executor = info.executor;
+    reply->state_bytes = info.state_bytes;
+    if (info.device_uuid)
+        reply->device_uuid = (ProtobufCBinaryData){ .data = (uint8_t *)(uintptr_t)info.device_uuid,
+                                                    .len = EP_CUDA_UUID_BYTES };
     return EP_OK;
 }

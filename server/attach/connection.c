@@ -115,7 +115,8 @@ static void on_ready(uv_poll_t *poll, int status, int events);
 
 static void watch(struct connection *connection)
 {
-    bool waiting = connection->queued > 0 || connection->lost > 0;
+    bool waiting = connection->queued > 0 || connection->lost > 0 ||
+                   connection->memory < connection->memories;
 
     uv_poll_start(&connection->poll, UV_READABLE | (waiting ? UV_WRITABLE : 0), on_ready);
 }
@@ -147,7 +148,7 @@ static bool send_lost(struct connection *connection)
     return true;
 }
 
-static void flush(struct connection *connection)
+static void flush_events(struct connection *connection)
 {
     while (connection->queued > 0) {
         if (ep_attach_send(connection->fd, &connection->queue[connection->first], -1, NULL) != EP_OK)
@@ -161,7 +162,7 @@ static void flush(struct connection *connection)
 
 void connection_event(struct connection *connection, const struct ep_attach_frame *event)
 {
-    bool idle = connection->queued == 0 && connection->lost == 0;
+    bool idle = connection->queued == 0 && connection->lost == 0 && connection->memory == connection->memories;
 
     if (idle && ep_attach_send(connection->fd, event, -1, NULL) == EP_OK)
         return;
@@ -170,19 +171,64 @@ void connection_event(struct connection *connection, const struct ep_attach_fram
     watch(connection);
 }
 
-/* ---- frames in ------------------------------------------------------------------- */
+/* ---- memory out: WELCOME and MEMORY ------------------------------------------------ */
 
-static ep_status send_welcome(struct connection *connection, const struct ep_membership_info *info,
-                              struct ep_error *error)
+static void describe_memory(const struct ep_membership_info *info, const struct ep_membership_memory *memory,
+                            struct ep_attach_frame *frame)
 {
-    struct ep_attach_frame frame;
+    bool own = memory->kind == EP_MEMORY_OWN_WINDOW;
 
-    ep_attach_frame_init(&frame, EP_ATTACH_WELCOME);
-    frame.rank = info->rank;
-    frame.epoch = info->epoch;
-    frame.value = info->window_bytes;
-    return ep_attach_send(connection->fd, &frame, info->window_fd, error);
+    ep_attach_frame_init(frame, own ? EP_ATTACH_WELCOME : EP_ATTACH_MEMORY);
+    frame->rank = memory->rank;
+    frame->epoch = info->epoch;
+    frame->value = memory->bytes;
+    frame->count = own                                ? info->memories - 1
+                   : memory->kind == EP_MEMORY_STATE ? EP_ATTACH_MEMORY_STATE
+                                                     : EP_ATTACH_MEMORY_WINDOW;
 }
+
+/* Each descriptor is made when there is room for it, and lives in the socket only. */
+static ep_status send_memory(struct connection *connection, const struct ep_membership_info *info,
+                             struct ep_error *error)
+{
+    struct ep_membership_memory memory;
+    struct ep_attach_frame frame;
+    ep_status status =
+        ep_membership_memory(connection->claim->membership, connection->memory, &memory, error);
+
+    if (status)
+        return status;
+    describe_memory(info, &memory, &frame);
+    status = ep_attach_send(connection->fd, &frame, memory.fd, error);
+    close(memory.fd);
+    return status;
+}
+
+/* As many as the socket takes; the others follow when the worker has read some. */
+static ep_status send_memories(struct connection *connection, struct ep_error *error)
+{
+    struct ep_membership_info info;
+    ep_status status = EP_OK;
+
+    ep_membership_info(connection->claim->membership, &info);
+    while (connection->memory < connection->memories && !(status = send_memory(connection, &info, error)))
+        connection->memory++;
+    watch(connection);
+    return status == EP_UNAVAILABLE ? EP_OK : status;
+}
+
+/* Without all of it the worker can do nothing. */
+static void give_up(struct connection *connection, const struct ep_error *error)
+{
+    struct claim *claim = connection->claim;
+
+    EP_INFO("attach", "a worker cannot be given its memory", EP_I("pid", connection->pid),
+            EP_S("why", error->text));
+    connection_close(connection);
+    claim_disconnected(claim, "its worker went away while attaching");
+}
+
+/* ---- frames in ------------------------------------------------------------------- */
 
 static void on_hello(struct connection *connection, const struct ep_attach_frame *hello)
 {
@@ -198,9 +244,9 @@ static void on_hello(struct connection *connection, const struct ep_attach_frame
     connection->state = CONNECTION_ATTACHED;
     connection->claim = claim;
     uv_timer_stop(&connection->deadline);
-    if (send_welcome(connection, &info, &error) != EP_OK) {
-        connection_close(connection);
-        claim_disconnected(claim, "its worker went away while attaching");
+    connection->memories = info.memories;
+    if (send_memories(connection, &error) != EP_OK) {
+        give_up(connection, &error);
         return;
     }
     attach->counters.attaches++;
@@ -259,6 +305,17 @@ static void on_readable(struct connection *connection)
         on_lost(connection);
 }
 
+/* Memory first: events are about peers whose windows the worker has. */
+static void flush(struct connection *connection)
+{
+    struct ep_error error = EP_ERROR_INIT;
+
+    if (connection->memory == connection->memories)
+        flush_events(connection);
+    else if (send_memories(connection, &error) != EP_OK)
+        give_up(connection, &error);
+}
+
 /*
  * The worker closed with events of ours unread: the socket is in error, and what it said before, BYE
  * as a rule, is still there to be read.
@@ -280,7 +337,7 @@ static void on_ready(uv_poll_t *poll, int status, int events)
     }
     if (events & UV_WRITABLE)
         flush(connection);
-    if (events & UV_READABLE)
+    if (events & UV_READABLE && connection->state != CONNECTION_CLOSED)
         on_readable(connection);
 }
 

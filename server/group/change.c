@@ -187,9 +187,9 @@ static void swap_settled(struct epoch *epoch, struct ep_settled *fresh)
 
 static void set_timeout(struct group *group, uint32_t timeout_ms)
 {
-    ep_host_team_set_timeout(group->epoch->team, timeout_ms);
+    ep_team_set_timeout(group->epoch->team, timeout_ms);
     for (struct epoch *epoch = group->older; epoch; epoch = epoch->next)
-        ep_host_team_set_timeout(epoch->team, timeout_ms);
+        ep_team_set_timeout(epoch->team, timeout_ms);
 }
 
 static void take_asked(struct group *group, struct change *change)

@@ -3,7 +3,7 @@
  * Everything here is owned by the loop's thread.
  *
  * A group has a desired spec (stored) and a status.  An epoch is one agreed configuration: sizes,
- * placement, one window and one engine per rank.  Updating what an epoch is made of forms epoch
+ * placement, one window per rank and what serves it.  Updating what an epoch is made of forms epoch
  * n + 1 beside n; ranks attached to n stay there until they leave, new ones join n + 1, and n is
  * retired with its last rank.
  *
@@ -30,6 +30,7 @@
 #include "ep_node.h"
 #include "ep_store.h"
 #include "ep/v1/admin.pb-c.h"
+#include "ep/v1/attach.pb-c.h"
 #include "ep/v1/common.pb-c.h"
 
 struct ep_groups;
@@ -39,7 +40,7 @@ ep_status ep_groups_open(uv_loop_t *loop, struct ep_node *node, struct ep_store 
                          void (*on_ready)(const struct ep_error *error, void *user), void *user,
                          struct ep_groups **out, struct ep_error *error);
 
-/* Detaches everybody (listeners hear DETACHED), stops the engines, frees the windows; the stored
+/* Detaches everybody (listeners hear DETACHED), stops the executors, frees the windows; the stored
  * specs stay.  Then on_closed. */
 void ep_groups_close(struct ep_groups *groups, void (*on_closed)(void *user), void *user);
 
@@ -98,6 +99,7 @@ struct ep_worker {
     pid_t pid;
     uid_t uid;
     const char *name;
+    Ep__V1__Executor executor; /* asked for */
 };
 
 struct ep_membership_info {
@@ -106,7 +108,18 @@ struct ep_membership_info {
     uint64_t epoch;
     const Ep__V1__GroupSpec *spec; /* defaults filled in, placement homes listed */
     uint64_t window_bytes;
-    int window_fd; /* owned by the group */
+    Ep__V1__Executor executor;  /* settled: server or direct */
+    const uint8_t *device_uuid; /* EP_CUDA_UUID_BYTES of the GPU that the window is on; NULL: host */
+    uint64_t state_bytes;       /* direct: of the rank's state */
+    uint32_t memories;          /* that the worker gets: its window; direct: its state, its peers' windows */
+};
+
+/* One of them. */
+struct ep_membership_memory {
+    enum { EP_MEMORY_OWN_WINDOW, EP_MEMORY_STATE, EP_MEMORY_PEER_WINDOW } kind;
+    uint32_t rank; /* whose */
+    uint64_t bytes;
+    int fd; /* the caller's to close */
 };
 
 /* What a claimed rank hears; `user` is of the claim.  Called on the loop's thread. */
@@ -117,9 +130,10 @@ typedef void (*ep_group_event_fn)(enum ep_group_event event, uint32_t rank, uint
                                   const char *text, void *user);
 
 /*
- * Reserves a rank of the newest epoch: rank < 0 takes the lowest free one.  EP_ALREADY_EXISTS: it is
+ * Reserves a rank of the newest epoch: rank < 0 takes the lowest free one.  An executor that the backend
+ * has not, or that the group does not allow this worker, is refused.  EP_ALREADY_EXISTS: it is
  * held, and the text says by whom (pid, uid, name, since when).  EP_UNAVAILABLE: it will be free
- * without anybody's doing, as soon as an engine has stopped or an old worker's process has ended; ask
+ * without anybody's doing, as soon as its executor has stopped or an old worker's process has ended; ask
  * again after the group's next change.
  */
 ep_status ep_groups_claim(struct ep_groups *groups, const char *group, int32_t rank,
@@ -128,15 +142,18 @@ ep_status ep_groups_claim(struct ep_groups *groups, const char *group, int32_t r
 /* Would a claim of this rank (< 0: of any) be granted now? */
 bool ep_groups_rank_free(struct ep_groups *groups, const char *group, int32_t rank);
 void ep_membership_info(const struct ep_membership *membership, struct ep_membership_info *info);
+/* The index'th, 0 being the own window; EP_DETACHED when the group is gone. */
+ep_status ep_membership_memory(const struct ep_membership *membership, uint32_t index,
+                               struct ep_membership_memory *out, struct ep_error *error);
 
-/* The worker has connected: the rank joins the team, its engine runs; peers are told. */
+/* The worker has connected: the rank joins the team, its executor runs; peers are told. */
 ep_status ep_membership_attach(struct ep_membership *membership, const struct ep_worker *worker,
                                struct ep_error *error);
 
 /*
  * The worker is gone, or leaves.  The rank is absent at once and peers go on; `reason` says why.
  * writer_alive: its process may still write the window; the rank stays quarantined until
- * ep_membership_writer_gone().  Otherwise it is claimable as soon as its engine has stopped.
+ * ep_membership_writer_gone().  Otherwise it is claimable as soon as its executor has stopped.
  */
 void ep_membership_release(struct ep_membership *membership, const char *reason, bool writer_alive);
 void ep_membership_writer_gone(struct ep_membership *membership);

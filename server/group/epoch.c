@@ -15,17 +15,17 @@ static ep_status map_window(struct epoch *epoch, struct rank *rank, struct ep_er
     snprintf(name, sizeof name, "%s/%llu/%u", epoch->group->name, (unsigned long long)epoch->number,
              rank->number);
     status = ep_node_window_create(epoch->group->groups->node, rank->device, name,
-                                   epoch->settled.map.total_bytes, &rank->fd, &rank->window, error);
+                                   epoch->settled.map.total_bytes, &rank->window, error);
     if (!status)
-        ep_host_team_set_window(epoch->team, rank->number, rank->window);
+        status = ep_team_set_window(epoch->team, rank->number, rank->window, error);
     return status;
 }
 
 /* Windows are symmetric, so what fits one rank must fit all. */
 static ep_status make_window(struct epoch *epoch, struct rank *rank, struct ep_error *error)
 {
-    ep_status status = ep_node_reserve(epoch->group->groups->node, rank->device,
-                                       epoch->settled.map.total_bytes, error);
+    ep_status status =
+        ep_node_reserve(epoch->group->groups->node, rank->device, epoch->settled.rank_bytes, error);
 
     if (status)
         return status;
@@ -37,25 +37,22 @@ static ep_status make_window(struct epoch *epoch, struct rank *rank, struct ep_e
 
 struct dropped {
     uv_work_t work;
-    struct rank *rank;
-    int fd;
-    void *window;
+    struct epoch *epoch;
+    struct ep_node_window *window;
 };
 
 /* A thread of the pool: giving pages back takes its time. */
 static void drop_window(uv_work_t *work)
 {
     struct dropped *old = work->data;
-    struct epoch *epoch = old->rank->epoch;
 
-    ep_node_window_destroy(epoch->group->groups->node, old->rank->device, old->fd, old->window,
-                           epoch->settled.map.total_bytes);
+    ep_node_window_destroy(old->window);
 }
 
 static void on_window_dropped(uv_work_t *work, int status)
 {
     struct dropped *old = work->data;
-    struct epoch *epoch = old->rank->epoch;
+    struct epoch *epoch = old->epoch;
 
     (void)status; /* it is never cancelled */
     epoch->dropping--;
@@ -63,24 +60,30 @@ static void on_window_dropped(uv_work_t *work, int status)
     free(old);
 }
 
-void epoch_renew_window(struct rank *rank)
+/* Whoever kept its mapping of the old one writes to nobody. */
+static void renew_window(struct rank *rank)
 {
     struct epoch *epoch = rank->epoch;
     struct dropped *old = group_allocate(1, sizeof *old);
     struct ep_error error = EP_ERROR_INIT;
 
-    *old = (struct dropped){ .rank = rank, .fd = rank->fd, .window = rank->window };
+    *old = (struct dropped){ .epoch = epoch, .window = rank->window };
     old->work.data = old;
     if (map_window(epoch, rank, &error)) {
         EP_ERROR("group", "no fresh window: the next worker gets the old one",
                  EP_S("group", epoch->group->name), EP_U("rank", rank->number), EP_S("error", error.text));
-        rank->fd = old->fd;
         rank->window = old->window;
         free(old);
         return;
     }
     epoch->dropping++;
     uv_queue_work(epoch->group->groups->loop, &old->work, drop_window, on_window_dropped);
+}
+
+void epoch_clean_window(struct rank *rank)
+{
+    if (!ep_team_clean(rank->epoch->team, rank->number))
+        renew_window(rank);
 }
 
 /* ---- form and free ----------------------------------------------------------------- */
@@ -94,18 +97,37 @@ static void init_ranks(struct epoch *epoch)
         epoch->ranks[i] = (struct rank){
             .epoch = epoch,
             .number = i,
-            .device = i % devices,
+            .device = ep_spec_device(i, devices),
             .state = EP_RANK_STATE(EXPECTED),
             .since_us = now,
-            .fd = -1,
         };
+}
+
+static ep_status make_team(struct epoch *epoch, struct ep_error *error)
+{
+    const struct ep_settled *settled = &epoch->settled;
+    uint32_t *devices = group_allocate(epoch->n_ranks, sizeof *devices);
+    const struct ep_team_options options = {
+        .node = epoch->group->groups->node,
+        .loop = epoch->group->groups->loop,
+        .map = &settled->map,
+        .placement = &settled->placement,
+        .devices = devices,
+        .epoch = epoch->number,
+        .timeout_ms = settled->spec->timeout_ms,
+    };
+    ep_status status;
+
+    for (uint32_t i = 0; i < epoch->n_ranks; i++)
+        devices[i] = epoch->ranks[i].device;
+    status = ep_team_create(&options, &epoch->team, error);
+    free(devices);
+    return status;
 }
 
 static ep_status form(struct epoch *epoch, struct ep_error *error)
 {
-    const struct ep_settled *settled = &epoch->settled;
-    ep_status status = ep_host_team_create(&settled->map, &settled->placement, settled->spec->timeout_ms,
-                                           &epoch->team, error);
+    ep_status status = make_team(epoch, error);
 
     for (uint32_t i = 0; !status && i < epoch->n_ranks; i++)
         status = make_window(epoch, &epoch->ranks[i], error);
@@ -138,17 +160,12 @@ ep_status epoch_form(struct group *group, uint64_t number, struct ep_settled *se
 static void give_back(uv_work_t *work)
 {
     struct epoch *epoch = work->data;
-    struct ep_node *node = epoch->group->groups->node;
-    uint64_t bytes = epoch->settled.map.total_bytes;
 
     if (epoch->team)
-        ep_host_team_destroy(epoch->team);
-    for (uint32_t i = 0; i < epoch->n_ranks; i++) {
-        struct rank *rank = &epoch->ranks[i];
-
-        if (rank->fd >= 0)
-            ep_node_window_destroy(node, rank->device, rank->fd, rank->window, bytes);
-    }
+        ep_team_destroy(epoch->team);
+    for (uint32_t i = 0; i < epoch->n_ranks; i++)
+        if (epoch->ranks[i].window)
+            ep_node_window_destroy(epoch->ranks[i].window);
 }
 
 static void given_back(uv_work_t *work, int status)
@@ -161,7 +178,7 @@ static void given_back(uv_work_t *work, int status)
         struct rank *rank = &epoch->ranks[i];
 
         if (rank->reserved)
-            ep_node_release(group->groups->node, rank->device, epoch->settled.map.total_bytes);
+            ep_node_release(group->groups->node, rank->device, epoch->settled.rank_bytes);
         worker_clear(&rank->claimant);
         worker_clear(&rank->worker);
     }
@@ -184,12 +201,12 @@ void epoch_free(struct epoch *epoch)
 
 bool epoch_idle(const struct epoch *epoch)
 {
-    return !epoch->members && !epoch->engines && !epoch->quarantined && !epoch->dropping;
+    return !epoch->members && !epoch->executors && !epoch->quarantined && !epoch->dropping;
 }
 
 bool epoch_reset_due(const struct epoch *epoch)
 {
-    return epoch->used && !epoch->attached && !epoch->engines && !epoch->quarantined;
+    return epoch->used && !epoch->attached && !epoch->executors && !epoch->quarantined;
 }
 
 bool epoch_resetting(const struct epoch *epoch)
@@ -199,16 +216,20 @@ bool epoch_resetting(const struct epoch *epoch)
 
 void epoch_reset(struct epoch *epoch)
 {
-    /* The team wants all absent; ranks that nobody ever took are not. */
-    for (uint32_t i = 0; i < epoch->n_ranks; i++)
-        if (epoch->ranks[i].state == EP_RANK_STATE(EXPECTED))
-            ep_host_team_leave(epoch->team, i);
-    ep_host_team_reset(epoch->team);
+    struct ep_error error = EP_ERROR_INIT;
+
+    epoch->used = false;
+    epoch->apart = ep_team_reset(epoch->team, &error) != EP_OK;
+    if (epoch->apart) {
+        /* For the team all stay absent, and who attaches hears why it cannot join. */
+        EP_ERROR("group", "an epoch cannot start anew", EP_S("group", epoch->group->name),
+                 EP_U("epoch", epoch->number), EP_S("error", error.text));
+        return;
+    }
     for (uint32_t i = 0; i < epoch->n_ranks; i++) {
         rank_set_state(&epoch->ranks[i], EP_RANK_RESET);
         epoch->ranks[i].reason[0] = '\0';
     }
-    epoch->used = false;
 }
 
 void epoch_tell(struct epoch *epoch, const struct rank *but, bool attached_only, enum ep_group_event event,
@@ -227,7 +248,6 @@ void epoch_detach(struct epoch *epoch, const char *reason)
     if (epoch->detached)
         return;
     epoch->detached = true;
-    for (uint32_t i = 0; i < epoch->n_ranks; i++)
-        ep_host_team_leave(epoch->team, i);
+    ep_team_leave_all(epoch->team);
     epoch_tell(epoch, NULL, false, EP_GROUP_DETACHED, 0, epoch->number, reason);
 }

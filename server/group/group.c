@@ -104,8 +104,11 @@ struct ep_spec_bounds group_bounds(const struct ep_groups *groups)
 {
     return (struct ep_spec_bounds){
         .node = ep_node_name(groups->node),
+        .backend = ep_node_backend(groups->node),
         .devices = ep_node_devices(groups->node),
         .memory_left = ep_node_memory_left(groups->node),
+        .device_left = ep_node_device_memory_left(groups->node),
+        .granule = ep_node_granule(groups->node),
     };
 }
 

@@ -18,6 +18,7 @@
 #include "arena.h"
 #include "ep_group.h"
 #include "ep_kernels.h"
+#include "ep_team.h"
 #include "group_phase.h"
 #include "spec.h"
 
@@ -29,6 +30,7 @@ struct ep_membership {
     struct rank *rank;
     bool attached, released; /* released: quarantined, waits for writer_gone */
     bool tell_epoch;         /* it attached to an epoch that had been replaced meanwhile */
+    Ep__V1__Executor executor; /* settled */
     ep_group_event_fn on_event;
     void *user;
 };
@@ -51,10 +53,9 @@ struct rank {
     uint64_t claimed_us;
     struct worker claimant;   /* of member */
     struct worker worker;     /* the attached or last one */
-    struct ep_engine *engine; /* not NULL until it has stopped */
+    struct ep_executor *executor; /* not NULL until it has stopped */
     struct ep_rank_counters counters;
-    int fd; /* of the window; -1: none */
-    void *window;
+    struct ep_node_window *window;
     bool reserved;
 };
 
@@ -63,16 +64,17 @@ struct epoch {
     struct group *group;
     uint64_t number;
     struct ep_settled settled;
-    struct ep_host_team *team;
+    struct ep_team *team;
     struct rank *ranks;
     uint32_t n_ranks;
     uint32_t members; /* claimed, attached or not */
     uint32_t attached;
-    uint32_t engines; /* running or stopping */
+    uint32_t executors; /* running or stopping */
     uint32_t dropping; /* windows that are being given back */
     uint32_t quarantined;
     bool used;     /* a rank has attached since it was formed or reset */
     bool detached; /* its group is gone: no attach any more */
+    bool apart;    /* a reset has failed: ranks that are expected have to join too */
     uv_work_t freeing;
 };
 
@@ -163,10 +165,10 @@ void records_delete(struct group *group, records_done_fn done, void *user);
 ep_status epoch_form(struct group *group, uint64_t number, struct ep_settled *settled, struct epoch **out,
                      struct ep_error *error);
 /*
- * The rank's worker has left and its engine has stopped: the next one gets fresh memory.  It reads
- * nothing of its predecessor's, and one that kept its mapping writes to nobody.
+ * The rank's worker is gone and its executor has stopped: the next one gets clean memory and reads nothing
+ * of its predecessor's.
  */
-void epoch_renew_window(struct rank *rank);
+void epoch_clean_window(struct rank *rank);
 /*
  * Nothing runs in it, nobody is attached.  Its memory goes back on another thread, because that takes
  * long; until then group->freeing counts it.
@@ -175,7 +177,7 @@ void epoch_free(struct epoch *epoch);
 bool epoch_idle(const struct epoch *epoch);
 /* All have left and nothing stands in the way: every rank is expected again. */
 bool epoch_reset_due(const struct epoch *epoch);
-/* A reset is only waiting for engines to stop. */
+/* A reset is only waiting for executors to stop. */
 bool epoch_resetting(const struct epoch *epoch);
 void epoch_reset(struct epoch *epoch);
 /* Every claimed rank of it hears the event, except `but`. */
@@ -189,7 +191,7 @@ void epoch_detach(struct epoch *epoch, const char *reason);
 void rank_set_state(struct rank *rank, enum ep_rank_event event);
 /* May it be claimed?  Else why not. */
 ep_status rank_claimable(const struct rank *rank, struct ep_error *error);
-/* Engines of an epoch whose members cannot be waited for (shutdown). */
+/* Executors of an epoch whose members cannot be waited for (shutdown). */
 void rank_orphan(struct rank *rank, const char *reason);
 void worker_clear(struct worker *worker);
 void worker_set(struct worker *worker, const struct ep_worker *from);

@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "ep_clock.h"
 #include "ep_log.h"
@@ -42,6 +43,59 @@ void rank_set_state(struct rank *rank, enum ep_rank_event event)
     rank->state = next;
 }
 
+/* ---- executor ------------------------------------------------------------------ */
+
+#define EXECUTOR(name) EP__V1__EXECUTOR__EXECUTOR_##name
+#define DIRECT(name)   EP__V1__DIRECT__DIRECT_##name
+
+static const char *executor_name(Ep__V1__Executor executor)
+{
+    return executor == EXECUTOR(DIRECT) ? "direct" : executor == EXECUTOR(SERVER) ? "server" : "auto";
+}
+
+/* May this worker run its own ops?  It maps the windows of its peers then. */
+static ep_status check_direct(const struct group *group, const struct ep_worker *worker, struct ep_error *error)
+{
+    const char *asked = executor_name(worker->executor);
+    const char *only = worker->executor == EXECUTOR(AUTO) ? ", and executor server is not there yet on the cuda "
+                                                            "backend" : "";
+
+    switch (group->epoch->settled.spec->direct) {
+    case DIRECT(ANY): return EP_OK;
+    case DIRECT(NONE):
+        return ep_error_set(error, EP_FAILED_PRECONDITION,
+                            "executor is %s: direct of group %s is none%s; set it to same_uid or any", asked,
+                            group->name, only);
+    default:
+        if (worker->uid == geteuid())
+            return EP_OK;
+        return ep_error_set(error, EP_PERMISSION_DENIED,
+                            "executor is %s: direct of group %s is same_uid, and uid %u is not the server's, which "
+                            "is %u%s; run the worker as that user, or set direct to any",
+                            asked, group->name, (unsigned)worker->uid, (unsigned)geteuid(), only);
+    }
+}
+
+static ep_status settle_executor(const struct group *group, const struct ep_worker *worker,
+                                 Ep__V1__Executor *out, struct ep_error *error)
+{
+    const bool cuda = ep_node_backend(group->groups->node) == EP__V1__BACKEND__BACKEND_CUDA;
+
+    if (worker->executor != EXECUTOR(AUTO) && worker->executor != EXECUTOR(SERVER) &&
+        worker->executor != EXECUTOR(DIRECT))
+        return ep_error_set(error, EP_INVALID_ARGUMENT,
+                            "executor is %d: must be 0 (auto), 1 (server) or 2 (direct)", (int)worker->executor);
+    if (!cuda && worker->executor == EXECUTOR(DIRECT))
+        return ep_error_set(error, EP_FAILED_PRECONDITION,
+                            "executor is direct: group %s is on the host backend, where the server runs the ops; "
+                            "ask for server or auto", group->name);
+    if (cuda && worker->executor == EXECUTOR(SERVER))
+        return ep_error_set(error, EP_UNIMPLEMENTED,
+                            "executor is server: it is not there yet on the cuda backend; use direct");
+    *out = cuda ? EXECUTOR(DIRECT) : EXECUTOR(SERVER);
+    return cuda ? check_direct(group, worker, error) : EP_OK;
+}
+
 /* ---- claim -------------------------------------------------------------------- */
 
 static ep_status refuse_held(const struct rank *rank, struct ep_error *error)
@@ -69,7 +123,7 @@ ep_status rank_claimable(const struct rank *rank, struct ep_error *error)
             "window; it is free when that process has ended",
             rank->number, group, (int)rank->worker.pid, (unsigned)rank->worker.uid,
             worker_name(&rank->worker));
-    if (rank->engine || epoch_resetting(rank->epoch))
+    if (rank->executor || epoch_resetting(rank->epoch))
         return ep_error_set(error, EP_UNAVAILABLE, "rank %u of group %s is being released: try again",
                             rank->number, group);
     return EP_OK;
@@ -135,8 +189,9 @@ ep_status ep_groups_claim(struct ep_groups *groups, const char *name, int32_t nu
     struct group *group = group_get(groups, name, &why);
     struct ep_membership *member;
     struct rank *rank = NULL;
+    Ep__V1__Executor executor;
 
-    if (group && check_open(group, &why) == EP_OK)
+    if (group && check_open(group, &why) == EP_OK && settle_executor(group, worker, &executor, &why) == EP_OK)
         rank = find_rank(group, number, &why);
     if (!rank) {
         if (error)
@@ -144,7 +199,7 @@ ep_status ep_groups_claim(struct ep_groups *groups, const char *name, int32_t nu
         return why.status;
     }
     member = group_allocate(1, sizeof *member);
-    *member = (struct ep_membership){ .rank = rank, .on_event = on_event, .user = user };
+    *member = (struct ep_membership){ .rank = rank, .executor = executor, .on_event = on_event, .user = user };
     worker_set(&rank->claimant, worker);
     rank->claimed_us = ep_clock_wall_us();
     rank->member = member;
@@ -158,7 +213,7 @@ void ep_membership_info(const struct ep_membership *member, struct ep_membership
     static const Ep__V1__GroupSpec none = EP__V1__GROUP_SPEC__INIT;
     const struct rank *rank = member->rank;
 
-    *info = (struct ep_membership_info){ .group = "", .spec = &none, .window_fd = -1 };
+    *info = (struct ep_membership_info){ .group = "", .spec = &none };
     if (!rank)
         return;
     info->group = rank->epoch->group->name;
@@ -166,7 +221,35 @@ void ep_membership_info(const struct ep_membership *member, struct ep_membership
     info->epoch = rank->epoch->number;
     info->spec = rank->epoch->settled.spec;
     info->window_bytes = rank->epoch->settled.map.total_bytes;
-    info->window_fd = rank->fd;
+    info->executor = member->executor;
+    info->device_uuid = ep_node_device_uuid(rank->epoch->group->groups->node, rank->device);
+    info->memories = 1;
+    if (member->executor != EXECUTOR(DIRECT))
+        return;
+    info->state_bytes = ep_team_state_bytes(rank->epoch->team);
+    info->memories += 1 + (rank->epoch->n_ranks - 1);
+}
+
+/* Own window, state, then the others' windows by rank. */
+ep_status ep_membership_memory(const struct ep_membership *member, uint32_t index,
+                               struct ep_membership_memory *out, struct ep_error *error)
+{
+    const struct rank *rank = member->rank;
+    const struct epoch *epoch = rank ? rank->epoch : NULL;
+    uint32_t whose;
+
+    if (!rank)
+        return ep_error_set(error, EP_DETACHED, "the group is gone");
+    *out = (struct ep_membership_memory){ .kind = EP_MEMORY_STATE, .rank = rank->number, .fd = -1 };
+    if (index == 1) {
+        out->bytes = ep_team_state_bytes(epoch->team);
+        return ep_team_state_export(epoch->team, rank->number, &out->fd, error);
+    }
+    whose = index == 0 ? rank->number : index - 2 + (index - 2 >= rank->number);
+    out->kind = index == 0 ? EP_MEMORY_OWN_WINDOW : EP_MEMORY_PEER_WINDOW;
+    out->rank = whose;
+    out->bytes = epoch->settled.map.total_bytes;
+    return ep_node_window_export(epoch->ranks[whose].window, &out->fd, error);
 }
 
 /* ---- attach ------------------------------------------------------------------- */
@@ -176,29 +259,24 @@ static void on_timeout(const struct ep_engine_timeout *timeout, void *user)
     status_timeout(user, timeout);
 }
 
-static ep_status start_engine(struct rank *rank, struct ep_error *error)
+static ep_status start_executor(struct rank *rank, struct ep_error *error)
 {
     struct epoch *epoch = rank->epoch;
-    const struct ep_engine_options options = {
-        .loop = epoch->group->groups->loop,
-        .team = epoch->team,
-        .map = &epoch->settled.map,
+    const struct ep_executor_options options = {
         .rank = rank->number,
-        .epoch = epoch->number,
-        .window = rank->window,
         .counters = &rank->counters,
         .on_timeout = on_timeout,
         .user = rank,
     };
     /* An expected rank is part of the team already; one that was absent joins at the next op. */
-    bool joins = rank->state == EP_RANK_STATE(ABSENT);
-    ep_status status;
+    bool joins = rank->state == EP_RANK_STATE(ABSENT) || epoch->apart;
+    ep_status status = joins ? ep_team_join(epoch->team, rank->number, error) : EP_OK;
 
-    if (joins)
-        ep_host_team_join(epoch->team, rank->number);
-    status = ep_engine_start(&options, &rank->engine, error);
+    if (status)
+        return status;
+    status = ep_executor_start(epoch->team, &options, &rank->executor, error);
     if (status && joins)
-        ep_host_team_leave(epoch->team, rank->number);
+        ep_team_leave(epoch->team, rank->number);
     return status;
 }
 
@@ -214,7 +292,7 @@ ep_status ep_membership_attach(struct ep_membership *member, const struct ep_wor
     if (member->attached)
         return ep_error_set(error, EP_FAILED_PRECONDITION, "rank %u of group %s is attached already",
                             rank->number, epoch->group->name);
-    status = start_engine(rank, error);
+    status = start_executor(rank, error);
     if (status)
         return status;
     member->attached = true;
@@ -223,7 +301,7 @@ ep_status ep_membership_attach(struct ep_membership *member, const struct ep_wor
     rank_set_state(rank, EP_RANK_ATTACH);
     epoch->used = true;
     epoch->attached++;
-    epoch->engines++;
+    epoch->executors++;
     if (epoch != epoch->group->epoch) {
         member->tell_epoch = true; /* from the loop: its worker has not been welcomed yet */
         group_later(epoch->group->groups);
@@ -237,29 +315,36 @@ ep_status ep_membership_attach(struct ep_membership *member, const struct ep_wor
 
 /* ---- release ------------------------------------------------------------------ */
 
-static void on_engine_stopped(void *user)
+/* As soon as neither its worker nor anything of ours touches its window, the next worker may have it. */
+static void vacate(struct rank *rank)
+{
+    if (!rank->executor && !rank->quarantined && rank->epoch == rank->epoch->group->epoch &&
+        !rank->epoch->detached)
+        epoch_clean_window(rank);
+}
+
+static void on_executor_stopped(void *user)
 {
     struct rank *rank = user;
     struct group *group = rank->epoch->group;
 
-    rank->engine = NULL;
-    rank->epoch->engines--;
-    if (rank->epoch == group->epoch && !rank->epoch->detached)
-        epoch_renew_window(rank);
+    rank->executor = NULL;
+    rank->epoch->executors--;
+    vacate(rank);
     group_later(group->groups);
     status_changed(group);
 }
 
-/* Peers go on at once; the engine ends when its running op has noticed. */
+/* Peers go on at once; the executor ends when its running op has noticed. */
 static void leave(struct rank *rank, const char *reason, bool writer_alive)
 {
     struct epoch *epoch = rank->epoch;
 
-    ep_host_team_leave(epoch->team, rank->number);
+    ep_team_leave(epoch->team, rank->number);
     epoch->attached--;
     snprintf(rank->reason, sizeof rank->reason, "%s", reason ? reason : "");
     rank_set_state(rank, writer_alive ? EP_RANK_LEFT_ALIVE : EP_RANK_LEFT);
-    ep_engine_stop(rank->engine, on_engine_stopped, rank);
+    ep_executor_stop(rank->executor, on_executor_stopped, rank);
 }
 
 void ep_membership_release(struct ep_membership *member, const char *reason, bool writer_alive)
@@ -298,6 +383,7 @@ void ep_membership_writer_gone(struct ep_membership *member)
         rank->quarantined = NULL;
         rank->epoch->quarantined--;
         rank_set_state(rank, EP_RANK_WRITER_GONE);
+        vacate(rank);
         group_assess(rank->epoch->group);
         group_later(rank->epoch->group->groups);
         status_changed(rank->epoch->group);

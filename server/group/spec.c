@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "device_state.h"
+
 #define MAX_EXPERTS     65536u /* their homes fit into one message */
 #define NAME_MAX_BYTES  63u
 #define LABEL_KEY_MAX   63u
@@ -68,6 +70,11 @@ static ep_status check_range(const char *field, uint64_t value, uint64_t low, ui
                         field, value, low, high);
 }
 
+static bool is_cuda(const struct ep_spec_bounds *bounds)
+{
+    return bounds->backend == EP__V1__BACKEND__BACKEND_CUDA;
+}
+
 static ep_status check_ranks(const Ep__V1__GroupSpec *spec, const struct ep_spec_bounds *bounds,
                              struct ep_error *error)
 {
@@ -79,6 +86,8 @@ static ep_status check_ranks(const Ep__V1__GroupSpec *spec, const struct ep_spec
     if (spec->top_k > spec->experts)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "top_k is %u: must be at most experts, which is %u",
                             spec->top_k, spec->experts);
+    if (is_cuda(bounds))
+        return check_range("ranks", spec->ranks, 1, EP_DEVICE_MAX_RANKS, error);
     if (spec->ranks > bounds->devices)
         return ep_error_set(
             error, EP_FAILED_PRECONDITION,
@@ -87,18 +96,30 @@ static ep_status check_ranks(const Ep__V1__GroupSpec *spec, const struct ep_spec
     return EP_OK;
 }
 
-static ep_status check_backend(const Ep__V1__GroupSpec *spec, struct ep_error *error)
+static ep_status check_backend(const Ep__V1__GroupSpec *spec, const struct ep_spec_bounds *bounds,
+                               struct ep_error *error)
 {
-    switch (spec->backend) {
-    case EP__V1__BACKEND__BACKEND_UNSPECIFIED:
-    case EP__V1__BACKEND__BACKEND_HOST: return EP_OK;
-    case EP__V1__BACKEND__BACKEND_CUDA:
-        return ep_error_set(error, EP_FAILED_PRECONDITION,
-                            "backend is cuda: this node has host devices only");
-    default:
+    const bool cuda = spec->backend == EP__V1__BACKEND__BACKEND_CUDA;
+
+    if (spec->backend == EP__V1__BACKEND__BACKEND_UNSPECIFIED)
+        return EP_OK;
+    if (spec->backend != EP__V1__BACKEND__BACKEND_HOST && !cuda)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "backend is %d: must be host or cuda",
                             (int)spec->backend);
-    }
+    if (cuda != is_cuda(bounds))
+        return ep_error_set(error, EP_FAILED_PRECONDITION,
+                            "backend is %s: node %s runs with backend %s; leave it out, or start ep-server with "
+                            "--backend=%s", cuda ? "cuda" : "host", bounds->node, cuda ? "host" : "cuda",
+                            cuda ? "cuda" : "host");
+    return EP_OK;
+}
+
+static ep_status check_direct(const Ep__V1__GroupSpec *spec, struct ep_error *error)
+{
+    if (protobuf_c_enum_descriptor_get_value(&ep__v1__direct__descriptor, (int)spec->direct))
+        return EP_OK;
+    return ep_error_set(error, EP_INVALID_ARGUMENT, "direct is %d: must be 1 (same_uid), 2 (any) or 3 (none)",
+                        (int)spec->direct);
 }
 
 /* Numbers of an enumeration, each once, between low and high; *bits gets them. */
@@ -178,25 +199,41 @@ static void set_list(int **list, size_t *n, uint32_t bits)
             values[(*n)++] = i;
 }
 
-static ep_status settle_sets(struct ep_settled *settled, struct ep_limits *limits, struct ep_error *error)
+static ep_status settle_modes(struct ep_settled *settled, const struct ep_spec_bounds *bounds,
+                              struct ep_limits *limits, struct ep_error *error)
 {
     Ep__V1__GroupSpec *spec = settled->spec;
     ep_status status = check_set("modes", (const int *)spec->modes, spec->n_modes, EP_MODE_LL, EP_MODE_HT,
                                  "1 (ll), 2 (ht)", &limits->modes, error);
 
-    if (status ||
-        (status = check_set("dtypes", (const int *)spec->dtypes, spec->n_dtypes, EP_BF16, EP_FP8_E4M3,
-                            "1 (bf16), 2 (fp16), 3 (fp32), 4 (fp8_e4m3)", &limits->dtypes, error)))
+    if (status)
         return status;
-    if (!limits->modes) {
+    if (has_mode(limits, EP_MODE_HT) && is_cuda(bounds))
+        return ep_error_set(error, EP_UNIMPLEMENTED,
+                            "modes has ht: it is not there yet on the cuda backend; ask for ll, or leave it out");
+    if (!limits->modes && is_cuda(bounds)) {
+        limits->modes = 1u << EP_MODE_LL;
+        note(settled, "modes: none asked, ll settled: ht is not there yet on the cuda backend");
+    } else if (!limits->modes) {
         limits->modes = 1u << EP_MODE_LL | 1u << EP_MODE_HT;
         note(settled, "modes: none asked, ll and ht settled: default");
     }
+    set_list((int **)&spec->modes, &spec->n_modes, limits->modes);
+    return EP_OK;
+}
+
+static ep_status settle_dtypes(struct ep_settled *settled, struct ep_limits *limits, struct ep_error *error)
+{
+    Ep__V1__GroupSpec *spec = settled->spec;
+    ep_status status = check_set("dtypes", (const int *)spec->dtypes, spec->n_dtypes, EP_BF16, EP_FP8_E4M3,
+                                 "1 (bf16), 2 (fp16), 3 (fp32), 4 (fp8_e4m3)", &limits->dtypes, error);
+
+    if (status)
+        return status;
     if (!limits->dtypes) {
         limits->dtypes = 1u << EP_BF16 | 1u << EP_FP8_E4M3;
         note(settled, "dtypes: none asked, bf16 and fp8_e4m3 settled: default");
     }
-    set_list((int **)&spec->modes, &spec->n_modes, limits->modes);
     set_list((int **)&spec->dtypes, &spec->n_dtypes, limits->dtypes);
     return EP_OK;
 }
@@ -325,7 +362,21 @@ ep_status ep_spec_layout(const struct ep_limits *limits, bool default_arena, str
     return ep_layout_compute(&l, map, error);
 }
 
-static ep_status settle_sizes(struct ep_settled *settled, struct ep_limits *limits, struct ep_error *error)
+static uint64_t round_up(uint64_t bytes, uint64_t granule)
+{
+    return granule > 1 ? (bytes + granule - 1) / granule * granule : bytes;
+}
+
+uint64_t ep_spec_rank_bytes(const struct ep_layout_map *map, const struct ep_placement *placement,
+                            const struct ep_spec_bounds *bounds)
+{
+    uint64_t state = is_cuda(bounds) ? ep_device_state_bytes(map, placement) : 0;
+
+    return round_up(map->total_bytes, bounds->granule) + round_up(state, bounds->granule);
+}
+
+static ep_status settle_sizes(struct ep_settled *settled, const struct ep_spec_bounds *bounds,
+                              struct ep_limits *limits, struct ep_error *error)
 {
     Ep__V1__GroupSpec *spec = settled->spec;
     bool default_arena = !spec->arena_bytes;
@@ -344,10 +395,25 @@ static ep_status settle_sizes(struct ep_settled *settled, struct ep_limits *limi
     if (status)
         return status;
     spec->arena_bytes = settled->map.limits.arena_bytes;
+    settled->rank_bytes = ep_spec_rank_bytes(&settled->map, &settled->placement, bounds);
     if (default_arena)
         note(settled, "arena_bytes: 0 asked, %" PRIu64 " settled: one op's inputs and its largest outputs",
              spec->arena_bytes);
     return EP_OK;
+}
+
+static void settle_backend(struct ep_settled *settled, const struct ep_spec_bounds *bounds)
+{
+    Ep__V1__GroupSpec *spec = settled->spec;
+
+    spec->backend = is_cuda(bounds) ? EP__V1__BACKEND__BACKEND_CUDA : EP__V1__BACKEND__BACKEND_HOST;
+    if (!is_cuda(bounds))
+        return;
+    if (spec->direct == EP__V1__DIRECT__DIRECT_UNSPECIFIED)
+        spec->direct = EP__V1__DIRECT__DIRECT_SAME_UID;
+    if (spec->ranks > bounds->devices)
+        note(settled, "ranks: %u on %u GPUs: some share one, and without MPS their kernels take turns",
+             spec->ranks, bounds->devices);
 }
 
 static ep_status settle(struct ep_settled *settled, const struct ep_spec_bounds *bounds,
@@ -357,14 +423,15 @@ static ep_status settle(struct ep_settled *settled, const struct ep_spec_bounds 
     Ep__V1__GroupSpec *spec = settled->spec;
     ep_status status;
 
-    if ((status = check_ranks(spec, bounds, error)) || (status = check_backend(spec, error)) ||
-        (status = check_timeout(spec, error)) || (status = check_labels(spec, error)) ||
-        (status = settle_sets(settled, &limits, error)) || (status = settle_placement(settled, error)))
+    if ((status = check_ranks(spec, bounds, error)) || (status = check_backend(spec, bounds, error)) ||
+        (status = check_direct(spec, error)) || (status = check_timeout(spec, error)) ||
+        (status = check_labels(spec, error)) || (status = settle_modes(settled, bounds, &limits, error)) ||
+        (status = settle_dtypes(settled, &limits, error)) || (status = settle_placement(settled, error)))
         return status;
-    spec->backend = EP__V1__BACKEND__BACKEND_HOST;
+    settle_backend(settled, bounds);
     settle_u32(settled, "timeout_ms", &spec->timeout_ms, EP_DEFAULT_TIMEOUT_MS);
     settle_tokens(settled, &limits);
-    return settle_sizes(settled, &limits, error);
+    return settle_sizes(settled, bounds, &limits, error);
 }
 
 ep_status ep_spec_settle(const Ep__V1__GroupSpec *asked, const struct ep_spec_bounds *bounds,

@@ -7,8 +7,10 @@
 /* One search: token counts that vary, everything else as settled. */
 struct search {
     const struct ep_limits *limits;
+    const struct ep_placement *placement;
+    const struct ep_spec_bounds *bounds;
     bool default_arena;
-    uint64_t memory;
+    uint64_t memory; /* that one rank may have */
     uint32_t ll, ht; /* the settled counts; 0: the mode is not part of the group */
     bool vary_ll, vary_ht;
 };
@@ -21,7 +23,7 @@ static bool fits(const struct search *s, uint32_t ll, uint32_t ht)
     limits.ll_max_tokens = ll;
     limits.ht_max_tokens = ht;
     return ep_spec_layout(&limits, s->default_arena, &map, NULL) == EP_OK &&
-           map.total_bytes <= s->memory / limits.ranks;
+           ep_spec_rank_bytes(&map, s->placement, s->bounds) <= s->memory;
 }
 
 /* share / 2^16 of count, at least 1 of what there is. */
@@ -91,24 +93,62 @@ static void advise(struct search *s, char *text, size_t size)
                                   : "no number of tokens would fit: lower arena_bytes or ranks");
 }
 
+/* Of `ranks` in all; every device that has memory of its own shares it out among the ranks on it. */
+struct share {
+    uint64_t memory;
+    uint32_t device, ranks; /* whose memory is the scarcest, how many ranks are on it */
+};
+
+static struct share smallest_share(uint32_t ranks, const struct ep_spec_bounds *bounds)
+{
+    struct share smallest = { .memory = bounds->memory_left / ranks, .ranks = ranks };
+
+    if (!bounds->device_left)
+        return smallest;
+    smallest.memory = UINT64_MAX;
+    for (uint32_t device = 0; device < bounds->devices && device < ranks; device++) {
+        uint32_t here = (ranks - device - 1) / bounds->devices + 1;
+        uint64_t memory = bounds->device_left[device] / here;
+
+        if (memory < smallest.memory)
+            smallest = (struct share){ .memory = memory, .device = device, .ranks = here };
+    }
+    return smallest;
+}
+
+static ep_status refuse(const struct ep_settled *settled, const struct ep_spec_bounds *bounds,
+                        const struct share *share, const char *advice, struct ep_error *error)
+{
+    if (!bounds->device_left)
+        return ep_error_set(error, EP_RESOURCE_EXHAUSTED,
+                            "%u windows of %" PRIu64 " bytes need %" PRIu64 ", node %s has %" PRIu64 " left: %s",
+                            share->ranks, settled->rank_bytes, settled->rank_bytes * share->ranks, bounds->node,
+                            bounds->memory_left, advice);
+    return ep_error_set(error, EP_RESOURCE_EXHAUSTED,
+                        "%u of the ranks are on GPU %u of node %s and need %" PRIu64 " bytes each, it has %" PRIu64
+                        " left: %s",
+                        share->ranks, share->device, bounds->node, settled->rank_bytes,
+                        bounds->device_left[share->device], advice);
+}
+
 ep_status ep_spec_fit(const Ep__V1__GroupSpec *asked, const struct ep_settled *settled,
                       const struct ep_spec_bounds *bounds, struct ep_error *error)
 {
     const struct ep_limits *limits = &settled->map.limits;
+    const struct share share = smallest_share(limits->ranks, bounds);
     struct search s = {
         .limits = limits,
+        .placement = &settled->placement,
+        .bounds = bounds,
         .default_arena = !asked->arena_bytes,
-        .memory = bounds->memory_left,
+        .memory = share.memory,
         .ll = limits->ll_max_tokens,
         .ht = limits->ht_max_tokens,
     };
     char advice[160];
 
-    if (settled->map.total_bytes <= bounds->memory_left / limits->ranks)
+    if (settled->rank_bytes <= share.memory)
         return EP_OK;
     advise(&s, advice, sizeof advice);
-    return ep_error_set(error, EP_RESOURCE_EXHAUSTED,
-                        "%u windows of %" PRIu64 " bytes need %" PRIu64 ", node %s has %" PRIu64 " left: %s",
-                        limits->ranks, settled->map.total_bytes, settled->map.total_bytes * limits->ranks,
-                        bounds->node, bounds->memory_left, advice);
+    return refuse(settled, bounds, &share, advice, error);
 }

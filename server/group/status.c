@@ -39,6 +39,27 @@ static void add_counters(struct ep_rank_counters *sum, const struct ep_rank_coun
     sum->bad_descriptors += load(&counters->bad_descriptors);
 }
 
+/* Where kernels count, what they counted is fetched when somebody asks. */
+static void refresh_rank(const struct epoch *epoch, uint32_t rank)
+{
+    if (rank < epoch->n_ranks && epoch->ranks[rank].executor)
+        ep_executor_refresh(epoch->ranks[rank].executor);
+}
+
+static void refresh_epoch(const struct epoch *epoch)
+{
+    for (uint32_t i = 0; i < epoch->n_ranks; i++)
+        refresh_rank(epoch, i);
+}
+
+static void refresh_group(const struct group *group)
+{
+    if (group->epoch)
+        refresh_epoch(group->epoch);
+    for (const struct epoch *epoch = group->older; epoch; epoch = epoch->next)
+        refresh_epoch(epoch);
+}
+
 void status_retire_counters(struct epoch *epoch)
 {
     struct group *group = epoch->group;
@@ -60,6 +81,7 @@ static bool add_epoch_rank(const struct epoch *epoch, uint32_t rank, struct ep_r
 {
     if (!epoch || rank >= epoch->n_ranks)
         return false;
+    refresh_rank(epoch, rank);
     add_counters(sum, &epoch->ranks[rank].counters);
     return true;
 }
@@ -146,7 +168,7 @@ static Ep__V1__RankStatus *rank_message(struct arena *arena, const struct ep_nod
     message->rank = number;
     message->state = EP_RANK_STATE(EXPECTED);
     message->node = arena_strdup(arena, ep_node_name(node));
-    message->device = arena_strdup(arena, ep_node_device_name(node, number % ep_node_devices(node)));
+    message->device = arena_strdup(arena, ep_node_device_name(node, ep_spec_device(number, ep_node_devices(node))));
     message->local_experts = local_experts;
     return message;
 }
@@ -294,6 +316,8 @@ const Ep__V1__Group *ep_groups_get(struct ep_groups *groups, const char *name, s
 {
     struct group *group = group_get(groups, name, error);
 
+    if (group)
+        refresh_group(group);
     return group ? status_message(group) : NULL;
 }
 
@@ -465,13 +489,16 @@ static Ep__V1__OpStats *op_stats(enum ep_op_class class, const struct ep_op_coun
     return stats;
 }
 
+/* NULL: the backend does not know. */
 static Ep__V1__PeerWait *peer_wait(const struct rank *rank, uint32_t peer)
 {
-    Ep__V1__PeerWait *wait = group_allocate(1, sizeof *wait);
+    Ep__V1__PeerWait *wait;
     uint64_t sum_ns, max_ns;
 
+    if (!ep_team_peer_wait(rank->epoch->team, rank->number, peer, &sum_ns, &max_ns))
+        return NULL;
+    wait = group_allocate(1, sizeof *wait);
     ep__v1__peer_wait__init(wait);
-    ep_host_team_peer_wait(rank->epoch->team, rank->number, peer, &sum_ns, &max_ns);
     wait->rank = peer;
     wait->wait_us = sum_ns / EP_NS_PER_US;
     wait->max_wait_us = max_ns / EP_NS_PER_US;
@@ -491,9 +518,12 @@ static Ep__V1__RankStats *rank_stats(const struct rank *rank)
     for (int i = 0; i < EP_OP_CLASSES; i++)
         stats->ops[stats->n_ops++] = op_stats((enum ep_op_class)i, &rank->counters.op[i]);
     stats->peers = group_allocate(rank->epoch->n_ranks, sizeof *stats->peers);
-    for (uint32_t peer = 0; peer < rank->epoch->n_ranks; peer++)
-        if (peer != rank->number)
-            stats->peers[stats->n_peers++] = peer_wait(rank, peer);
+    for (uint32_t peer = 0; peer < rank->epoch->n_ranks; peer++) {
+        Ep__V1__PeerWait *wait = peer != rank->number ? peer_wait(rank, peer) : NULL;
+
+        if (wait)
+            stats->peers[stats->n_peers++] = wait;
+    }
     stats->dropped_routes = load(&rank->counters.dropped_routes);
     stats->bad_descriptors = load(&rank->counters.bad_descriptors);
     return stats;
@@ -520,6 +550,7 @@ void ep_groups_stats(struct ep_groups *groups, const char *name, Ep__V1__Stats *
 
         if (!is_listed(group) || (name && strcmp(name, group->name)))
             continue;
+        refresh_group(group);
         if (group->epoch)
             add_epoch_stats(stats, group->epoch);
         for (const struct epoch *epoch = group->older; epoch; epoch = epoch->next)

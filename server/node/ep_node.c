@@ -91,6 +91,8 @@ static char *kernel_text(void)
 
 static ep_status make_devices(struct ep_node *node, uint32_t n, struct ep_error *error)
 {
+    if (n < 1 || n > EP_MAX_RANKS)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "host_devices is %u: must be 1..%d", n, EP_MAX_RANKS);
     node->devices = calloc(n, sizeof *node->devices);
     if (!node->devices)
         return ep_error_set(error, EP_NO_MEMORY, "node: out of memory");
@@ -100,9 +102,19 @@ static ep_status make_devices(struct ep_node *node, uint32_t n, struct ep_error 
     return EP_OK;
 }
 
-static ep_status fill(struct ep_node *node, const struct ep_node_options *options, struct ep_error *error)
+static void set_host_budget(struct ep_node *node, uint64_t asked)
 {
     uint64_t memory = memory_at_start();
+
+    node->budget = asked ? asked : memory / 2;
+    if (asked > memory)
+        EP_WARN("node", "the memory budget is more than the memory that is free",
+                EP_U("budget_bytes", node->budget), EP_U("free_bytes", memory));
+}
+
+static ep_status fill(struct ep_node *node, const struct ep_node_options *options, struct ep_error *error)
+{
+    ep_status status;
 
     node->name = options->name && *options->name ? strdup(options->name) : host_name();
     node->socket = strdup(options->socket ? options->socket : "");
@@ -113,10 +125,10 @@ static ep_status fill(struct ep_node *node, const struct ep_node_options *option
         return ep_error_set(error, EP_NO_MEMORY, "node: out of memory");
     node->cpus = count_cpus();
     node->started_us = ep_clock_wall_us();
-    node->budget = options->memory_budget ? options->memory_budget : memory / 2;
-    if (options->memory_budget > memory)
-        EP_WARN("node", "the memory budget is more than the memory that is free",
-                EP_U("budget_bytes", node->budget), EP_U("free_bytes", memory));
+    status = ep_node_choose_backend(node, options, error);
+    if (status || node->cuda)
+        return status;
+    set_host_budget(node, options->memory_budget);
     return make_devices(node, options->host_devices, error);
 }
 
@@ -125,9 +137,6 @@ ep_status ep_node_open(const struct ep_node_options *options, struct ep_node **o
     struct ep_node *node;
     ep_status status;
 
-    if (options->host_devices < 1 || options->host_devices > EP_MAX_RANKS)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "host_devices is %u: must be 1..%d",
-                            options->host_devices, EP_MAX_RANKS);
     node = calloc(1, sizeof *node);
     if (!node)
         return ep_error_set(error, EP_NO_MEMORY, "node: out of memory");
@@ -144,6 +153,7 @@ ep_status ep_node_open(const struct ep_node_options *options, struct ep_node **o
 void ep_node_close(struct ep_node *node)
 {
     free(node->devices);
+    free(node->left);
     free(node->name);
     free(node->socket);
     free(node->admin_address);
@@ -158,6 +168,11 @@ const char *ep_node_name(const struct ep_node *node)
     return node->name;
 }
 
+Ep__V1__Backend ep_node_backend(const struct ep_node *node)
+{
+    return node->cuda ? EP__V1__BACKEND__BACKEND_CUDA : EP__V1__BACKEND__BACKEND_HOST;
+}
+
 uint32_t ep_node_devices(const struct ep_node *node)
 {
     return node->n_devices;
@@ -166,6 +181,11 @@ uint32_t ep_node_devices(const struct ep_node *node)
 const char *ep_node_device_name(const struct ep_node *node, uint32_t device)
 {
     return device < node->n_devices ? node->devices[device].name : "?";
+}
+
+const uint8_t *ep_node_device_uuid(const struct ep_node *node, uint32_t device)
+{
+    return node->cuda && device < node->n_devices ? node->devices[device].gpu.uuid : NULL;
 }
 
 /* ---- cordon ------------------------------------------------------------------ */
@@ -224,23 +244,33 @@ struct ep_bytes_text ep_bytes_text(uint64_t bytes)
     return out;
 }
 
+static ep_status refuse_memory(struct ep_node *node, uint32_t device, uint64_t bytes, uint64_t left,
+                               struct ep_error *error)
+{
+    const struct device *gpu = node->cuda ? &node->devices[device] : NULL;
+    char owners[160];
+
+    ep_node_describe_owners(node, gpu ? (int64_t)device : -1, owners, sizeof owners);
+    return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "%s asked, %s left of %s on %s%snode %s%s%s",
+                        ep_bytes_text(bytes).text, ep_bytes_text(left).text,
+                        ep_bytes_text(gpu ? gpu->budget : node->budget).text, gpu ? gpu->name : "",
+                        gpu ? " of " : "", node->name, *owners ? "; in use: " : "", owners);
+}
+
 ep_status ep_node_reserve(struct ep_node *node, uint32_t device, uint64_t bytes, struct ep_error *error)
 {
-    uint64_t left = ep_node_memory_left(node);
-    char owners[160];
+    uint64_t left;
 
     if (device >= node->n_devices)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "device is %u: node %s has %u", device, node->name,
                             node->n_devices);
-    if (bytes > left) {
-        ep_node_describe_owners(node, owners, sizeof owners);
-        return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "%s asked, %s left of %s on node %s%s%s",
-                            ep_bytes_text(bytes).text, ep_bytes_text(left).text,
-                            ep_bytes_text(node->budget).text, node->name, *owners ? "; in use: " : "",
-                            owners);
-    }
+    left = node->left ? node->left[device] : ep_node_memory_left(node);
+    if (bytes > left)
+        return refuse_memory(node, device, bytes, left, error);
     node->used += bytes;
     node->devices[device].used += bytes;
+    if (node->left)
+        node->left[device] -= bytes;
     return EP_OK;
 }
 
@@ -248,11 +278,23 @@ void ep_node_release(struct ep_node *node, uint32_t device, uint64_t bytes)
 {
     node->used -= bytes;
     node->devices[device].used -= bytes;
+    if (node->left)
+        node->left[device] += bytes;
 }
 
 uint64_t ep_node_memory_left(const struct ep_node *node)
 {
     return node->used < node->budget ? node->budget - node->used : 0;
+}
+
+const uint64_t *ep_node_device_memory_left(const struct ep_node *node)
+{
+    return node->left;
+}
+
+uint64_t ep_node_granule(const struct ep_node *node)
+{
+    return node->cuda ? 2ull << 20 : 1; /* of VMM allocations, on every GPU that has them */
 }
 
 /* ---- info -------------------------------------------------------------------- */
@@ -275,31 +317,35 @@ static void *zeroed(size_t n, size_t size)
     return memory;
 }
 
-static Ep__V1__Version *version_info(void)
+static Ep__V1__Version *version_info(const struct ep_node *node)
 {
     Ep__V1__Version *version = zeroed(1, sizeof *version);
 
     ep__v1__version__init(version);
     version->version = own(EP_VERSION);
     version->commit = own(EP_COMMIT);
-    version->backends = zeroed(1, sizeof *version->backends);
-    version->backends[0] = own("host");
-    version->n_backends = 1;
+    version->backends = zeroed(2, sizeof *version->backends);
+    version->backends[version->n_backends++] = own("host");
+    if (node->cuda)
+        version->backends[version->n_backends++] = own("cuda");
     version->window_version = EP_WINDOW_VERSION;
     version->attach_version = EP_ATTACH_VERSION;
     return version;
 }
 
-static Ep__V1__Device *device_info(const struct ep_node *node, const struct device *from)
+static Ep__V1__Device *device_info(const struct ep_node *node, uint32_t number)
 {
     Ep__V1__Device *device = zeroed(1, sizeof *device);
+    const struct device *from = &node->devices[number];
 
     ep__v1__device__init(device);
     device->name = own(from->name);
-    device->backend = EP__V1__BACKEND__BACKEND_HOST;
-    device->memory_bytes = node->budget; /* host devices share the node's memory */
+    device->backend = ep_node_backend(node);
+    device->memory_bytes = node->cuda ? from->budget : node->budget; /* host devices share the node's memory */
     device->used_bytes = from->used;
-    device->detail = own("CPU threads and shared memory");
+    device->detail = node->cuda ? ep_node_gpu_detail(node, number) : own("CPU threads and shared memory");
+    if (!device->detail)
+        abort();
     return device;
 }
 
@@ -311,11 +357,11 @@ void ep_node_info(const struct ep_node *node, Ep__V1__NodeInfo *info)
                   : node->cordoned ? EP__V1__NODE_STATE__NODE_STATE_CORDONED
                                    : EP__V1__NODE_STATE__NODE_STATE_READY;
     info->reason = own(node->stopping ? "the server is stopping" : node->reason);
-    info->version = version_info();
+    info->version = version_info(node);
     info->devices = zeroed(node->n_devices, sizeof *info->devices);
     info->n_devices = node->n_devices;
     for (uint32_t i = 0; i < node->n_devices; i++)
-        info->devices[i] = device_info(node, &node->devices[i]);
+        info->devices[i] = device_info(node, i);
     info->memory_budget_bytes = node->budget;
     info->memory_used_bytes = node->used;
     info->started_us = node->started_us;

@@ -1,5 +1,8 @@
 /*
  * ep_node: what this node is and has: name, devices, memory budget.  Owned by the loop's thread.
+ *
+ * A node has one backend.  On the host backend devices are CPU threads that share the node's memory;
+ * on the cuda backend they are GPUs with memory of their own.
  */
 #ifndef EP_NODE_H
 #define EP_NODE_H
@@ -11,20 +14,33 @@
 #include "ep/v1/admin.pb-c.h"
 
 struct ep_node;
+struct ep_cuda_api;
+
+/* AUTO takes the GPUs where there are any whose memory can be shared with workers. */
+enum ep_node_choice { EP_NODE_HOST, EP_NODE_CUDA, EP_NODE_AUTO };
+/* What to do about MPS: say what is there; start only with it; start only without. */
+enum ep_node_mps { EP_NODE_MPS_AUTO, EP_NODE_MPS_REQUIRE, EP_NODE_MPS_OFF };
 
 struct ep_node_options {
-    const char *name;        /* NULL: host name */
-    uint32_t host_devices;   /* ranks of the host backend that this node offers */
-    uint64_t memory_budget;  /* bytes for windows; 0: half of the memory that is free at start */
+    const char *name;               /* NULL: host name */
+    enum ep_node_choice backend;
+    enum ep_node_mps mps;
+    const struct ep_cuda_api *cuda; /* NULL: ep_cuda_open() */
+    uint32_t host_devices;          /* ranks of the host backend that this node offers */
+    uint64_t memory_budget;         /* bytes for windows, on GPUs of each; 0: half of what is free at start */
     const char *socket, *admin_address;
 };
 
+/* A backend that cannot be had is refused with the reason. */
 ep_status ep_node_open(const struct ep_node_options *options, struct ep_node **out, struct ep_error *error);
 void ep_node_close(struct ep_node *node);
 
 const char *ep_node_name(const struct ep_node *node);
+Ep__V1__Backend ep_node_backend(const struct ep_node *node);
 uint32_t ep_node_devices(const struct ep_node *node);
 const char *ep_node_device_name(const struct ep_node *node, uint32_t device);
+/* EP_CUDA_UUID_BYTES bytes; NULL on the host backend. */
+const uint8_t *ep_node_device_uuid(const struct ep_node *node, uint32_t device);
 
 /* Cordon: no new attachments.  The state survives a restart (the caller stores it). */
 void ep_node_cordon(struct ep_node *node, bool cordoned, const char *reason);
@@ -33,19 +49,32 @@ void ep_node_set_stopping(struct ep_node *node);
 /* Where operators reach it, once the port is known. */
 void ep_node_set_admin_address(struct ep_node *node, const char *address);
 
+/* ---- memory ------------------------------------------------------------------ */
+
 /* Memory of windows.  Refusal says what was asked, what is left and who has the rest. */
 ep_status ep_node_reserve(struct ep_node *node, uint32_t device, uint64_t bytes, struct ep_error *error);
 void ep_node_release(struct ep_node *node, uint32_t device, uint64_t bytes);
-uint64_t ep_node_memory_left(const struct ep_node *node);
+uint64_t ep_node_memory_left(const struct ep_node *node); /* of all devices */
+/* What each device has left, [ep_node_devices]; NULL on the host backend, whose devices share it. */
+const uint64_t *ep_node_device_memory_left(const struct ep_node *node);
+/* Allocations are multiples of this: what is reserved should be. */
+uint64_t ep_node_granule(const struct ep_node *node);
 
 /*
- * One rank's window on the host backend: a sealed-size memfd, mapped here.  *fd may be handed to a
- * worker; closing it is the caller's.
+ * One rank's window, zeroed: on the host backend a memfd of sealed size, on the cuda backend GPU memory.
+ * The name begins with its owner's, up to the first '/'.
  */
+struct ep_node_window;
 ep_status ep_node_window_create(struct ep_node *node, uint32_t device, const char *name, uint64_t bytes,
-                                int *fd, void **base, struct ep_error *error);
+                                struct ep_node_window **out, struct ep_error *error);
 /* Any thread, and better not the loop's: giving memory back takes about half a second per GiB. */
-void ep_node_window_destroy(struct ep_node *node, uint32_t device, int fd, void *base, uint64_t bytes);
+void ep_node_window_destroy(struct ep_node_window *window);
+/* On the host backend mapped here; on the cuda backend an address on its GPU, not for the host to follow. */
+void *ep_node_window_base(const struct ep_node_window *window);
+/* A descriptor for a worker; closing it is the caller's. */
+ep_status ep_node_window_export(const struct ep_node_window *window, int *fd, struct ep_error *error);
+
+/* ---- info -------------------------------------------------------------------- */
 
 /* Fills the fields that the node knows; free with ep_node_info_clear. */
 void ep_node_info(const struct ep_node *node, Ep__V1__NodeInfo *info);

@@ -1,32 +1,53 @@
-/* node_private: what the files of this folder share. */
+/*
+ * node_private: what the files of this folder share.
+ *
+ *   ep_node.c    name, cordon, memory budget, what operators see
+ *   gpus.c       the GPUs of a node, and MPS
+ *   window.c     windows, and who has how much memory in them
+ *   team.c       teams: what both backends have in common; team_host.c, team_cuda.c the backends
+ *   watch_cuda.c what the server does for a worker that runs its own ops: it looks on
+ *   engine.c     executes the ops of one rank on the host backend
+ */
 #ifndef EP_NODE_PRIVATE_H
 #define EP_NODE_PRIVATE_H
 
 #include <pthread.h>
 
+#include "ep_cuda.h"
 #include "ep_node.h"
 
 struct device {
-    char name[16];
-    uint64_t used; /* reserved bytes */
+    char name[sizeof ((struct ep_cuda_device *)NULL)->uuid_text];
+    uint64_t used;   /* reserved bytes */
+    uint64_t budget; /* of a GPU */
+    uint32_t ordinal; /* of a GPU in this process */
+    struct ep_cuda_device gpu;
 };
 
-/* One window, so that a refusal can say who has the memory. */
-struct window {
-    struct window *next;
-    void *base;
+/* Listed, so that a refusal can say who has the memory. */
+struct ep_node_window {
+    struct ep_node *node;
+    struct ep_node_window *next;
+    uint32_t device;
     uint64_t bytes;
     char *owner; /* its name up to the first '/': the group's */
+    /* host */
+    int fd;
+    void *base;
+    /* cuda */
+    struct ep_cuda_memory *memory;
 };
 
 struct ep_node {
     char *name, *socket, *admin_address, *kernel;
     uint32_t cpus;
     uint64_t started_us, budget, used;
+    const struct ep_cuda_api *cuda; /* NULL: the host backend */
     uint32_t n_devices;
     struct device *devices;
+    uint64_t *left; /* [n_devices] of each GPU; NULL: the host backend */
     pthread_mutex_t windows_mutex;
-    struct window *windows;
+    struct ep_node_window *windows;
     bool cordoned, stopping;
     char *reason;
 };
@@ -37,7 +58,20 @@ struct ep_bytes_text {
 };
 struct ep_bytes_text ep_bytes_text(uint64_t bytes);
 
-/* "moe 4.0 GiB, decode 1.0 GiB": the largest owners, into text. */
-void ep_node_describe_owners(struct ep_node *node, char *text, size_t size);
+/* "group moe 4.0 MiB, group decode 1.0 MiB": the largest owners, into text.  device < 0: on all. */
+void ep_node_describe_owners(struct ep_node *node, int64_t device, char *text, size_t size);
+
+/* ---- gpus.c ------------------------------------------------------------------- */
+
+/*
+ * Settles the backend: node->cuda and its devices, or neither for the host.  AUTO falls back to the host;
+ * what --mps asks for is no reason to.
+ */
+ep_status ep_node_choose_backend(struct ep_node *node, const struct ep_node_options *options,
+                                 struct ep_error *error);
+/* "NVIDIA H200, 139.8 GiB, ..."; malloc'ed, NULL without memory. */
+char *ep_node_gpu_detail(const struct ep_node *node, uint32_t device);
+/* Do loads and stores of each reach the other? */
+bool ep_node_gpus_reach(const struct ep_node *node, uint32_t a, uint32_t b);
 
 #endif

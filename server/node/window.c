@@ -1,4 +1,4 @@
-/* Windows of the host backend: sealed-size memfds, and who has how much of them. */
+/* Windows: memory that workers map; and who has how much of it. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -31,77 +31,123 @@ static ep_status make_memfd(const char *name, uint64_t bytes, int *out, struct e
     return EP_OK;
 }
 
-static struct window *make_record(const char *name, void *base, uint64_t bytes)
+/* ---- host: a memfd -------------------------------------------------------------- */
+
+static ep_status create_host(struct ep_node_window *window, const char *name, struct ep_error *error)
 {
-    struct window *window = calloc(1, sizeof *window);
+    ep_status status = make_memfd(name, window->bytes, &window->fd, error);
 
-    if (!window)
-        return NULL;
-    window->base = base;
-    window->bytes = bytes;
-    window->owner = strndup(name, strcspn(name, "/"));
-    if (!window->owner) {
-        free(window);
-        return NULL;
-    }
-    return window;
-}
-
-ep_status ep_node_window_create(struct ep_node *node, uint32_t device, const char *name, uint64_t bytes,
-                                int *fd, void **base, struct ep_error *error)
-{
-    struct window *window;
-    void *memory;
-    int memfd = -1;
-    ep_status status = make_memfd(name, bytes, &memfd, error);
-
-    (void)device; /* all host devices have the same memory */
     if (status)
         return status;
-    memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0);
-    if (memory == MAP_FAILED) {
-        ep_error_errno(error, EP_RESOURCE_EXHAUSTED, "window %s: cannot map %s", name,
-                       ep_bytes_text(bytes).text);
-        close(memfd);
-        return EP_RESOURCE_EXHAUSTED;
-    }
-    window = make_record(name, memory, bytes);
-    if (!window) {
-        munmap(memory, bytes);
-        close(memfd);
-        return ep_error_set(error, EP_NO_MEMORY, "window %s: out of memory", name);
-    }
+    window->base = mmap(NULL, window->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, window->fd, 0);
+    if (window->base != MAP_FAILED)
+        return EP_OK;
+    ep_error_errno(error, EP_RESOURCE_EXHAUSTED, "window %s: cannot map %s", name,
+                   ep_bytes_text(window->bytes).text);
+    close(window->fd);
+    return EP_RESOURCE_EXHAUSTED;
+}
+
+static ep_status export_host(const struct ep_node_window *window, int *fd, struct ep_error *error)
+{
+    int copy = fcntl(window->fd, F_DUPFD_CLOEXEC, 0);
+
+    if (copy < 0)
+        return ep_error_errno(error, EP_RESOURCE_EXHAUSTED, "a descriptor of a window");
+    *fd = copy;
+    return EP_OK;
+}
+
+/* ---- cuda: memory of a GPU -------------------------------------------------------- */
+
+static ep_status create_cuda(struct ep_node_window *window, const char *name, struct ep_error *error)
+{
+    const struct device *device = &window->node->devices[window->device];
+    ep_status status =
+        window->node->cuda->memory_create(device->ordinal, window->bytes, &window->memory, error);
+
+    if (status)
+        return ep_error_prefix(error, "window %s: %s on %s", name, ep_bytes_text(window->bytes).text,
+                               device->name);
+    window->base = window->node->cuda->memory_at(window->memory);
+    return EP_OK;
+}
+
+/* ---- both ------------------------------------------------------------------------ */
+
+static void list(struct ep_node_window *window)
+{
+    struct ep_node *node = window->node;
+
     pthread_mutex_lock(&node->windows_mutex);
     window->next = node->windows;
     node->windows = window;
     pthread_mutex_unlock(&node->windows_mutex);
-    *fd = memfd;
-    *base = memory;
-    return EP_OK;
 }
 
-static void forget(struct ep_node *node, const void *base)
+static void unlist(struct ep_node_window *window)
 {
-    pthread_mutex_lock(&node->windows_mutex);
-    for (struct window **link = &node->windows; *link; link = &(*link)->next) {
-        struct window *window = *link;
+    struct ep_node *node = window->node;
+    struct ep_node_window **link = &node->windows;
 
-        if (window->base != base)
-            continue;
-        *link = window->next;
-        free(window->owner);
-        free(window);
-        break;
-    }
+    pthread_mutex_lock(&node->windows_mutex);
+    while (*link != window)
+        link = &(*link)->next;
+    *link = window->next;
     pthread_mutex_unlock(&node->windows_mutex);
 }
 
-void ep_node_window_destroy(struct ep_node *node, uint32_t device, int fd, void *base, uint64_t bytes)
+static void free_record(struct ep_node_window *window)
 {
-    (void)device;
-    forget(node, base);
-    munmap(base, bytes);
-    close(fd);
+    free(window->owner);
+    free(window);
+}
+
+ep_status ep_node_window_create(struct ep_node *node, uint32_t device, const char *name, uint64_t bytes,
+                                struct ep_node_window **out, struct ep_error *error)
+{
+    struct ep_node_window *window = calloc(1, sizeof *window);
+    ep_status status;
+
+    if (!window || !(window->owner = strndup(name, strcspn(name, "/")))) {
+        free(window);
+        return ep_error_set(error, EP_NO_MEMORY, "window %s: out of memory", name);
+    }
+    window->node = node;
+    window->device = device;
+    window->bytes = bytes;
+    window->fd = -1;
+    status = node->cuda ? create_cuda(window, name, error) : create_host(window, name, error);
+    if (status) {
+        free_record(window);
+        return status;
+    }
+    list(window);
+    *out = window;
+    return EP_OK;
+}
+
+void ep_node_window_destroy(struct ep_node_window *window)
+{
+    unlist(window);
+    if (window->memory) {
+        window->node->cuda->memory_destroy(window->memory);
+    } else {
+        munmap(window->base, window->bytes);
+        close(window->fd);
+    }
+    free_record(window);
+}
+
+void *ep_node_window_base(const struct ep_node_window *window)
+{
+    return window->base;
+}
+
+ep_status ep_node_window_export(const struct ep_node_window *window, int *fd, struct ep_error *error)
+{
+    return window->memory ? window->node->cuda->memory_export(window->memory, fd, error)
+                          : export_host(window, fd, error);
 }
 
 /* ---- who has the memory --------------------------------------------------------- */
@@ -118,11 +164,13 @@ static int larger_first(const void *a, const void *b)
     return x->bytes < y->bytes ? 1 : x->bytes > y->bytes ? -1 : strcmp(x->owner, y->owner);
 }
 
-static size_t sum_by_owner(const struct ep_node *node, struct share *shares)
+static size_t sum_by_owner(const struct ep_node *node, int64_t device, struct share *shares)
 {
     size_t n = 0, i;
 
-    for (const struct window *w = node->windows; w; w = w->next) {
+    for (const struct ep_node_window *w = node->windows; w; w = w->next) {
+        if (device >= 0 && w->device != device)
+            continue;
         for (i = 0; i < n && strcmp(shares[i].owner, w->owner); i++)
             ;
         if (i == n)
@@ -133,28 +181,28 @@ static size_t sum_by_owner(const struct ep_node *node, struct share *shares)
 }
 
 /* *shares is for the caller to free; the names in it are those of the windows. */
-static size_t collect(const struct ep_node *node, struct share **shares)
+static size_t collect(const struct ep_node *node, int64_t device, struct share **shares)
 {
     size_t n = 0;
 
-    for (const struct window *w = node->windows; w; w = w->next)
+    for (const struct ep_node_window *w = node->windows; w; w = w->next)
         n++;
     *shares = n ? calloc(n, sizeof **shares) : NULL;
     if (!*shares)
         return 0;
-    n = sum_by_owner(node, *shares);
+    n = sum_by_owner(node, device, *shares);
     qsort(*shares, n, sizeof **shares, larger_first);
     return n;
 }
 
-void ep_node_describe_owners(struct ep_node *node, char *text, size_t size)
+void ep_node_describe_owners(struct ep_node *node, int64_t device, char *text, size_t size)
 {
     size_t n, used = 0;
     struct share *shares;
 
     *text = '\0';
     pthread_mutex_lock(&node->windows_mutex);
-    n = collect(node, &shares);
+    n = collect(node, device, &shares);
     for (size_t i = 0; i < n && i < OWNERS_NAMED && used < size; i++)
         used += (size_t)snprintf(text + used, size - used, "%sgroup %s %.1f MiB", i ? ", " : "",
                                  shares[i].owner, (double)shares[i].bytes / (1 << 20));

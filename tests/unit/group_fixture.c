@@ -235,6 +235,19 @@ static void lay_out(struct worker *worker)
     assert_int_equal(ep_layout_compute(&limits, &worker->map, NULL), EP_OK);
 }
 
+void *map_window(const struct worker *worker)
+{
+    struct ep_membership_memory memory;
+    void *window;
+
+    assert_int_equal(ep_membership_memory(worker->membership, 0, &memory, NULL), EP_OK);
+    assert_int_equal(memory.kind, EP_MEMORY_OWN_WINDOW);
+    window = mmap(NULL, memory.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory.fd, 0);
+    assert_ptr_not_equal(window, MAP_FAILED);
+    close(memory.fd);
+    return window;
+}
+
 void attach(struct worker *worker)
 {
     struct ep_worker me = identity();
@@ -243,9 +256,7 @@ void attach(struct worker *worker)
     assert_int_equal(ep_membership_attach(worker->membership, &me, &error), EP_OK);
     ep_membership_info(worker->membership, &worker->info);
     worker->window_bytes = worker->info.window_bytes;
-    worker->window =
-        mmap(NULL, worker->window_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, worker->info.window_fd, 0);
-    assert_ptr_not_equal(worker->window, MAP_FAILED);
+    worker->window = map_window(worker);
     worker->slot = 0;
     lay_out(worker);
 }

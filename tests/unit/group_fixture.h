@@ -84,6 +84,7 @@ ep_status claim(struct fixture *f, struct worker *worker, const char *group, int
 void claim_when_free(struct fixture *f, struct worker *worker, const char *group, int32_t rank);
 void attach(struct worker *worker);
 void join(struct fixture *f, struct worker *worker, const char *group, int32_t rank); /* both */
+void *map_window(const struct worker *worker); /* once more */
 void release(struct worker *worker, bool writer_alive);
 void writer_gone(struct worker *worker);
 

@@ -262,7 +262,7 @@ static void backends_are_those_of_the_node(void **state)
 
     (void)state;
     spec.backend = EP__V1__BACKEND__BACKEND_CUDA;
-    refused(&spec, EP_FAILED_PRECONDITION, "backend is cuda: this node has host devices only");
+    refused(&spec, EP_FAILED_PRECONDITION, "backend is cuda: node n1 runs with backend host");
     spec.backend = (Ep__V1__Backend)9;
     refused(&spec, EP_INVALID_ARGUMENT, "backend is 9");
 }

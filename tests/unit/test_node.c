@@ -90,11 +90,10 @@ static void memory_is_accounted_and_refused_by_name(void **state)
     struct ep_node *node = *state;
     struct ep_error error = EP_ERROR_INIT;
     Ep__V1__NodeInfo info;
-    void *base;
-    int fd;
+    struct ep_node_window *window;
 
     assert_int_equal(ep_node_reserve(node, 0, 6 * MIB, NULL), EP_OK);
-    assert_int_equal(ep_node_window_create(node, 0, "moe/1/0", 6 * MIB, &fd, &base, NULL), EP_OK);
+    assert_int_equal(ep_node_window_create(node, 0, "moe/1/0", 6 * MIB, &window, NULL), EP_OK);
     assert_int_equal(ep_node_memory_left(node), 4 * MIB);
     assert_int_equal(ep_node_reserve(node, 1, 5 * MIB, &error), EP_RESOURCE_EXHAUSTED);
     assert_string_equal(error.text, "5.0 MiB (5242880 bytes) asked, 4.0 MiB (4194304 bytes) left of 10.0 MiB "
@@ -105,7 +104,7 @@ static void memory_is_accounted_and_refused_by_name(void **state)
     assert_int_equal(info.devices[1]->used_bytes, 0);
     assert_int_equal(info.memory_used_bytes, 6 * MIB);
     ep_node_info_clear(&info);
-    ep_node_window_destroy(node, 0, fd, base, 6 * MIB);
+    ep_node_window_destroy(window);
     ep_node_release(node, 0, 6 * MIB);
     assert_int_equal(ep_node_memory_left(node), 10 * MIB);
 }
@@ -113,11 +112,14 @@ static void memory_is_accounted_and_refused_by_name(void **state)
 static void a_window_is_zeroed_shared_and_sealed(void **state)
 {
     struct ep_node *node = *state;
+    struct ep_node_window *window;
     uint8_t *base, *other;
     struct stat st;
     int fd;
 
-    assert_int_equal(ep_node_window_create(node, 0, "moe/1/0", MIB, &fd, (void **)&base, NULL), EP_OK);
+    assert_int_equal(ep_node_window_create(node, 0, "moe/1/0", MIB, &window, NULL), EP_OK);
+    assert_int_equal(ep_node_window_export(window, &fd, NULL), EP_OK);
+    base = ep_node_window_base(window);
     assert_int_equal(fstat(fd, &st), 0);
     assert_int_equal(st.st_size, MIB);
     assert_int_equal(fcntl(fd, F_GETFD) & FD_CLOEXEC, FD_CLOEXEC);
@@ -131,16 +133,16 @@ static void a_window_is_zeroed_shared_and_sealed(void **state)
     assert_int_equal(ftruncate(fd, 2 * MIB), -1);
     assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE), -1); /* nor lock out the next one */
     munmap(other, MIB);
-    ep_node_window_destroy(node, 0, fd, base, MIB);
+    close(fd);
+    ep_node_window_destroy(window);
 }
 
 static void a_window_that_cannot_be_names_its_bytes(void **state)
 {
     struct ep_error error = EP_ERROR_INIT;
-    void *base;
-    int fd;
+    struct ep_node_window *window;
 
-    assert_int_equal(ep_node_window_create(*state, 0, "moe/1/0", 1ull << 62, &fd, &base, &error),
+    assert_int_equal(ep_node_window_create(*state, 0, "moe/1/0", 1ull << 62, &window, &error),
                      EP_RESOURCE_EXHAUSTED);
     assert_non_null(strstr(error.text, "window moe/1/0: cannot "));
     assert_non_null(strstr(error.text, "(4611686018427387904 bytes)"));

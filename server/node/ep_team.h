@@ -1,0 +1,101 @@
+/*
+ * ep_team: the ranks of one group and epoch on this node, on whichever backend they are; and what the
+ * server does for a rank while a worker is attached to it.
+ *
+ * Owned by the loop's thread; only destroy may run on another one.
+ *
+ *   host   ep_host_team.  An engine of the server executes the ops of an attached rank.
+ *   cuda   memory of the GPUs: each rank's window and, beside it, its state (device_state.h).  Workers
+ *          launch the kernels themselves (executor direct), so the server writes who takes part, and reads
+ *          what was counted.  No call of a team waits for a kernel.
+ */
+#ifndef EP_TEAM_H
+#define EP_TEAM_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include <uv.h>
+
+#include "ep_engine.h"
+#include "ep_error.h"
+#include "ep_kernels.h"
+#include "ep_node.h"
+
+struct ep_team;
+
+struct ep_team_options {
+    struct ep_node *node;
+    uv_loop_t *loop;
+    const struct ep_layout_map *map;         /* outlives the team */
+    const struct ep_placement *placement;    /* the same */
+    const uint32_t *devices;                 /* [R] of the node: where each rank is */
+    uint64_t epoch;
+    uint32_t timeout_ms;
+};
+
+ep_status ep_team_create(const struct ep_team_options *options, struct ep_team **out, struct ep_error *error);
+/* No executor may be there, and nobody may use the windows.  Windows are not the team's. */
+void ep_team_destroy(struct ep_team *team);
+
+void ep_team_set_timeout(struct ep_team *team, uint32_t timeout_ms);
+
+/* The rank's window, zeroed, before anybody attaches to it. */
+ep_status ep_team_set_window(struct ep_team *team, uint32_t rank, struct ep_node_window *window,
+                             struct ep_error *error);
+
+/*
+ * Membership.  A new team expects every rank: ops wait for all.
+ *   leave      the rank turns absent: nobody waits for it any more, and its own running op ends.
+ *   leave_all  all do.
+ *   join       it takes part again, from the next op that no rank has begun.  Only after leave, when none
+ *              of its ops runs.
+ *   reset      every rank is expected again; only when nobody is attached.
+ * An error of join or reset leaves the ranks absent.
+ */
+void ep_team_leave(struct ep_team *team, uint32_t rank);
+void ep_team_leave_all(struct ep_team *team);
+ep_status ep_team_join(struct ep_team *team, uint32_t rank, struct ep_error *error);
+ep_status ep_team_reset(struct ep_team *team, struct ep_error *error);
+
+/*
+ * The rank's worker is gone, and nothing of the server's touches its window.  True: the next worker will
+ * read nothing of it.  False: the backend has no way to see to that, the rank wants another window.
+ */
+bool ep_team_clean(struct ep_team *team, uint32_t rank);
+
+/*
+ * How long `rank` has waited for `peer` in all its ops, and the longest of these waits.  False: the
+ * backend does not know.
+ */
+bool ep_team_peer_wait(const struct ep_team *team, uint32_t rank, uint32_t peer, uint64_t *sum_ns,
+                       uint64_t *max_ns);
+
+/* Who runs its own ops needs its rank's state: bytes (0: the backend has none) and a descriptor, which is
+ * the caller's to close. */
+uint64_t ep_team_state_bytes(const struct ep_team *team);
+ep_status ep_team_state_export(const struct ep_team *team, uint32_t rank, int *fd, struct ep_error *error);
+
+/* ---- an attached rank ------------------------------------------------------------- */
+
+struct ep_executor;
+
+struct ep_executor_options {
+    uint32_t rank;
+    struct ep_rank_counters *counters; /* outlive the executor; several may use them in turn */
+    /* On the loop's thread, after an op timed out (coalesced). */
+    void (*on_timeout)(const struct ep_engine_timeout *timeout, void *user);
+    void *user;
+};
+
+ep_status ep_executor_start(struct ep_team *team, const struct ep_executor_options *options,
+                            struct ep_executor **out, struct ep_error *error);
+/* Brings the counters up to date, where that does not happen by itself. */
+void ep_executor_refresh(struct ep_executor *executor);
+/*
+ * ep_team_leave() must have been called, so that the running op ends.  on_stopped runs on the loop's
+ * thread, later, once nothing of the executor touches the window; it is freed then.
+ */
+void ep_executor_stop(struct ep_executor *executor, void (*on_stopped)(void *user), void *user);
+
+#endif

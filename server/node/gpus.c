@@ -1,0 +1,207 @@
+/* The GPUs of a node: which there are, what can be done with them, and is MPS as the operator wants it. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ep_log.h"
+#include "node_private.h"
+
+/* ---- inventory --------------------------------------------------------------- */
+
+static ep_status check_api(const struct ep_cuda_api *api, struct ep_error *error)
+{
+    if (api->version == EP_CUDA_API_VERSION)
+        return EP_OK;
+    return ep_error_set(error, EP_UNAVAILABLE, "the cuda backend's interface is %u: this server uses %u",
+                        api->version, EP_CUDA_API_VERSION);
+}
+
+static void take_gpu(struct ep_node *node, uint32_t ordinal, const struct ep_cuda_device *gpu)
+{
+    struct device *device = &node->devices[node->n_devices++];
+
+    *device = (struct device){ .ordinal = ordinal, .gpu = *gpu };
+    snprintf(device->name, sizeof device->name, "%s", gpu->uuid_text);
+}
+
+/* Takes those whose memory workers can map; of the others the last one's name is kept. */
+static ep_status look_at_all(struct ep_node *node, uint32_t n, struct ep_error *error)
+{
+    char unfit[160] = "";
+    struct ep_cuda_device gpu;
+
+    for (uint32_t i = 0; i < n; i++) {
+        ep_status status = node->cuda->device_info(i, &gpu, error);
+
+        if (status)
+            return status;
+        if (gpu.shareable) {
+            take_gpu(node, i, &gpu);
+            continue;
+        }
+        snprintf(unfit, sizeof unfit, "%s (%s)", gpu.uuid_text, gpu.name);
+        EP_WARN("node", "a GPU is not used: its memory cannot be shared with workers",
+                EP_S("gpu", gpu.uuid_text), EP_S("model", gpu.name));
+    }
+    if (!node->n_devices)
+        return ep_error_set(error, EP_UNAVAILABLE,
+                            "of %u GPUs none has memory that can be shared with workers as a file "
+                            "descriptor, as %s", n, unfit);
+    return EP_OK;
+}
+
+static void drop_gpus(struct ep_node *node)
+{
+    free(node->devices);
+    free(node->left);
+    node->devices = NULL;
+    node->left = NULL;
+    node->n_devices = 0;
+    node->cuda = NULL;
+}
+
+static ep_status find_gpus(struct ep_node *node, struct ep_error *error)
+{
+    uint32_t n = 0;
+    ep_status status = check_api(node->cuda, error);
+
+    if (status || (status = node->cuda->device_count(&n, error)))
+        return status;
+    if (n == 0)
+        return ep_error_set(error, EP_UNAVAILABLE, "this process sees no GPU");
+    node->devices = calloc(n, sizeof *node->devices);
+    node->left = calloc(n, sizeof *node->left);
+    if (!node->devices || !node->left)
+        return ep_error_set(error, EP_NO_MEMORY, "node: out of memory");
+    return look_at_all(node, n, error);
+}
+
+/* ---- memory ------------------------------------------------------------------ */
+
+static void set_budgets(struct ep_node *node, uint64_t asked)
+{
+    node->budget = 0;
+    for (uint32_t i = 0; i < node->n_devices; i++) {
+        struct device *device = &node->devices[i];
+
+        device->budget = asked ? asked : device->gpu.memory_free / 2;
+        if (asked > device->gpu.memory_free)
+            EP_WARN("node", "the memory budget is more than the memory that is free",
+                    EP_S("gpu", device->name), EP_U("budget_bytes", device->budget),
+                    EP_U("free_bytes", device->gpu.memory_free));
+        node->left[i] = device->budget;
+        node->budget += device->budget;
+    }
+}
+
+/* ---- MPS --------------------------------------------------------------------- */
+
+/* The first GPU whose work does (or does not) go through an MPS server; NULL: none. */
+static const struct device *gpu_with_mps(const struct ep_node *node, bool mps)
+{
+    for (uint32_t i = 0; i < node->n_devices; i++)
+        if (node->devices[i].gpu.mps == mps)
+            return &node->devices[i];
+    return NULL;
+}
+
+static ep_status check_mps(const struct ep_node *node, enum ep_node_mps wanted, struct ep_error *error)
+{
+    const struct device *with = gpu_with_mps(node, true), *without = gpu_with_mps(node, false);
+
+    if (wanted == EP_NODE_MPS_REQUIRE && !node->cuda)
+        return ep_error_set(error, EP_FAILED_PRECONDITION,
+                            "mps is require: this node's backend is host, which has no use for MPS");
+    if (wanted == EP_NODE_MPS_REQUIRE && without)
+        return ep_error_set(error, EP_FAILED_PRECONDITION,
+                            "mps is require: there is no MPS server for %s; start one (nvidia-cuda-mps-control -d) "
+                            "with the CUDA_MPS_PIPE_DIRECTORY of this server and its workers",
+                            without->name);
+    if (wanted == EP_NODE_MPS_OFF && with)
+        return ep_error_set(error, EP_FAILED_PRECONDITION,
+                            "mps is off: the work of this server on %s goes through an MPS server; stop that one, "
+                            "or start this one with another CUDA_MPS_PIPE_DIRECTORY", with->name);
+    return EP_OK;
+}
+
+/* ---- the backend --------------------------------------------------------------- */
+
+static void tell_gpus(const struct ep_node *node)
+{
+    for (uint32_t i = 0; i < node->n_devices; i++) {
+        const struct device *device = &node->devices[i];
+
+        EP_INFO("node", "GPU", EP_S("gpu", device->name), EP_S("model", device->gpu.name),
+                EP_S("pci", device->gpu.pci), EP_U("memory_bytes", device->gpu.memory_bytes),
+                EP_U("free_bytes", device->gpu.memory_free), EP_U("budget_bytes", device->budget),
+                EP_B("mps", device->gpu.mps));
+    }
+}
+
+static ep_status open_cuda(struct ep_node *node, const struct ep_node_options *options, struct ep_error *error)
+{
+    ep_status status = EP_OK;
+
+    node->cuda = options->cuda;
+    if (!node->cuda)
+        status = ep_cuda_open(&node->cuda, error);
+    if (!status)
+        status = find_gpus(node, error);
+    if (status)
+        drop_gpus(node);
+    return status;
+}
+
+ep_status ep_node_choose_backend(struct ep_node *node, const struct ep_node_options *options,
+                                 struct ep_error *error)
+{
+    struct ep_error why = EP_ERROR_INIT;
+
+    if (options->backend == EP_NODE_HOST)
+        return check_mps(node, options->mps, error);
+    if (open_cuda(node, options, &why) == EP_OK) {
+        set_budgets(node, options->memory_budget);
+        tell_gpus(node);
+        return check_mps(node, options->mps, error);
+    }
+    if (options->backend == EP_NODE_CUDA)
+        return ep_error_set(error, why.status, "backend is cuda: %.360s", why.text);
+    EP_INFO("node", "ranks run on the host's CPUs", EP_S("why", why.text));
+    return check_mps(node, options->mps, error);
+}
+
+/* ---- what is told of them -------------------------------------------------------- */
+
+static bool reaches(const struct device *from, const struct device *to)
+{
+    return from == to || (to->ordinal < 64 && from->gpu.peers >> to->ordinal & 1);
+}
+
+bool ep_node_gpus_reach(const struct ep_node *node, uint32_t a, uint32_t b)
+{
+    const struct device *x = &node->devices[a], *y = &node->devices[b];
+
+    return reaches(x, y) && reaches(y, x);
+}
+
+static uint32_t count_reached(const struct ep_node *node, uint32_t device)
+{
+    uint32_t n = 0;
+
+    for (uint32_t i = 0; i < node->n_devices; i++)
+        n += i != device && ep_node_gpus_reach(node, device, i);
+    return n;
+}
+
+char *ep_node_gpu_detail(const struct ep_node *node, uint32_t device)
+{
+    const struct ep_cuda_device *gpu = &node->devices[device].gpu;
+    char *text = NULL;
+
+    if (asprintf(&text, "%s, %.1f GiB, %u SMs, sm_%u%u, %s, reaches %u of %u other GPUs, %s", gpu->name,
+                 (double)gpu->memory_bytes / (1ull << 30), gpu->sms, gpu->major, gpu->minor, gpu->pci,
+                 count_reached(node, device), node->n_devices - 1, gpu->mps ? "MPS" : "no MPS") < 0)
+        return NULL;
+    return text;
+}

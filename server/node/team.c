@@ -1,0 +1,82 @@
+/* The backend's functions behind ep_team.h. */
+#include "team_private.h"
+
+ep_status ep_team_create(const struct ep_team_options *options, struct ep_team **out, struct ep_error *error)
+{
+    if (ep_node_backend(options->node) == EP__V1__BACKEND__BACKEND_CUDA)
+        return ep_team_cuda_create(options, out, error);
+    return ep_team_host_create(options, out, error);
+}
+
+void ep_team_destroy(struct ep_team *team)
+{
+    team->ops->destroy(team);
+}
+
+void ep_team_set_timeout(struct ep_team *team, uint32_t timeout_ms)
+{
+    team->ops->set_timeout(team, timeout_ms);
+}
+
+ep_status ep_team_set_window(struct ep_team *team, uint32_t rank, struct ep_node_window *window,
+                             struct ep_error *error)
+{
+    return team->ops->set_window(team, rank, window, error);
+}
+
+void ep_team_leave(struct ep_team *team, uint32_t rank)
+{
+    team->ops->leave(team, rank);
+}
+
+void ep_team_leave_all(struct ep_team *team)
+{
+    team->ops->leave_all(team);
+}
+
+ep_status ep_team_join(struct ep_team *team, uint32_t rank, struct ep_error *error)
+{
+    return team->ops->join(team, rank, error);
+}
+
+ep_status ep_team_reset(struct ep_team *team, struct ep_error *error)
+{
+    return team->ops->reset(team, error);
+}
+
+bool ep_team_clean(struct ep_team *team, uint32_t rank)
+{
+    return team->ops->clean(team, rank);
+}
+
+bool ep_team_peer_wait(const struct ep_team *team, uint32_t rank, uint32_t peer, uint64_t *sum_ns,
+                       uint64_t *max_ns)
+{
+    return team->ops->peer_wait(team, rank, peer, sum_ns, max_ns);
+}
+
+uint64_t ep_team_state_bytes(const struct ep_team *team)
+{
+    return team->state_bytes;
+}
+
+ep_status ep_team_state_export(const struct ep_team *team, uint32_t rank, int *fd, struct ep_error *error)
+{
+    return team->ops->state_export(team, rank, fd, error);
+}
+
+ep_status ep_executor_start(struct ep_team *team, const struct ep_executor_options *options,
+                            struct ep_executor **out, struct ep_error *error)
+{
+    return team->ops->start(team, options, out, error);
+}
+
+void ep_executor_refresh(struct ep_executor *executor)
+{
+    executor->ops->refresh(executor);
+}
+
+void ep_executor_stop(struct ep_executor *executor, void (*on_stopped)(void *user), void *user)
+{
+    executor->ops->stop(executor, on_stopped, user);
+}

@@ -1,0 +1,362 @@
+/*
+ * The cuda backend: the states of the ranks (device_state.h), each on its rank's GPU.
+ *
+ * Workers run the kernels, at any time and without asking.  What the server has to say to them is who
+ * takes part: rank r does in every number n >= from[r], and every rank's state has a from[] of its own,
+ * which running kernels look at again while they wait.  So
+ *
+ *   leave  is one word in each state, EP_DEVICE_NEVER;
+ *   join   needs a number that nobody has begun: a kernel that began it before it saw from[r] would
+ *          neither send to r nor wait for it, while r waits for that kernel.  Dekker, with the kernels:
+ *              kernel: begun = n; fence; look at from[]
+ *              here:   from[r] = n in every state; look at every begun
+ *          Either the kernel's look finds r, or ours finds that n was too low.  While ops run, they go on
+ *          between two looks of ours; so n is raised by more than they went on, until it holds.  A rank that
+ *          has been told a lower number meanwhile stops waiting when it looks again.
+ *          r's own begun counts too: what it sent in an earlier life bears those numbers.
+ *   reset  starts numbers again at 1.  Rows of the old numbers would pass for new ones: the banks are
+ *          cleared.  Nothing runs then.
+ *
+ * Copies go through a stream of the backend's own and wait for no kernel of a worker.
+ */
+#include "team_cuda.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "ep_log.h"
+#include "node_private.h"
+
+/* A state that says more was overwritten by its worker: this many ops take longer than a machine lives. */
+#define MAX_NUMBER (1ull << 56)
+
+static struct cuda_team *cuda(struct ep_team *team)
+{
+    return (struct cuda_team *)team;
+}
+
+/* ---- states ------------------------------------------------------------------------ */
+
+/* The beginning of the rank's state, as of a rank whose last op was `number`. */
+static ep_status write_state(struct cuda_team *team, uint32_t rank, uint64_t number, struct ep_error *error)
+{
+    const uint64_t bytes = ep_device_state_image_bytes(team->map, team->placement);
+    struct ep_device_state *image = calloc(1, bytes);
+    ep_status status;
+
+    if (!image)
+        return ep_error_set(error, EP_NO_MEMORY, "state of rank %u: out of memory", rank);
+    ep_device_state_image(team->map, team->placement, rank, team->epoch, team->timeout_ms, image);
+    memcpy(image->from, team->from, sizeof image->from);
+    image->begun = image->number = number;
+    for (uint32_t bank = 0; bank < EP_MAX_LL_BANKS; bank++)
+        image->released[bank] = number;
+    status = cuda_write(team, rank, cuda_state(team, rank), image, bytes, error);
+    free(image);
+    if (status)
+        return ep_error_prefix(error, "state of rank %u", rank);
+    memset(team->ranks[rank].seen, 0, sizeof team->ranks[rank].seen);
+    return EP_OK;
+}
+
+/* team->from[rank] into every state.  One that cannot be reached must not keep it from the others. */
+static ep_status tell_from(struct cuda_team *team, uint32_t rank, struct ep_error *error)
+{
+    struct ep_error why = EP_ERROR_INIT;
+    ep_status status = EP_OK;
+
+    for (uint32_t i = 0; i < team->n; i++)
+        if (cuda_write(team, i, &cuda_state(team, i)->from[rank], &team->from[rank], sizeof team->from[rank],
+                       &why) &&
+            !status)
+            status = ep_error_set(error, why.status, "state of rank %u: %.340s", i, why.text);
+    return status;
+}
+
+/* The highest number that any rank has begun. */
+static ep_status read_begun(const struct cuda_team *team, uint64_t *out, struct ep_error *error)
+{
+    uint64_t highest = 0, begun;
+
+    for (uint32_t i = 0; i < team->n; i++) {
+        ep_status status = cuda_read(team, i, &begun, &cuda_state(team, i)->begun, sizeof begun, error);
+
+        if (status)
+            return ep_error_prefix(error, "state of rank %u", i);
+        if (begun > MAX_NUMBER)
+            return ep_error_set(error, EP_INTERNAL,
+                                "state of rank %u says that op %llu has begun: its worker has overwritten it", i,
+                                (unsigned long long)begun);
+        highest = begun > highest ? begun : highest;
+    }
+    *out = highest;
+    return EP_OK;
+}
+
+/* ---- membership -------------------------------------------------------------------- */
+
+static void leave(struct ep_team *base, uint32_t rank)
+{
+    struct cuda_team *team = cuda(base);
+    struct ep_error error = EP_ERROR_INIT;
+
+    if (team->from[rank] == EP_DEVICE_NEVER)
+        return;
+    team->from[rank] = EP_DEVICE_NEVER;
+    if (tell_from(team, rank, &error))
+        EP_ERROR("node", "a rank's peers cannot be told that it is absent", EP_U("rank", rank),
+                 EP_U("epoch", team->epoch), EP_S("error", error.text));
+}
+
+static void leave_all(struct ep_team *base)
+{
+    struct cuda_team *team = cuda(base);
+    struct ep_error error = EP_ERROR_INIT;
+
+    for (uint32_t i = 0; i < team->n; i++)
+        team->from[i] = EP_DEVICE_NEVER;
+    for (uint32_t i = 0; i < team->n; i++)
+        if (cuda_write(team, i, cuda_state(team, i)->from, team->from, sizeof team->from, &error))
+            EP_ERROR("node", "a rank cannot be told that all are absent", EP_U("rank", i),
+                     EP_U("epoch", team->epoch), EP_S("error", error.text));
+}
+
+/* from[rank] is a number that nobody has begun, in every state. */
+static ep_status agree(struct cuda_team *team, uint32_t rank, struct ep_error *error)
+{
+    uint64_t begun, before, *from = &team->from[rank];
+    ep_status status = read_begun(team, &begun, error);
+
+    if (status)
+        return status;
+    *from = begun + 1;
+    for (;;) {
+        before = begun;
+        if ((status = tell_from(team, rank, error)) || (status = read_begun(team, &begun, error)))
+            return status;
+        if (begun < *from)
+            return EP_OK;
+        *from = begun + 1 + 2 * (begun - before);
+    }
+}
+
+static ep_status join(struct ep_team *base, uint32_t rank, struct ep_error *error)
+{
+    struct cuda_team *team = cuda(base);
+    ep_status status = agree(team, rank, error);
+
+    if (!status)
+        status = write_state(team, rank, team->from[rank] - 1, error);
+    if (status)
+        leave(base, rank);
+    return status;
+}
+
+static ep_status clear_banks(struct cuda_team *team, uint32_t rank, struct ep_error *error)
+{
+    ep_status status = cuda_clear(team, rank, team->ranks[rank].window + team->map->ll,
+                                  team->map->bank_bytes * team->map->limits.ll_banks, error);
+
+    return status ? ep_error_prefix(error, "window of rank %u", rank) : EP_OK;
+}
+
+static ep_status reset(struct ep_team *base, struct ep_error *error)
+{
+    struct cuda_team *team = cuda(base);
+    ep_status status = EP_OK;
+
+    for (uint32_t i = 0; !status && i < team->n; i++)
+        status = clear_banks(team, i, error);
+    for (uint32_t i = 0; i < team->n; i++)
+        team->from[i] = 1;
+    for (uint32_t i = 0; !status && i < team->n; i++)
+        status = write_state(team, i, 0, error);
+    if (status)
+        leave_all(base);
+    return status;
+}
+
+static void set_timeout(struct ep_team *base, uint32_t timeout_ms)
+{
+    struct cuda_team *team = cuda(base);
+    const uint64_t timeout_ns = timeout_ms * 1000000ull;
+    struct ep_error error = EP_ERROR_INIT;
+
+    team->timeout_ms = timeout_ms;
+    for (uint32_t i = 0; i < team->n; i++)
+        if (cuda_write(team, i, &cuda_state(team, i)->timeout_ns, &timeout_ns, sizeof timeout_ns, &error))
+            EP_ERROR("node", "a rank keeps its old timeout", EP_U("rank", i), EP_U("epoch", team->epoch),
+                     EP_S("error", error.text));
+}
+
+/* ---- windows ----------------------------------------------------------------------- */
+
+/* Whose window it is, for those who map it. */
+static ep_status write_identity(struct cuda_team *team, uint32_t rank, struct ep_error *error)
+{
+    const struct ep_control control = {
+        .magic = EP_WINDOW_MAGIC,
+        .version = EP_WINDOW_VERSION,
+        .rank = rank,
+        .epoch = team->epoch,
+        .limits = team->map->limits,
+    };
+
+    return cuda_write(team, rank, team->ranks[rank].window, &control, offsetof(struct ep_control, wake), error);
+}
+
+static ep_status set_window(struct ep_team *base, uint32_t rank, struct ep_node_window *window,
+                            struct ep_error *error)
+{
+    struct cuda_team *team = cuda(base);
+    ep_status status;
+
+    team->ranks[rank].window = ep_node_window_base(window);
+    status = write_identity(team, rank, error);
+    return status ? ep_error_prefix(error, "window of rank %u", rank) : EP_OK;
+}
+
+/*
+ * What was the worker's to write.  Peers have the window mapped and may be in the middle of an op, so it
+ * stays what it is, and so do the banks: numbers tell what is stale in them.
+ */
+ep_status ep_team_cuda_clean(struct cuda_team *team, uint32_t rank, struct ep_error *error)
+{
+    struct cuda_rank *r = &team->ranks[rank];
+    const uint64_t image = ep_device_state_image_bytes(team->map, team->placement);
+    ep_status status;
+
+    if (!r->used)
+        return EP_OK;
+    status = cuda_clear(team, rank, r->window + team->map->arena, team->map->limits.arena_bytes, error);
+    if (!status)
+        status = cuda_clear(team, rank, r->window, sizeof(struct ep_control), error);
+    if (!status)
+        status = write_identity(team, rank, error);
+    if (!status) /* the beginning is written when the next one joins; until then `begun` is of use */
+        status = cuda_clear(team, rank, (uint8_t *)cuda_state(team, rank) + image,
+                            team->base.state_bytes - image, error);
+    if (status)
+        return ep_error_prefix(error, "memory of rank %u cannot be cleared", rank);
+    r->used = false;
+    return EP_OK;
+}
+
+/* What cannot be cleared now is tried again when somebody wants it, and refused if need be. */
+static bool clean(struct ep_team *team, uint32_t rank)
+{
+    struct ep_error error = EP_ERROR_INIT;
+
+    if (ep_team_cuda_clean(cuda(team), rank, &error))
+        EP_ERROR("node", "a rank's memory is not cleared", EP_U("epoch", cuda(team)->epoch),
+                 EP_S("error", error.text));
+    return true;
+}
+
+static ep_status state_export(const struct ep_team *base, uint32_t rank, int *fd, struct ep_error *error)
+{
+    const struct cuda_team *team = (const struct cuda_team *)base;
+
+    return team->api->memory_export(team->ranks[rank].state, fd, error);
+}
+
+/* Kernels count how long they waited, not for whom. */
+static bool peer_wait(const struct ep_team *team, uint32_t rank, uint32_t peer, uint64_t *sum_ns,
+                      uint64_t *max_ns)
+{
+    (void)team, (void)rank, (void)peer, (void)sum_ns, (void)max_ns;
+    return false;
+}
+
+/* ---- life -------------------------------------------------------------------------- */
+
+static void destroy(struct ep_team *base)
+{
+    struct cuda_team *team = cuda(base);
+
+    for (uint32_t i = 0; i < team->n; i++)
+        if (team->ranks[i].state)
+            team->api->memory_destroy(team->ranks[i].state);
+    free(team);
+}
+
+static ep_status make_state(struct cuda_team *team, uint32_t rank, struct ep_error *error)
+{
+    struct cuda_rank *r = &team->ranks[rank];
+    ep_status status = team->api->memory_create(r->ordinal, team->base.state_bytes, &r->state, error);
+
+    if (status)
+        return ep_error_prefix(error, "state of rank %u", rank);
+    return write_state(team, rank, 0, error);
+}
+
+/* Kernels write into their peers' windows. */
+static ep_status check_reach(const struct ep_team_options *options, uint32_t n, struct ep_error *error)
+{
+    for (uint32_t a = 0; a < n; a++)
+        for (uint32_t b = 0; b < a; b++)
+            if (!ep_node_gpus_reach(options->node, options->devices[a], options->devices[b]))
+                return ep_error_set(error, EP_FAILED_PRECONDITION,
+                                    "rank %u is on %s and rank %u on %s, which do not reach each other's memory: "
+                                    "ask for fewer ranks, or give the server GPUs of one NVLink domain",
+                                    b, ep_node_device_name(options->node, options->devices[b]), a,
+                                    ep_node_device_name(options->node, options->devices[a]));
+    return EP_OK;
+}
+
+static const struct ep_team_ops cuda_ops = {
+    .destroy = destroy,
+    .set_timeout = set_timeout,
+    .set_window = set_window,
+    .leave = leave,
+    .leave_all = leave_all,
+    .join = join,
+    .reset = reset,
+    .clean = clean,
+    .peer_wait = peer_wait,
+    .state_export = state_export,
+    .start = ep_team_cuda_start,
+};
+
+static void fill(struct cuda_team *team, const struct ep_team_options *options)
+{
+    team->base.ops = &cuda_ops;
+    team->base.state_bytes = ep_device_state_bytes(options->map, options->placement);
+    team->api = options->node->cuda;
+    team->loop = options->loop;
+    team->map = options->map;
+    team->placement = options->placement;
+    team->epoch = options->epoch;
+    team->timeout_ms = options->timeout_ms;
+    team->n = options->map->limits.ranks;
+    for (uint32_t i = 0; i < EP_DEVICE_MAX_RANKS; i++)
+        team->from[i] = i < team->n ? 1 : EP_DEVICE_NEVER;
+    for (uint32_t i = 0; i < team->n; i++)
+        team->ranks[i].ordinal = options->node->devices[options->devices[i]].ordinal;
+}
+
+ep_status ep_team_cuda_create(const struct ep_team_options *options, struct ep_team **out,
+                              struct ep_error *error)
+{
+    const uint32_t n = options->map->limits.ranks;
+    struct cuda_team *team;
+    ep_status status;
+
+    if (n > EP_DEVICE_MAX_RANKS)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "ranks is %u: must be at most %u on the cuda backend", n,
+                            EP_DEVICE_MAX_RANKS);
+    status = check_reach(options, n, error);
+    if (status)
+        return status;
+    team = calloc(1, sizeof *team);
+    if (!team)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a team");
+    fill(team, options);
+    for (uint32_t i = 0; !status && i < n; i++)
+        status = make_state(team, i, error);
+    if (status)
+        destroy(&team->base);
+    else
+        *out = &team->base;
+    return status;
+}

@@ -1,0 +1,45 @@
+/* team_private: what the backends implement of ep_team.h. */
+#ifndef EP_TEAM_PRIVATE_H
+#define EP_TEAM_PRIVATE_H
+
+#include "ep_team.h"
+
+/* Each is the function of ep_team.h that has its name. */
+struct ep_team_ops {
+    void (*destroy)(struct ep_team *team);
+    void (*set_timeout)(struct ep_team *team, uint32_t timeout_ms);
+    ep_status (*set_window)(struct ep_team *team, uint32_t rank, struct ep_node_window *window,
+                            struct ep_error *error);
+    void (*leave)(struct ep_team *team, uint32_t rank);
+    void (*leave_all)(struct ep_team *team);
+    ep_status (*join)(struct ep_team *team, uint32_t rank, struct ep_error *error);
+    ep_status (*reset)(struct ep_team *team, struct ep_error *error);
+    bool (*clean)(struct ep_team *team, uint32_t rank);
+    bool (*peer_wait)(const struct ep_team *team, uint32_t rank, uint32_t peer, uint64_t *sum_ns,
+                      uint64_t *max_ns);
+    ep_status (*state_export)(const struct ep_team *team, uint32_t rank, int *fd, struct ep_error *error);
+    ep_status (*start)(struct ep_team *team, const struct ep_executor_options *options,
+                       struct ep_executor **out, struct ep_error *error);
+};
+
+/* The first member of each backend's own struct. */
+struct ep_team {
+    const struct ep_team_ops *ops;
+    uint64_t state_bytes;
+};
+
+struct ep_executor_ops {
+    void (*refresh)(struct ep_executor *executor);
+    void (*stop)(struct ep_executor *executor, void (*on_stopped)(void *user), void *user);
+};
+
+struct ep_executor {
+    const struct ep_executor_ops *ops;
+};
+
+ep_status ep_team_host_create(const struct ep_team_options *options, struct ep_team **out,
+                              struct ep_error *error);
+ep_status ep_team_cuda_create(const struct ep_team_options *options, struct ep_team **out,
+                              struct ep_error *error);
+
+#endif

@@ -1,0 +1,178 @@
+/*
+ * What the server does for a worker that runs its own ops: it looks on.  Kernels count in the rank's state;
+ * the server reads it every second, and when somebody asks, adds what is new to the rank's counters and
+ * tells of an op that timed out.  The worker can write that state too: what is read decides nothing.
+ */
+#include <stdlib.h>
+
+#include "ep_clock.h"
+#include "ep_log.h"
+#include "team_cuda.h"
+
+#define LOOK_MS 1000
+
+/* The part of struct ep_device_state that is looked at. */
+struct tally {
+    uint64_t failures;
+    struct ep_device_record failure;
+    uint64_t failure_op;
+    uint64_t reserved[6];
+    struct ep_device_counters counters[EP_DEVICE_PARTS];
+};
+_Static_assert(sizeof(struct tally) ==
+                   offsetof(struct ep_device_state, handles) - offsetof(struct ep_device_state, failures),
+               "tally is a part of ep_device_state");
+_Static_assert(offsetof(struct tally, counters) ==
+                   offsetof(struct ep_device_state, counters) - offsetof(struct ep_device_state, failures),
+               "tally is a part of ep_device_state");
+
+struct watch {
+    struct ep_executor base;
+    struct cuda_team *team;
+    struct ep_executor_options options;
+    uv_timer_t timer;
+    uint64_t told; /* sequence of the last failure: one that is counted and not written yet still has it */
+    bool blind; /* a look has failed, and that was told */
+    void (*on_stopped)(void *user);
+    void *user;
+};
+
+static const enum ep_op_class classes[EP_DEVICE_PARTS] = {
+    [EP_DEVICE_DISPATCH] = EP_CLASS_LL_DISPATCH,
+    [EP_DEVICE_COMBINE] = EP_CLASS_LL_COMBINE,
+};
+
+/* ---- counters ----------------------------------------------------------------------- */
+
+/* Relaxed, as the readers are; a counter that went back was written by somebody else and adds nothing. */
+static void add_new(uint64_t *sum, uint64_t now, uint64_t before)
+{
+    if (now > before)
+        __atomic_store_n(sum, __atomic_load_n(sum, __ATOMIC_RELAXED) + (now - before), __ATOMIC_RELAXED);
+}
+
+static void count(struct ep_op_counters *sum, const struct ep_device_counters *now,
+                  const struct ep_device_counters *before)
+{
+    add_new(&sum->count, now->count, before->count);
+    add_new(&sum->errors, now->errors, before->errors);
+    add_new(&sum->timeouts, now->timeouts, before->timeouts);
+    add_new(&sum->tokens, now->tokens, before->tokens);
+    add_new(&sum->wire_bytes, now->wire_bytes, before->wire_bytes);
+    add_new(&sum->busy_ns, now->busy_ns, before->busy_ns);
+    add_new(&sum->wait_ns, now->wait_ns, before->wait_ns);
+    if (now->max_wait_ns > __atomic_load_n(&sum->max_wait_ns, __ATOMIC_RELAXED))
+        __atomic_store_n(&sum->max_wait_ns, now->max_wait_ns, __ATOMIC_RELAXED);
+}
+
+static void tell_timeout(struct watch *watch, const struct tally *tally)
+{
+    const struct ep_engine_timeout timeout = {
+        .number = tally->failure.number,
+        .waited_us = tally->failure.wait_ns / EP_NS_PER_US,
+        .time_us = ep_clock_wall_us(),
+        .op_class = classes[tally->failure_op == EP_DEVICE_COMBINE ? EP_DEVICE_COMBINE : EP_DEVICE_DISPATCH],
+        .wait_phase = tally->failure.wait_phase,
+        .late_rank = tally->failure.late_rank,
+    };
+
+    if (tally->failure.status == EP_TIMEOUT && watch->options.on_timeout)
+        watch->options.on_timeout(&timeout, watch->options.user);
+}
+
+/* The kernel keeps the first failure since this was 0. */
+static ep_status take_failure(struct watch *watch, struct ep_error *error)
+{
+    const uint64_t none = 0;
+    const uint32_t rank = watch->options.rank;
+
+    return cuda_write(watch->team, rank, &cuda_state(watch->team, rank)->failures, &none, sizeof none, error);
+}
+
+static ep_status look(struct watch *watch, struct ep_error *error)
+{
+    const uint32_t rank = watch->options.rank;
+    struct cuda_rank *r = &watch->team->ranks[rank];
+    struct tally tally;
+    bool is_new;
+    ep_status status = cuda_read(watch->team, rank, &tally, &cuda_state(watch->team, rank)->failures,
+                                 sizeof tally, error);
+
+    if (status)
+        return status;
+    is_new = tally.failures && tally.failure.sequence != watch->told;
+    if (is_new && (status = take_failure(watch, error)))
+        return status;
+    for (int part = 0; part < EP_DEVICE_PARTS; part++) {
+        count(&watch->options.counters->op[classes[part]], &tally.counters[part], &r->seen[part]);
+        r->seen[part] = tally.counters[part];
+    }
+    if (is_new) {
+        watch->told = tally.failure.sequence;
+        tell_timeout(watch, &tally);
+    }
+    return EP_OK;
+}
+
+static void refresh(struct ep_executor *executor)
+{
+    struct watch *watch = (struct watch *)executor;
+    struct ep_error error = EP_ERROR_INIT;
+    ep_status status = look(watch, &error);
+
+    if (status && !watch->blind)
+        EP_ERROR("node", "a rank's counters cannot be read", EP_U("rank", watch->options.rank),
+                 EP_U("epoch", watch->team->epoch), EP_S("error", error.text));
+    watch->blind = status != EP_OK;
+}
+
+/* ---- life --------------------------------------------------------------------------- */
+
+static void on_timer(uv_timer_t *timer)
+{
+    refresh(timer->data);
+}
+
+static void on_closed(uv_handle_t *handle)
+{
+    struct watch *watch = handle->data;
+    void (*on_stopped)(void *user) = watch->on_stopped;
+    void *user = watch->user;
+
+    free(watch);
+    on_stopped(user);
+}
+
+static void stop(struct ep_executor *executor, void (*on_stopped)(void *user), void *user)
+{
+    struct watch *watch = (struct watch *)executor;
+
+    refresh(executor);
+    watch->on_stopped = on_stopped;
+    watch->user = user;
+    uv_close((uv_handle_t *)&watch->timer, on_closed);
+}
+
+ep_status ep_team_cuda_start(struct ep_team *base, const struct ep_executor_options *options,
+                             struct ep_executor **out, struct ep_error *error)
+{
+    static const struct ep_executor_ops ops = { .refresh = refresh, .stop = stop };
+    struct cuda_team *team = (struct cuda_team *)base;
+    struct watch *watch;
+    ep_status status = ep_team_cuda_clean(team, options->rank, error);
+
+    if (status)
+        return status;
+    watch = calloc(1, sizeof *watch);
+    if (!watch)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for an executor");
+    watch->base.ops = &ops;
+    watch->team = team;
+    watch->options = *options;
+    watch->timer.data = watch;
+    uv_timer_init(team->loop, &watch->timer); /* cannot fail */
+    uv_timer_start(&watch->timer, on_timer, LOOK_MS, LOOK_MS);
+    team->ranks[options->rank].used = true;
+    *out = &watch->base;
+    return EP_OK;
+}

@@ -1,0 +1,525 @@
+/* The cuda backend's teams: what they write into windows and states, and in which order. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda_fixture.h"
+#include "ep_log.h"
+#include "ep_team.h"
+#include "team_cuda.h"
+
+#define RANKS 4u
+#define EPOCH 7u
+
+struct fixture {
+    uv_loop_t loop;
+    struct ep_node *node;
+    struct ep_layout_map map;
+    struct ep_placement placement;
+    struct ep_node_window *window[RANKS];
+    struct ep_team *team;
+    struct ep_executor *executor;
+    struct ep_rank_counters counters;
+    struct ep_engine_timeout timeout;
+    unsigned timeouts;
+    bool stopped;
+};
+
+static int setup(void **state)
+{
+    const struct ep_limits limits = { .ranks = RANKS, .experts = 8, .local_experts = 2, .top_k = 2, .hidden = 64,
+                                      .modes = 1u << EP_MODE_LL, .dtypes = 1u << EP_BF16, .ll_max_tokens = 8,
+                                      .ll_banks = 2, .arena_bytes = 1 << 16 };
+    const uint32_t devices[RANKS] = { 0, 1, 0, 1 };
+    struct fixture *f = calloc(1, sizeof *f);
+    const struct ep_node_options options = { .name = "n1", .backend = EP_NODE_CUDA,
+                                             .cuda = cuda_fixture_api() };
+    struct ep_team_options team = { .loop = &f->loop, .map = &f->map, .placement = &f->placement,
+                                    .devices = devices, .epoch = EPOCH, .timeout_ms = 1000 };
+
+    ep_log_configure(EP_LOG_OFF, EP_LOG_LOGFMT);
+    cuda_fixture_reset();
+    uv_loop_init(&f->loop);
+    assert_int_equal(ep_node_open(&options, &f->node, NULL), EP_OK);
+    assert_int_equal(ep_layout_compute(&limits, &f->map, NULL), EP_OK);
+    assert_int_equal(ep_placement_contiguous(RANKS, 8, &f->placement, NULL), EP_OK);
+    team.node = f->node;
+    assert_int_equal(ep_team_create(&team, &f->team, NULL), EP_OK);
+    for (uint32_t r = 0; r < RANKS; r++) {
+        assert_int_equal(ep_node_window_create(f->node, devices[r], "moe/7/0", f->map.total_bytes, &f->window[r],
+                                               NULL), EP_OK);
+        assert_int_equal(ep_team_set_window(f->team, r, f->window[r], NULL), EP_OK);
+    }
+    *state = f;
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    struct fixture *f = *state;
+
+    ep_team_destroy(f->team);
+    for (uint32_t r = 0; r < RANKS; r++)
+        ep_node_window_destroy(f->window[r]);
+    ep_placement_free(&f->placement);
+    ep_node_close(f->node);
+    assert_int_equal(uv_loop_close(&f->loop), 0);
+    assert_int_equal(cuda_fixture.memories, 0);
+    free(f);
+    return 0;
+}
+
+static struct ep_device_state *state_of(const struct fixture *f, uint32_t rank)
+{
+    return cuda_fixture_host(cuda_state((struct cuda_team *)f->team, rank));
+}
+
+static uint8_t *window_of(const struct fixture *f, uint32_t rank)
+{
+    return cuda_fixture_host(ep_node_window_base(f->window[rank]));
+}
+
+static void leave_all(struct fixture *f)
+{
+    for (uint32_t r = 0; r < RANKS; r++)
+        ep_team_leave(f->team, r);
+}
+
+/* ---- what is there from the beginning ---------------------------------------------------- */
+
+static void windows_say_whose_they_are(void **state)
+{
+    struct fixture *f = *state;
+
+    for (uint32_t r = 0; r < RANKS; r++) {
+        const struct ep_control *control = (const void *)window_of(f, r);
+
+        assert_int_equal(control->magic, EP_WINDOW_MAGIC);
+        assert_int_equal(control->version, EP_WINDOW_VERSION);
+        assert_int_equal(control->rank, r);
+        assert_int_equal(control->epoch, EPOCH);
+        assert_memory_equal(&control->limits, &f->map.limits, sizeof control->limits);
+    }
+}
+
+static void every_rank_is_expected_at_first(void **state)
+{
+    struct fixture *f = *state;
+
+    for (uint32_t r = 0; r < RANKS; r++) {
+        const struct ep_device_state *s = state_of(f, r);
+
+        assert_int_equal(s->magic, EP_DEVICE_STATE_MAGIC);
+        assert_int_equal(s->rank, r);
+        assert_int_equal(s->epoch, EPOCH);
+        assert_int_equal(s->timeout_ns, 1000000000);
+        for (uint32_t peer = 0; peer < EP_DEVICE_MAX_RANKS; peer++)
+            assert_int_equal(s->from[peer], peer < RANKS ? 1 : EP_DEVICE_NEVER);
+    }
+}
+
+static void the_timeout_is_told_to_all(void **state)
+{
+    struct fixture *f = *state;
+
+    ep_team_set_timeout(f->team, 50);
+    for (uint32_t r = 0; r < RANKS; r++)
+        assert_int_equal(state_of(f, r)->timeout_ns, 50000000);
+    leave_all(f);
+    assert_int_equal(ep_team_join(f->team, 1, NULL), EP_OK);
+    assert_int_equal(state_of(f, 1)->timeout_ns, 50000000); /* also to who joins later */
+}
+
+/* ---- leave -------------------------------------------------------------------------------- */
+
+static void leaving_is_one_word_in_every_state(void **state)
+{
+    struct fixture *f = *state;
+
+    cuda_fixture.copies = 0;
+    ep_team_leave(f->team, 2);
+    assert_int_equal(cuda_fixture.copies, RANKS);
+    for (uint32_t r = 0; r < RANKS; r++) {
+        assert_int_equal(state_of(f, r)->from[2], EP_DEVICE_NEVER);
+        assert_int_equal(state_of(f, r)->from[1], 1);
+    }
+    ep_team_leave(f->team, 2); /* told once */
+    assert_int_equal(cuda_fixture.copies, RANKS);
+}
+
+static void a_broken_gpu_does_not_keep_it_from_the_others(void **state)
+{
+    struct fixture *f = *state;
+
+    cuda_fixture.lost = 1u << 0;
+    ep_team_leave(f->team, 3);
+    cuda_fixture.lost = 0;
+    assert_int_equal(state_of(f, 0)->from[3], 1);
+    assert_int_equal(state_of(f, 1)->from[3], EP_DEVICE_NEVER);
+    assert_int_equal(state_of(f, 3)->from[3], EP_DEVICE_NEVER);
+}
+
+static void all_leave_at_once(void **state)
+{
+    struct fixture *f = *state;
+
+    cuda_fixture.copies = 0;
+    ep_team_leave_all(f->team);
+    assert_int_equal(cuda_fixture.copies, RANKS);
+    for (uint32_t r = 0; r < RANKS; r++)
+        for (uint32_t peer = 0; peer < RANKS; peer++)
+            assert_int_equal(state_of(f, r)->from[peer], EP_DEVICE_NEVER);
+}
+
+/* ---- join --------------------------------------------------------------------------------- */
+
+static void who_joins_takes_part_after_what_anybody_has_begun(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_device_state *s = state_of(f, 1);
+
+    ep_team_leave(f->team, 1);
+    state_of(f, 0)->begun = 41;
+    state_of(f, 2)->begun = 40;
+    s->begun = 12;
+    s->handles[3].number = 12;
+    s->records[3][0].status = EP_TIMEOUT;
+    assert_int_equal(ep_team_join(f->team, 1, NULL), EP_OK);
+    for (uint32_t r = 0; r < RANKS; r++)
+        assert_int_equal(state_of(f, r)->from[1], 42);
+    assert_int_equal(s->begun, 41);
+    assert_int_equal(s->number, 41);
+    for (uint32_t bank = 0; bank < EP_MAX_LL_BANKS; bank++)
+        assert_int_equal(s->released[bank], 41);
+    assert_int_equal(s->from[0], 1);
+    assert_int_equal(s->handles[3].number, 0);
+    assert_int_equal(s->records[3][0].status, 0);
+}
+
+/* What it sent in its last life bears those numbers. */
+static void its_own_last_number_counts_too(void **state)
+{
+    struct fixture *f = *state;
+
+    state_of(f, 1)->begun = 9;
+    state_of(f, 0)->begun = 8;
+    ep_team_leave(f->team, 1);
+    assert_int_equal(ep_team_join(f->team, 1, NULL), EP_OK);
+    assert_int_equal(state_of(f, 0)->from[1], 10);
+}
+
+static void who_is_absent_stays_so_for_who_joins(void **state)
+{
+    struct fixture *f = *state;
+
+    ep_team_leave(f->team, 1);
+    ep_team_leave(f->team, 3);
+    assert_int_equal(ep_team_join(f->team, 1, NULL), EP_OK);
+    assert_int_equal(state_of(f, 1)->from[3], EP_DEVICE_NEVER);
+    assert_int_equal(state_of(f, 1)->from[1], 1);
+}
+
+/* Rank 0 runs op after op: it has begun `step` more whenever somebody looks, for `steps` looks. */
+struct runner {
+    struct fixture *f;
+    uint64_t step;
+    unsigned steps;
+};
+
+static void run_on(const void *gpu, void *user)
+{
+    struct runner *runner = user;
+
+    if (gpu != &cuda_state((struct cuda_team *)runner->f->team, 0)->begun || runner->steps == 0)
+        return;
+    runner->steps--;
+    state_of(runner->f, 0)->begun += runner->step;
+}
+
+static void a_number_that_was_begun_meanwhile_is_raised(void **state)
+{
+    struct fixture *f = *state;
+    struct runner runner = { .f = f, .step = 1, .steps = 2 };
+
+    ep_team_leave(f->team, 1);
+    state_of(f, 0)->begun = 10;
+    cuda_fixture.on_read = run_on;
+    cuda_fixture.user = &runner;
+    /* Seen 11, so 12; then 12 has begun: beyond that, by more than it went on. */
+    assert_int_equal(ep_team_join(f->team, 1, NULL), EP_OK);
+    assert_int_equal(state_of(f, 0)->begun, 12);
+    assert_int_equal(state_of(f, 0)->from[1], 15);
+    for (uint32_t r = 0; r < RANKS; r++)
+        assert_int_equal(state_of(f, r)->from[1], 15);
+    assert_int_equal(state_of(f, 1)->begun, 14);
+}
+
+static void a_rank_that_never_rests_is_caught_up_with(void **state)
+{
+    struct fixture *f = *state;
+    struct runner runner = { .f = f, .step = 100, .steps = UINT32_MAX };
+
+    ep_team_leave(f->team, 1);
+    cuda_fixture.on_read = run_on;
+    cuda_fixture.user = &runner;
+    assert_int_equal(ep_team_join(f->team, 1, NULL), EP_OK);
+    assert_true(state_of(f, 0)->begun < state_of(f, 0)->from[1]);
+    assert_true(UINT32_MAX - runner.steps <= 4); /* looks */
+}
+
+static void a_state_that_was_overwritten_is_named(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_error error = EP_ERROR_INIT;
+
+    ep_team_leave(f->team, 1);
+    state_of(f, 2)->begun = UINT64_MAX - 1;
+    assert_int_equal(ep_team_join(f->team, 1, &error), EP_INTERNAL);
+    assert_non_null(strstr(error.text, "state of rank 2 says"));
+    assert_int_equal(state_of(f, 0)->from[1], EP_DEVICE_NEVER);
+}
+
+static void who_cannot_join_stays_absent(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_error error = EP_ERROR_INIT;
+
+    ep_team_leave(f->team, 0);
+    cuda_fixture.lost = 1u << 1;
+    assert_int_equal(ep_team_join(f->team, 0, &error), EP_IO);
+    assert_non_null(strstr(error.text, "device 1 has fallen off the bus"));
+    assert_int_equal(state_of(f, 0)->from[0], EP_DEVICE_NEVER);
+    assert_int_equal(state_of(f, 2)->from[0], EP_DEVICE_NEVER);
+}
+
+/* ---- reset -------------------------------------------------------------------------------- */
+
+static void a_reset_forgets_rows_and_numbers(void **state)
+{
+    struct fixture *f = *state;
+    const struct ep_layout_map *m = &f->map;
+
+    for (uint32_t r = 0; r < RANKS; r++) {
+        state_of(f, r)->begun = 30 + r;
+        memset(window_of(f, r) + m->ll, 0xee, m->bank_bytes * 2);
+    }
+    leave_all(f);
+    assert_int_equal(ep_team_reset(f->team, NULL), EP_OK);
+    every_rank_is_expected_at_first(state);
+    windows_say_whose_they_are(state);
+    for (uint32_t r = 0; r < RANKS; r++) {
+        assert_int_equal(state_of(f, r)->begun, 0);
+        assert_int_equal(state_of(f, r)->released[1], 0);
+        for (uint64_t i = 0; i < m->bank_bytes * 2; i += 16)
+            assert_int_equal(window_of(f, r)[m->ll + i], 0);
+    }
+}
+
+static void a_reset_that_fails_leaves_all_absent(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_error error = EP_ERROR_INIT;
+
+    leave_all(f);
+    cuda_fixture.lost = 1u << 1;
+    assert_int_equal(ep_team_reset(f->team, &error), EP_IO);
+    assert_string_equal(error.text, "window of rank 1: device 1 has fallen off the bus");
+    assert_int_equal(state_of(f, 0)->from[0], EP_DEVICE_NEVER);
+    cuda_fixture.lost = 0;
+    assert_int_equal(ep_team_join(f->team, 0, NULL), EP_OK);
+}
+
+/* ---- an attached rank --------------------------------------------------------------------- */
+
+static void on_timeout(const struct ep_engine_timeout *timeout, void *user)
+{
+    struct fixture *f = user;
+
+    f->timeout = *timeout;
+    f->timeouts++;
+}
+
+static void on_stopped(void *user)
+{
+    ((struct fixture *)user)->stopped = true;
+}
+
+static void start(struct fixture *f, uint32_t rank)
+{
+    const struct ep_executor_options options = { .rank = rank, .counters = &f->counters, .on_timeout = on_timeout,
+                                                 .user = f };
+
+    f->stopped = false;
+    assert_int_equal(ep_executor_start(f->team, &options, &f->executor, NULL), EP_OK);
+}
+
+static void stop(struct fixture *f)
+{
+    ep_executor_stop(f->executor, on_stopped, f);
+    assert_false(f->stopped); /* later, from the loop */
+    while (!f->stopped)
+        uv_run(&f->loop, UV_RUN_ONCE);
+}
+
+static void counters_of_kernels_are_added_up(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_device_counters *c = state_of(f, 1)->counters;
+    const struct ep_op_counters *dispatch = &f->counters.op[EP_CLASS_LL_DISPATCH];
+
+    start(f, 1);
+    c[EP_DEVICE_DISPATCH] = (struct ep_device_counters){ 5, 1, 1, 40, 4096, 1000, 300, 200 };
+    c[EP_DEVICE_COMBINE].count = 3;
+    ep_executor_refresh(f->executor);
+    ep_executor_refresh(f->executor);
+    assert_int_equal(dispatch->count, 5);
+    assert_int_equal(dispatch->errors, 1);
+    assert_int_equal(dispatch->timeouts, 1);
+    assert_int_equal(dispatch->tokens, 40);
+    assert_int_equal(dispatch->wire_bytes, 4096);
+    assert_int_equal(dispatch->busy_ns, 1000);
+    assert_int_equal(dispatch->wait_ns, 300);
+    assert_int_equal(dispatch->max_wait_ns, 200);
+    assert_int_equal(f->counters.op[EP_CLASS_LL_COMBINE].count, 3);
+    c[EP_DEVICE_DISPATCH].count = 6;
+    stop(f); /* what came since the last look counts too */
+    assert_int_equal(dispatch->count, 6);
+
+    ep_team_leave(f->team, 1);
+    assert_int_equal(ep_team_join(f->team, 1, NULL), EP_OK); /* the state begins at 0 again, the sums do not */
+    start(f, 1);
+    c[EP_DEVICE_DISPATCH].count = 2;
+    stop(f);
+    assert_int_equal(dispatch->count, 8);
+}
+
+static void a_late_rank_is_told_of_once(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_device_state *s = state_of(f, 1);
+
+    start(f, 1);
+    s->failures = 3;
+    ep_executor_refresh(f->executor);
+    assert_int_equal(f->timeouts, 0); /* counted, and not written yet */
+    assert_int_equal(s->failures, 3);
+    s->failure_op = EP_DEVICE_COMBINE;
+    s->failure = (struct ep_device_record){ .status = EP_TIMEOUT, .late_rank = 2, .wait_phase = EP_WAIT_ARRIVAL,
+                                            .number = 17, .sequence = 33, .wait_ns = 5000000 };
+    ep_executor_refresh(f->executor);
+    assert_int_equal(s->failures, 0); /* so that the kernel keeps the next one */
+    assert_int_equal(f->timeouts, 1);
+    assert_int_equal(f->timeout.late_rank, 2);
+    assert_int_equal(f->timeout.number, 17);
+    assert_int_equal(f->timeout.waited_us, 5000);
+    assert_int_equal(f->timeout.op_class, EP_CLASS_LL_COMBINE);
+    ep_executor_refresh(f->executor);
+    assert_int_equal(f->timeouts, 1);
+    stop(f);
+}
+
+static void the_next_worker_reads_nothing_of_the_last_one(void **state)
+{
+    struct fixture *f = *state;
+    const struct ep_layout_map *m = &f->map;
+    struct ep_device_tables tables;
+    uint8_t *w = window_of(f, 2), *s = (uint8_t *)state_of(f, 2);
+
+    ep_device_state_tables(m, &f->placement, &tables);
+    start(f, 2);
+    memset(w, 0x55, sizeof(struct ep_control));
+    memset(w + m->ll, 0x66, m->bank_bytes);
+    memset(w + m->arena, 0x77, m->limits.arena_bytes);
+    memset(s + tables.routing, 0x88, tables.bytes - tables.routing);
+    state_of(f, 2)->begun = 5;
+    ep_team_leave(f->team, 2);
+    stop(f);
+    assert_true(ep_team_clean(f->team, 2));
+    windows_say_whose_they_are(state);
+    assert_int_equal(w[sizeof(struct ep_control) - 1], 0);
+    assert_int_equal(w[m->arena] | w[m->arena + m->limits.arena_bytes - 1], 0);
+    assert_int_equal(s[tables.routing] | s[tables.bytes - 1], 0);
+    assert_int_equal(w[m->ll], 0x66);              /* a peer's op may be writing there */
+    assert_int_equal(state_of(f, 2)->begun, 5);    /* for the one who joins */
+}
+
+static void who_gets_uncleared_memory_is_refused(void **state)
+{
+    struct fixture *f = *state;
+    const struct ep_executor_options options = { .rank = 1, .counters = &f->counters };
+    struct ep_executor *executor;
+    struct ep_error error = EP_ERROR_INIT;
+
+    start(f, 1);
+    window_of(f, 1)[f->map.arena] = 1;
+    stop(f);
+    cuda_fixture.lost = 1u << 1;
+    assert_true(ep_team_clean(f->team, 1));
+    assert_int_equal(ep_executor_start(f->team, &options, &executor, &error), EP_IO);
+    assert_non_null(strstr(error.text, "memory of rank 1 cannot be cleared"));
+    cuda_fixture.lost = 0;
+    start(f, 1);
+    assert_int_equal(window_of(f, 1)[f->map.arena], 0);
+    stop(f);
+}
+
+/* ---- refusals ----------------------------------------------------------------------------- */
+
+static void cut_off(uint32_t device, struct ep_cuda_device *info)
+{
+    (void)device;
+    info->peers = 0;
+}
+
+static void gpus_that_do_not_reach_each_other_make_no_team(void **state)
+{
+    struct fixture *f = *state;
+    const uint32_t devices[RANKS] = { 0, 1, 0, 1 };
+    struct ep_team_options options = { .loop = &f->loop, .map = &f->map, .placement = &f->placement,
+                                       .devices = devices, .epoch = EPOCH, .timeout_ms = 1000 };
+    const struct ep_node_options node = { .name = "n2", .backend = EP_NODE_CUDA, .cuda = cuda_fixture_api() };
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_team *team;
+
+    cuda_fixture.on_info = cut_off;
+    assert_int_equal(ep_node_open(&node, &options.node, NULL), EP_OK);
+    assert_int_equal(ep_team_create(&options, &team, &error), EP_FAILED_PRECONDITION);
+    assert_non_null(strstr(error.text, "rank 0 is on GPU-fixture-0 and rank 1 on GPU-fixture-1"));
+    ep_node_close(options.node);
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        TEST(windows_say_whose_they_are),
+        TEST(every_rank_is_expected_at_first),
+        TEST(the_timeout_is_told_to_all),
+        TEST(leaving_is_one_word_in_every_state),
+        TEST(a_broken_gpu_does_not_keep_it_from_the_others),
+        TEST(all_leave_at_once),
+        TEST(who_joins_takes_part_after_what_anybody_has_begun),
+        TEST(its_own_last_number_counts_too),
+        TEST(who_is_absent_stays_so_for_who_joins),
+        TEST(a_number_that_was_begun_meanwhile_is_raised),
+        TEST(a_rank_that_never_rests_is_caught_up_with),
+        TEST(a_state_that_was_overwritten_is_named),
+        TEST(who_cannot_join_stays_absent),
+        TEST(a_reset_forgets_rows_and_numbers),
+        TEST(a_reset_that_fails_leaves_all_absent),
+        TEST(counters_of_kernels_are_added_up),
+        TEST(a_late_rank_is_told_of_once),
+        TEST(the_next_worker_reads_nothing_of_the_last_one),
+        TEST(who_gets_uncleared_memory_is_refused),
+        TEST(gpus_that_do_not_reach_each_other_make_no_team),
+    };
+
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
