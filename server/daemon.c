@@ -314,8 +314,18 @@ static ep_status open_files(struct daemon *d, struct ep_error *error)
 
 static ep_status open_node(struct daemon *d, struct ep_error *error)
 {
+    static const enum ep_node_choice backends[] = {
+        [EP_OPTIONS_AUTO] = EP_NODE_AUTO, [EP_OPTIONS_HOST] = EP_NODE_HOST, [EP_OPTIONS_CUDA] = EP_NODE_CUDA,
+    };
+    static const enum ep_node_mps mps[] = {
+        [EP_OPTIONS_MPS_AUTO] = EP_NODE_MPS_AUTO,
+        [EP_OPTIONS_MPS_REQUIRE] = EP_NODE_MPS_REQUIRE,
+        [EP_OPTIONS_MPS_OFF] = EP_NODE_MPS_OFF,
+    };
     const struct ep_node_options options = {
         .name = d->options->name,
+        .backend = backends[d->options->backend],
+        .mps = mps[d->options->mps],
         .host_devices = (uint32_t)d->options->host_ranks,
         .memory_budget = d->options->memory,
         .socket = d->options->socket,

@@ -174,7 +174,7 @@ class Server(Process):
         if os.path.exists(self.port_file):
             os.unlink(self.port_file)
         cmd = ["ep-server", "--socket=" + self.socket, "--state-dir=" + self.state_dir,
-               "--port-file=" + self.port_file, "--log-level=debug"]
+               "--port-file=" + self.port_file, "--log-level=debug", "--backend=host"]
         cmd += ["--listen=127.0.0.1:0"] if listen else []
         cmd += ["--metrics=127.0.0.1:0"] if metrics else []
         cmd += list(flags)

@@ -95,11 +95,13 @@ class ConfigTest(harness.TestCase):
         self.assertEqual((good.code, good.out, good.err), (0, "", ""), good)
         self.assertIn("there is no TLS", self.refused("--check", "--listen=0.0.0.0:1"))
 
-    def test_cuda_without_cuda_is_refused(self):
-        result = self.run_cmd(["ep-server", "--check", "--backend=cuda"])
-        if result.code == 0:
-            self.skipTest("this build has CUDA")
-        self.assertIn("built without CUDA", self.refused("--backend=cuda"))
+    def test_cuda_without_a_gpu_is_refused(self):
+        env = {"EP_CUDA_MODULE": self.path("no-such-module.so")}
+        run = ["--socket=" + self.path("s"), "--state-dir=" + self.path("state")]
+        text = self.refused("--backend=cuda", *run, env=env, code=4)
+        self.assertIn("backend is cuda: no cuda backend: ", text)
+        self.assertIn("no-such-module.so", text)
+        self.assertIn("mps is require: this node's backend is host", self.refused("--mps=require", *run, env=env, code=1))
 
     def test_help_and_version(self):
         text = self.run_cmd(["ep-server", "--help"])
