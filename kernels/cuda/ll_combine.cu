@@ -79,36 +79,48 @@ struct Terms {
     float weight[EP_MAX_TOP_K];
 };
 
+/* Pieces [at, at + kUnder) of a thread: terms j .. j + kTerms - 1 are fetched, then added in their order. */
+template <class T, bool kWeighted, uint32_t kUnder, uint32_t kTerms>
+__device__ void add_terms(const Terms &terms, uint32_t j, uint32_t at, uint32_t pieces, Vec (*v)[kUnder],
+                          float (*sum)[Format<T>::n])
+{
+#pragma unroll
+    for (uint32_t k = 0; k < kTerms; k++)
+#pragma unroll
+        for (uint32_t i = 0; i < kUnder; i++)
+            if (j + k < terms.n && at + i * kThreads < pieces)
+                v[k][i] = load_row(terms.row[j + k] + (uint64_t)(at + i * kThreads) * 16);
+#pragma unroll
+    for (uint32_t k = 0; k < kTerms; k++) {
+        const float weight = kWeighted && j + k < terms.n ? terms.weight[j + k] : 1.0f;
+
+        if (j + k >= terms.n)
+            break;
+#pragma unroll
+        for (uint32_t i = 0; i < kUnder; i++) {
+            float x[Format<T>::n];
+
+            Format<T>::decode(v[k][i], x);
+            for (uint32_t e = 0; e < Format<T>::n; e++)
+                sum[i][e] = kWeighted ? fmaf(weight, x[e], sum[i][e]) : sum[i][e] + x[e];
+        }
+    }
+}
+
 /* The sum of the terms to `to`, by all threads.  One term with weight 1 is a copy, bit for bit. */
 template <class T, bool kWeighted>
 __device__ void sum_rows(const ep_ll_args &a, const Terms &terms, const uint8_t *bias, uint8_t *to)
 {
-    constexpr uint32_t kElements = Format<T>::n, kUnder = 4; /* pieces that a thread has under way */
-    const uint32_t n = terms.n, pieces = a.row_bytes / 16;
-    const bool copies = n == 1 && !bias && (!kWeighted || terms.weight[0] == 1.0f);
+    constexpr uint32_t kElements = Format<T>::n, kUnder = 2, kTerms = 4; /* what a thread has under way */
+    const uint32_t pieces = a.row_bytes / 16;
+    const bool copies = terms.n == 1 && !bias && (!kWeighted || terms.weight[0] == 1.0f);
 
     for (uint32_t at = threadIdx.x; at < pieces; at += kUnder * kThreads) {
         float sum[kUnder][kElements] = {};
-        Vec v[kUnder];
+        Vec v[kTerms][kUnder];
 
-        for (uint32_t j = 0; j < n; j++) {
-            const float weight = kWeighted ? terms.weight[j] : 1.0f;
-
-#pragma unroll
-            for (uint32_t i = 0; i < kUnder; i++)
-                if (at + i * kThreads < pieces)
-                    v[i] = load_row(terms.row[j] + (uint64_t)(at + i * kThreads) * 16);
-#pragma unroll
-            for (uint32_t i = 0; i < kUnder; i++) {
-                float x[kElements];
-
-                if (at + i * kThreads >= pieces)
-                    continue;
-                Format<T>::decode(v[i], x);
-                for (uint32_t e = 0; e < kElements; e++)
-                    sum[i][e] = kWeighted ? fmaf(weight, x[e], sum[i][e]) : sum[i][e] + x[e];
-            }
-        }
+        for (uint32_t j = 0; j < terms.n; j += kTerms)
+            add_terms<T, kWeighted, kUnder, kTerms>(terms, j, at, pieces, v, sum);
 #pragma unroll
         for (uint32_t i = 0; i < kUnder; i++) {
             const uint64_t byte = (uint64_t)(at + i * kThreads) * 16;
@@ -122,7 +134,7 @@ __device__ void sum_rows(const ep_ll_args &a, const Terms &terms, const uint8_t 
                 for (uint32_t e = 0; e < kElements; e++)
                     sum[i][e] += x[e];
             }
-            store_row(to + byte, copies ? v[i] : Format<T>::encode(sum[i]));
+            store_row(to + byte, copies ? v[0][i] : Format<T>::encode(sum[i]));
         }
     }
 }

@@ -277,16 +277,27 @@ __device__ inline uint64_t place_rows(const ep_ll_args &a, const Op &op, const u
 {
     const uint32_t slots = a.ranks * a.max_tokens;
     const uint8_t *counts = a.window[a.rank] + op.bank + a.bank.counts;
+    constexpr uint32_t kUnder = 8;
     __shared__ uint64_t spanned;
 
     for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads) {
         uint32_t sum = 0;
 
-        for (uint32_t s = 0; s < a.ranks; s++) {
-            const uint32_t *count = (const uint32_t *)(counts + (uint64_t)s * a.counts_bytes) + l;
+        for (uint32_t at = 0; at < a.ranks; at += kUnder) {
+            uint32_t count[kUnder];
 
-            base[l * a.ranks + s] = sum;
-            sum += rows[s] ? min(load_u32(count), rows[s]) : 0;
+#pragma unroll
+            for (uint32_t i = 0; i < kUnder; i++) /* all under way before one is used */
+                count[i] = at + i < a.ranks
+                               ? load_u32((const uint32_t *)(counts + (uint64_t)(at + i) * a.counts_bytes) + l)
+                               : 0;
+#pragma unroll
+            for (uint32_t i = 0; i < kUnder; i++) {
+                if (at + i >= a.ranks)
+                    continue;
+                base[l * a.ranks + at + i] = sum;
+                sum += min(count[i], rows[at + i]);
+            }
         }
         total[l] = sum;
     }

@@ -396,29 +396,43 @@ __device__ void keep_routing(const ep_ll_args &a, const Op &op, const Batch &b)
         atomicAdd((unsigned long long *)&a.state->scratch.dropped, dropped);
 }
 
-/* What this block has to send to the ranks in `to`. */
-template <Cast C>
-__device__ void send(const ep_ll_args &a, Op *op, const Batch &b, uint32_t *count, uint32_t ranks, uint32_t lacking)
+/* This block's part of the sending, once it is fetched. */
+template <Cast C> struct Part {
+    uint32_t t0;      /* its first token; not below a.tokens: none */
+    bool counts;      /* it makes counts for some rank */
+    float weight;
+    Row<C> row;       /* the first pieces of t0's */
+};
+
+/* Tokens are counted from the last block, after those that make counts. */
+template <Cast C> __device__ void fetch(const ep_ll_args &a, const Batch &b, Part<C> *part)
 {
     const uint32_t blocks = gridDim.x, from_end = blocks - 1 - blockIdx.x;
-    const bool counts = from_end < a.ranks;
-    /* Counted from the end, after those that make counts: the first token of this block, if there is one. */
-    const uint32_t t0 = (from_end + blocks - a.ranks % blocks) % blocks;
-    uint32_t counted = 0, sum = 0;
-    Row<C> row;
-    float weight = 1.0f;
 
-    if (!counts && t0 >= a.tokens)
-        return;
-    if (t0 < a.tokens) {
-        load_token<C>(a, t0, 0, &row);
-        weight = load_weight(a, t0);
+    part->counts = from_end < a.ranks;
+    part->t0 = (from_end + blocks - a.ranks % blocks) % blocks;
+    if (part->t0 < a.tokens) {
+        load_token<C>(a, part->t0, 0, &part->row);
+        part->weight = load_weight(a, part->t0);
     }
-    read_routes(a, b.route,
-                counts ? a.tokens * a.top_k : (t0 + (a.tokens - 1 - t0) / blocks * blocks + 1) * a.top_k);
-    if (lacking) { /* the same for all threads */
+    if (part->counts)
+        read_routes(a, b.route, a.tokens * a.top_k);
+    else if (part->t0 < a.tokens)
+        read_routes(a, b.route, (part->t0 + (a.tokens - 1 - part->t0) / blocks * blocks + 1) * a.top_k);
+}
+
+/* To the ranks in `ranks`. */
+template <Cast C>
+__device__ void send(const ep_ll_args &a, Op *op, const Batch &b, Part<C> &part, uint32_t *count, uint32_t ranks)
+{
+    const uint32_t blocks = gridDim.x, from_end = blocks - 1 - blockIdx.x;
+    uint32_t counted = 0, sum = 0;
+
+    if (!part.counts && part.t0 >= a.tokens)
+        return;
+    if (op->lacking & ranks) {
         if (threadIdx.x < 32)
-            wait_credit(a, op, lacking);
+            wait_credit(a, op, op->lacking & ranks);
         __syncthreads();
     }
     for (uint32_t d = from_end; d < a.ranks; d += blocks)
@@ -426,18 +440,19 @@ __device__ void send(const ep_ll_args &a, Op *op, const Batch &b, uint32_t *coun
             push_counts(a, *op, b, count, d);
     if (from_end == 0 && ranks == op->members) /* not again for those who have just joined */
         keep_routing(a, *op, b);
-    for (uint32_t t = t0; t < a.tokens; t += blocks) {
+    for (uint32_t t = part.t0; t < a.tokens; t += blocks) {
         const uint32_t to = ranks_of(a, b.route, t) & ranks & ~op->missed;
+        const bool fetched = t == part.t0 && ranks == op->members;
 
         place_token(a, b, t, to, &counted, &sum);
-        if (t != t0) {
-            load_token<C>(a, t, 0, &row);
-            weight = load_weight(a, t);
+        if (!fetched) {
+            load_token<C>(a, t, 0, &part.row);
+            part.weight = load_weight(a, t);
         }
         if (threadIdx.x < a.top_k)
-            b.weight[threadIdx.x] = weight;
+            b.weight[threadIdx.x] = part.weight;
         __syncthreads();
-        push_row<C>(a, *op, b, row, t, to);
+        push_row<C>(a, *op, b, part.row, t, to);
         __syncthreads();
         push_headers(a, *op, b, t, to);
         __syncthreads();
@@ -716,34 +731,47 @@ __device__ void receive_again(const ep_ll_args &a, Op *op, uint32_t *rows, uint3
 
 /* ---- the kernel -------------------------------------------------------------------------- */
 
-/* Warp 0 of each block.  All that is to be known is read at once: one round trip to memory. */
-__device__ void begin(const ep_ll_args &a, Op *op, bool sends)
+/* What warp 0 of each block has to know at the beginning: asked for at once, one round trip to memory, while
+ * the others fetch routes and rows. */
+struct Asked {
+    uint64_t number, held, timeout_ns, from, credit[EP_MAX_LL_BANKS];
+    uint32_t generation;
+};
+
+__device__ Asked ask(const ep_ll_args &a)
 {
     const uint32_t lane = threadIdx.x;
     const struct ep_device_handle *h = &a.state->handles[a.handle];
-    const uint64_t number = load_u64(&a.state->number), held = load_u64(&h->number);
-    const uint32_t generation = load_u32(&h->generation);
-    const uint64_t timeout_ns = load_u64(&a.state->timeout_ns), from = from_of_lane(a);
-    uint64_t credit[EP_MAX_LL_BANKS];
+    Asked q;
 
+    q.number = load_u64(&a.state->number);
+    q.held = load_u64(&h->number);
+    q.generation = load_u32(&h->generation);
+    q.timeout_ns = load_u64(&a.state->timeout_ns);
+    q.from = from_of_lane(a);
     for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
-        credit[i] = lane < a.ranks && i < a.banks ? acquire_u64(credit_at(a, a.rank, lane, i)) : 0;
+        q.credit[i] = lane < a.ranks && i < a.banks ? load_u64(credit_at(a, a.rank, lane, i)) : 0;
+    return q;
+}
 
-    const uint64_t n = sends ? number + 1 : held;
+__device__ void begin(const ep_ll_args &a, Op *op, const Asked &q)
+{
+    const uint32_t lane = threadIdx.x;
+    const bool sends = a.phases & EP_LL_SEND;
+    const uint64_t n = sends ? q.number + 1 : q.held;
+    uint64_t credit = 0;
 
     if (sends && lane == 0)
         atomicMax((unsigned long long *)&a.state->begun, (unsigned long long)n);
-    op_begin(a, op, n, __ballot_sync(kAll, from <= n), timeout_ns);
-
-    uint64_t owed = 0;
-
+    op_begin(a, op, n, __ballot_sync(kAll, q.from <= n), q.timeout_ns);
     for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
-        owed = i == n % a.banks ? credit[i] : owed;
-    const uint32_t lacking = __ballot_sync(kAll, from <= n && !has_credit(a, n, from, owed));
+        credit = i == n % a.banks ? q.credit[i] : credit;
+    const uint32_t lacking = __ballot_sync(kAll, q.from <= n && !has_credit(a, n, q.from, credit));
 
+    fence_sys(); /* acquire of the credits; partner: give_credit */
     if (lane == 0) {
         op->lacking = lacking & op->members;
-        op->valid = sends || (held && generation == a.generation && number - held < a.banks);
+        op->valid = sends || (q.held && q.generation == a.generation && q.number - q.held < a.banks);
     }
     __syncwarp();
 }
@@ -798,10 +826,15 @@ template <Cast C> __global__ void __launch_bounds__(kThreads, kBlocks) dispatch(
     uint32_t *base = shared, *total = shared + wide, *first = total + a.local_experts;
     const Batch batch = { (int32_t *)shared, slot, index, weight, to };
     const bool sends = a.phases & EP_LL_SEND;
-    const uint64_t start = now_ns();
+    Part<C> part;
+    Asked asked;
 
+    if (threadIdx.x < 32)
+        asked = ask(a);
+    if (sends)
+        fetch<C>(a, batch, &part);
     if (threadIdx.x < 32) {
-        begin(a, &op, sends);
+        begin(a, &op, asked);
         if (sends && blockIdx.x == gridDim.x / 2)
             give_up_old(a, op.number);
     }
@@ -811,11 +844,12 @@ template <Cast C> __global__ void __launch_bounds__(kThreads, kBlocks) dispatch(
             refuse(a, op);
         return;
     }
-    uint32_t ranks = op.members, lacking = op.lacking;
+    const uint64_t start = now_ns();
+    uint32_t ranks = op.members;
 
     do {
         if (sends)
-            send<C>(a, &op, batch, total, ranks, lacking);
+            send<C>(a, &op, batch, part, total, ranks);
         __syncthreads();
         if (threadIdx.x < 32) {
             const uint32_t some = wait_counts(a, &op, rows);
@@ -824,7 +858,7 @@ template <Cast C> __global__ void __launch_bounds__(kThreads, kBlocks) dispatch(
                 joined = some, op.members |= some;
         }
         __syncthreads();
-        ranks = joined, lacking = 0; /* who has just joined owes nothing */
+        ranks = joined;
     } while (ranks);
     if (blockIdx.x == 0 && threadIdx.x == 0)
         a.state->scratch.wait_ns = now_ns() - start;
