@@ -1,0 +1,313 @@
+/*
+ * ll_device: are the LL kernels right?
+ *
+ * All ranks of a group in one process, against kernels/reference: every layout, format and shape, ops in
+ * unusual orders, ranks that leave, return or are late, captured graphs, and random ops for as long as one
+ * likes.  One line per case, `N passed, N failed` at the end.  Without a GPU it says so and exits with 77.
+ */
+#include <getopt.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ep_clock.h"
+#include "ll_tests.h"
+
+enum { EXIT_FAILED = 1, EXIT_USAGE = 2, EXIT_SKIPPED = 77, MOST_FAILURES = 20 };
+
+/* ---- cases --------------------------------------------------------------------------- */
+
+#define EM     EP_LAYOUT_EXPERT_MAJOR
+#define RM     EP_LAYOUT_RANK_MAJOR
+#define PACKED EP_LAYOUT_PACKED
+
+/* Defaults of all of them; what is named again differs. */
+#define SHAPE(...)                                                                                           \
+    {                                                                                                        \
+        .layout = EM, .dtype = BENCH_BF16, .experts = 64, .hidden = 1024, .tokens = 77, .top_k = 8,          \
+        __VA_ARGS__                                                                                          \
+    }
+#define CASE(...)                                                                                            \
+    {                                                                                                        \
+        NULL, ll_case_shape, SHAPE(__VA_ARGS__), 1                                                           \
+    }
+#define NAMED(name, run, least, ...)                                                                         \
+    {                                                                                                        \
+        name, run, SHAPE(__VA_ARGS__), least                                                                 \
+    }
+
+#define EACH_LAYOUT(...)                                                                                     \
+    CASE(.layout = EM, __VA_ARGS__), CASE(.layout = RM, __VA_ARGS__), CASE(.layout = PACKED, __VA_ARGS__),   \
+        CASE(.layout = PACKED, .alignment = 16, __VA_ARGS__)
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Woverride-init" /* SHAPE's defaults */
+static const struct ll_case cases[] = {
+    /* formats */
+    EACH_LAYOUT(.dtype = BENCH_BF16, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_LAYOUT(.dtype = BENCH_FP16, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_LAYOUT(.dtype = BENCH_FP32, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_LAYOUT(.dtype = BENCH_FP8, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_LAYOUT(.dtype = BENCH_FP8_GIVEN, .tokens = 33, .experts = 32, .top_k = 4),
+
+    /* tokens */
+    EACH_LAYOUT(.tokens = 0),
+    EACH_LAYOUT(.tokens = 1),
+    EACH_LAYOUT(.tokens = 7, .max_tokens = 128),
+    EACH_LAYOUT(.tokens = 128),
+    CASE(.tokens = 1024, .hidden = 1024),
+    CASE(.tokens = 1024, .hidden = 1024, .layout = RM),
+    CASE(.tokens = 1024, .hidden = 1024, .top_k = 2, .layout = PACKED, .dtype = BENCH_FP8),
+    EACH_LAYOUT(.tokens = 50, .ragged = true),
+    EACH_LAYOUT(.tokens = 50, .empty_rank = true),
+
+    /* hidden sizes of models */
+    CASE(.hidden = 2880, .tokens = 40),
+    CASE(.hidden = 2880, .tokens = 40, .layout = RM, .dtype = BENCH_FP8),
+    CASE(.hidden = 2880, .tokens = 40, .layout = PACKED, .dtype = BENCH_FP8_GIVEN),
+    CASE(.hidden = 7168, .tokens = 128, .experts = 256),
+    CASE(.hidden = 7168, .tokens = 128, .experts = 256, .layout = RM),
+    CASE(.hidden = 7168, .tokens = 128, .experts = 256, .dtype = BENCH_FP8),
+    CASE(.hidden = 7168, .tokens = 7, .max_tokens = 128, .experts = 256, .layout = PACKED, .alignment = 16),
+    CASE(.hidden = 8192, .tokens = 20),
+    CASE(.hidden = 8192, .tokens = 20, .layout = RM, .dtype = BENCH_FP32),
+    CASE(.hidden = 8192, .tokens = 20, .layout = PACKED, .dtype = BENCH_FP8),
+    CASE(.hidden = 1040, .tokens = 20, .dtype = BENCH_FP8), /* the last block of a row is a part of one */
+
+    /* choices and experts */
+    EACH_LAYOUT(.top_k = 1),
+    EACH_LAYOUT(.top_k = 3, .max_top_k = 8),
+    EACH_LAYOUT(.top_k = 16, .tokens = 40),
+    EACH_LAYOUT(.experts = 37, .top_k = 5),
+    EACH_LAYOUT(.experts = 300, .top_k = 6),
+    EACH_LAYOUT(.experts = 40, .redundant = true),
+    EACH_LAYOUT(.drop = 0.3),
+    EACH_LAYOUT(.drop = 1.0, .tokens = 5),
+    EACH_LAYOUT(.bad_ids = true),
+    CASE(.bad_ids = true, .index_bytes = 8),
+    CASE(.bad_ids = true, .index_bytes = 8, .layout = PACKED),
+    EACH_LAYOUT(.repeats = true),
+    EACH_LAYOUT(.no_weights = true),
+    CASE(.bias = true),
+    CASE(.bias = true, .layout = RM, .dtype = BENCH_FP16),
+    CASE(.bias = true, .layout = PACKED, .dtype = BENCH_FP32),
+    EACH_LAYOUT(.experts = 37, .redundant = true, .repeats = true, .bad_ids = true, .drop = 0.1,
+                .ragged = true),
+    CASE(.banks = 3),
+    CASE(.banks = 4, .layout = RM),
+
+    /* orders */
+    NAMED("two handles interleaved", ll_case_interleaved, 1, .tokens = 40),
+    NAMED("two handles interleaved, rank-major", ll_case_interleaved, 1, .tokens = 40, .layout = RM),
+    NAMED("two handles interleaved, packed fp8", ll_case_interleaved, 1, .tokens = 40, .layout = PACKED,
+          .dtype = BENCH_FP8),
+    NAMED("two handles, each op in halves", ll_case_halves, 1, .tokens = 40),
+    NAMED("two handles, each op in halves, rank-major", ll_case_halves, 1, .tokens = 40, .layout = RM),
+    NAMED("skipped combines, a stale handle", ll_case_skipped, 1, .tokens = 40),
+    NAMED("skipped combines, a stale handle, rank-major", ll_case_skipped, 1, .tokens = 40, .layout = RM),
+    NAMED("skipped combines, four banks", ll_case_skipped, 1, .tokens = 40, .banks = 4),
+    NAMED("released handles", ll_case_released, 1, .tokens = 40),
+    NAMED("packed rows do not fit", ll_case_overflow, 1, .tokens = 40, .layout = PACKED),
+
+    /* membership */
+    NAMED("a rank is absent and returns", ll_case_absent, 2, .tokens = 40),
+    NAMED("a rank is absent and returns, rank-major", ll_case_absent, 2, .tokens = 40, .layout = RM),
+    NAMED("a rank is absent and returns, packed fp8", ll_case_absent, 2, .tokens = 40, .layout = PACKED,
+          .dtype = BENCH_FP8),
+    NAMED("a rank leaves while others wait for its dispatch", ll_case_leaves_dispatch, 2, .tokens = 40),
+    NAMED("a rank leaves while others wait for its dispatch, packed", ll_case_leaves_dispatch, 2,
+          .tokens = 40, .layout = PACKED),
+    NAMED("a rank leaves while others wait for its combine", ll_case_leaves_combine, 2, .tokens = 40),
+    NAMED("a rank leaves while others wait for its combine, rank-major", ll_case_leaves_combine, 2,
+          .tokens = 40, .layout = RM),
+    NAMED("a rank's dispatch is late", ll_case_late_dispatch, 2, .tokens = 40),
+    NAMED("a rank's dispatch is late, rank-major", ll_case_late_dispatch, 2, .tokens = 40, .layout = RM),
+    NAMED("a rank's combine is late", ll_case_late_combine, 2, .tokens = 40),
+
+    /* graphs */
+    NAMED("1000 replays of a graph, other inputs each time", ll_case_graph, 1, .tokens = 16, .experts = 32,
+          .top_k = 4),
+    NAMED("1000 replays of a graph, other inputs each time, packed", ll_case_graph, 1, .tokens = 16,
+          .experts = 32, .top_k = 4, .layout = PACKED),
+};
+#pragma GCC diagnostic pop
+
+/* What a shape is called: its format and sizes, and what is odd about it. */
+static void describe(const struct shape *s, char *text, size_t size)
+{
+    const struct {
+        bool is;
+        const char *name;
+    } odd[] = {
+        { s->layout == PACKED && s->alignment > 1, " aligned" },
+        { s->max_tokens != 0, " of more tokens" },
+        { s->max_top_k != 0, " of a larger K" },
+        { s->ragged, " ragged" },
+        { s->empty_rank, " one-empty-rank" },
+        { s->redundant, " redundant" },
+        { s->drop > 0, " -1" },
+        { s->bad_ids, " bad-ids" },
+        { s->repeats, " repeats" },
+        { s->no_weights, " no-weights" },
+        { s->bias, " bias" },
+        { s->index_bytes == 8, " int64" },
+        { s->banks > 2, " more-banks" },
+    };
+    int n = snprintf(text, size, "%s %s T=%u K=%u E=%u H=%u", bench_layout_name(s->layout),
+                     bench_dtypes[s->dtype].name, s->tokens, s->top_k, s->experts, s->hidden);
+
+    for (size_t i = 0; i < sizeof odd / sizeof *odd && n > 0 && (size_t)n < size; i++)
+        if (odd[i].is)
+            n += snprintf(text + n, size - (size_t)n, "%s", odd[i].name);
+}
+
+/* ---- running them -------------------------------------------------------------------- */
+
+struct options {
+    uint32_t ranks, gpus; /* 0: as many as there are */
+    const char *filter;
+    uint64_t seed, soak;
+};
+
+struct tally {
+    uint32_t passed, failed;
+};
+
+static bool report(struct tally *tally, const char *name, uint64_t start, ep_status status,
+                   const struct ep_error *error)
+{
+    const double seconds = (double)(ep_clock_ns() - start) / 1e9;
+
+    if (status == EP_OK) {
+        printf("ok   %s (%.2f s)\n", name, seconds);
+        tally->passed++;
+    } else {
+        printf("FAIL %s (%.2f s)\n     %s: %s\n", name, seconds, ep_status_name(status), error->text);
+        tally->failed++;
+    }
+    fflush(stdout);
+    return tally->failed < MOST_FAILURES; /* what fails so often has one cause */
+}
+
+static void run_cases(const struct ll_setting *setting, const struct options *o, struct tally *tally)
+{
+    char name[256];
+    bool go_on = true;
+
+    for (size_t i = 0; go_on && i < sizeof cases / sizeof *cases; i++) {
+        const struct ll_case *c = &cases[i];
+        struct ep_error error = EP_ERROR_INIT;
+        const uint64_t start = ep_clock_ns();
+
+        if (c->name)
+            snprintf(name, sizeof name, "%s", c->name);
+        else
+            describe(&c->shape, name, sizeof name);
+        if (setting->ranks < c->least_ranks || (o->filter && !strstr(name, o->filter)))
+            continue;
+        go_on = report(tally, name, start, c->run(setting, &c->shape, &error), &error);
+    }
+    if (!go_on)
+        printf("stopped after %u failures\n", tally->failed);
+}
+
+static void run_soak(const struct ll_setting *setting, const struct options *o, struct tally *tally)
+{
+    struct ep_error error = EP_ERROR_INIT;
+    const uint64_t start = ep_clock_ns();
+    char name[64];
+
+    snprintf(name, sizeof name, "soak of %llu random ops", (unsigned long long)o->soak);
+    report(tally, name, start, ll_soak(setting, o->soak, &error), &error);
+}
+
+/* ---- the command line ---------------------------------------------------------------- */
+
+static void usage(FILE *to)
+{
+    fputs("usage: ll_device [--ranks N] [--gpus N] [--filter TEXT] [--seed N] [--soak N]\n"
+          "\n"
+          "  --ranks N      ranks of the group (default: one per GPU, four on a single one)\n"
+          "  --gpus N       GPUs to use (default: all)\n"
+          "  --filter TEXT  only cases whose name has TEXT in it\n"
+          "  --seed N       of all inputs (default 1)\n"
+          "  --soak N       N random ops instead of the cases\n",
+          to);
+}
+
+static bool parse(int argc, char **argv, struct options *o)
+{
+    static const struct option known[] = { { "ranks", required_argument, NULL, 'r' },
+                                           { "gpus", required_argument, NULL, 'g' },
+                                           { "filter", required_argument, NULL, 'f' },
+                                           { "seed", required_argument, NULL, 's' },
+                                           { "soak", required_argument, NULL, 'o' },
+                                           { "help", no_argument, NULL, 'h' },
+                                           { NULL, 0, NULL, 0 } };
+    int c;
+
+    *o = (struct options){ .seed = 1 };
+    while ((c = getopt_long(argc, argv, "", known, NULL)) != -1) {
+        switch (c) {
+        case 'r': o->ranks = (uint32_t)strtoul(optarg, NULL, 10); break;
+        case 'g': o->gpus = (uint32_t)strtoul(optarg, NULL, 10); break;
+        case 'f': o->filter = optarg; break;
+        case 's': o->seed = strtoull(optarg, NULL, 10); break;
+        case 'o': o->soak = strtoull(optarg, NULL, 10); break;
+        case 'h': usage(stdout); exit(0);
+        default: return false;
+        }
+    }
+    return optind == argc && o->ranks <= WORLD_MAX_RANKS;
+}
+
+/* What there is, and how much of it is used. */
+static ep_status settle(const struct options *o, struct ll_setting *setting, struct ep_error *error)
+{
+    struct ep_cuda_device device;
+    uint32_t count = 0;
+    ep_status status = setting->api->device_count(&count, error);
+
+    if (status != EP_OK)
+        return status;
+    if (o->gpus > count)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "--gpus is %u: there are %u", o->gpus, count);
+    setting->gpus = o->gpus ? o->gpus : count;
+    setting->ranks = o->ranks ? o->ranks : setting->gpus > 1 ? setting->gpus : 4;
+    if (setting->gpus > setting->ranks)
+        setting->gpus = setting->ranks;
+    status = setting->api->device_info(0, &device, error);
+    if (status == EP_OK)
+        printf("%u ranks on %u x %s, driver %u, %s MPS, seed %llu\n", setting->ranks, setting->gpus,
+               device.name, device.driver, device.mps ? "with" : "without",
+               (unsigned long long)setting->seed);
+    return status;
+}
+
+int main(int argc, char **argv)
+{
+    struct ep_error error = EP_ERROR_INIT;
+    struct ll_setting setting = { 0 };
+    struct tally tally = { 0 };
+    struct options o;
+
+    if (!parse(argc, argv, &o)) {
+        usage(stderr);
+        return EXIT_USAGE;
+    }
+    setting.seed = o.seed;
+    if (ep_cuda_open(&setting.api, &error) != EP_OK) {
+        printf("no GPU here: %s\n", error.text);
+        return EXIT_SKIPPED;
+    }
+    if (settle(&o, &setting, &error) != EP_OK) {
+        fprintf(stderr, "%s\n", error.text);
+        return EXIT_USAGE;
+    }
+    if (o.soak)
+        run_soak(&setting, &o, &tally);
+    else
+        run_cases(&setting, &o, &tally);
+    printf("%u passed, %u failed\n", tally.passed, tally.failed);
+    return tally.failed ? EXIT_FAILED : 0;
+}

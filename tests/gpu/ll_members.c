@@ -1,0 +1,265 @@
+/* Ranks that are absent, leave, return or are late. */
+#include <unistd.h>
+
+#include "ep_clock.h"
+#include "ll_tests.h"
+
+enum { SHORT_MS = 200, PAUSE_US = 100000, SLACK_MS = 2000 };
+
+/* The rank that does what the others do not expect: the last one. */
+static uint32_t odd_one(const struct ll_passes *passes)
+{
+    return passes->world->ranks - 1;
+}
+
+static uint32_t others(const struct ll_passes *passes)
+{
+    return world_all(passes->world) & ~(1u << odd_one(passes));
+}
+
+static void expect(struct ll_passes *passes, uint32_t mask)
+{
+    for (uint32_t r = 0; r < passes->world->ranks; r++)
+        passes->pass[r][0]->expected = mask;
+}
+
+/* The last rank is back, and everything is as before. */
+static ep_status join_and_run(struct ll_passes *passes, struct ep_error *error)
+{
+    ep_status status = world_join(passes->world, odd_one(passes), error);
+
+    expect(passes, world_all(passes->world));
+    if (status == EP_OK)
+        status = ll_each_three(passes, world_all(passes->world), error);
+    return status == EP_OK ? EP_OK : ep_error_prefix(error, "after its return");
+}
+
+/* ---- absent -------------------------------------------------------------------------- */
+
+/* Its own op ends at once and says why. */
+static ep_status run_detached(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][0];
+    ep_status status;
+
+    pass->status = EP_DETACHED;
+    status = pass_dispatch(pass, 0, error);
+    if (status == EP_OK)
+        status = pass_received(pass, error);
+    pass->status = EP_OK;
+    return status;
+}
+
+ep_status ll_case_absent(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    struct ll_passes passes;
+    ep_status status = ll_open(setting, shape, 1, &passes, error);
+
+    if (status == EP_OK)
+        status = ll_each_three(&passes, world_all(passes.world), error);
+    if (status == EP_OK)
+        status = world_leave(passes.world, odd_one(&passes), error);
+    if (status == EP_OK) {
+        expect(&passes, others(&passes));
+        status = ll_each_three(&passes, others(&passes), error);
+    }
+    if (status == EP_OK)
+        status = ll_each(&passes, 1u << odd_one(&passes), run_detached, error);
+    if (status == EP_OK)
+        status = join_and_run(&passes, error);
+    ll_close(&passes);
+    return status;
+}
+
+/* ---- leaves while it is waited for --------------------------------------------------- */
+
+static ep_status leave_soon(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    usleep(PAUSE_US);
+    return world_leave(passes->world, rank, error);
+}
+
+static ep_status leave_or_dispatch(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    return rank == odd_one(passes) ? leave_soon(passes, rank, error)
+                                   : pass_run(passes->pass[rank][0], 0, false, error);
+}
+
+static ep_status dispatch_only(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][0];
+    ep_status status = pass_dispatch(pass, 0, error);
+
+    if (status == EP_OK)
+        status = pass_received(pass, error);
+    return status == EP_OK ? pass_experts(pass, false, error) : status;
+}
+
+static ep_status leave_or_combine(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][0];
+    ep_status status;
+
+    if (rank == odd_one(passes))
+        return leave_soon(passes, rank, error);
+    status = pass_combine(pass, 0, false, error);
+    return status == EP_OK ? pass_result(pass, error) : status;
+}
+
+/* Nobody waits until the timeout for one who is known to be gone. */
+static ep_status check_soon(uint64_t start, struct ep_error *error)
+{
+    uint64_t ms = (ep_clock_ns() - start) / EP_NS_PER_MS;
+
+    if (ms < LL_TIMEOUT_MS / 2)
+        return EP_OK;
+    return ep_error_set(error, EP_VERIFY_FAILED, "the others took %llu ms to see that a rank had left",
+                        (unsigned long long)ms);
+}
+
+ep_status ll_case_leaves_dispatch(const struct ll_setting *setting, const struct shape *shape,
+                                  struct ep_error *error)
+{
+    struct ll_passes passes;
+    ep_status status = ll_open(setting, shape, 1, &passes, error);
+    uint64_t start = ep_clock_ns();
+
+    if (status == EP_OK) {
+        expect(&passes, others(&passes));
+        status = ll_each(&passes, world_all(passes.world), leave_or_dispatch, error);
+    }
+    if (status == EP_OK)
+        status = check_soon(start, error);
+    if (status == EP_OK)
+        status = join_and_run(&passes, error);
+    ll_close(&passes);
+    return status;
+}
+
+ep_status ll_case_leaves_combine(const struct ll_setting *setting, const struct shape *shape,
+                                 struct ep_error *error)
+{
+    struct ll_passes passes;
+    ep_status status = ll_open(setting, shape, 1, &passes, error);
+    uint64_t start = ep_clock_ns();
+
+    if (status == EP_OK)
+        status = ll_each(&passes, world_all(passes.world), dispatch_only, error);
+    if (status == EP_OK) {
+        expect(&passes, others(&passes));
+        status = ll_each(&passes, world_all(passes.world), leave_or_combine, error);
+    }
+    if (status == EP_OK)
+        status = check_soon(start, error);
+    if (status == EP_OK)
+        status = join_and_run(&passes, error);
+    ll_close(&passes);
+    return status;
+}
+
+/* ---- late ---------------------------------------------------------------------------- */
+
+/* The op ended with a timeout: of the right rank, and when it had to. */
+static ep_status check_blame(const struct ll_passes *passes, const struct ep_device_record *record,
+                             struct ep_error *error)
+{
+    uint64_t ms = (record->end_ns - record->start_ns) / EP_NS_PER_MS;
+
+    if (record->late_rank != odd_one(passes))
+        return ep_error_set(error, EP_VERIFY_FAILED, "rank %u is named as late, not %u", record->late_rank,
+                            odd_one(passes));
+    if (record->wait_phase != EP_WAIT_ARRIVAL)
+        return ep_error_set(error, EP_VERIFY_FAILED, "phase %u is named, not arrival", record->wait_phase);
+    if (ms + 1 < SHORT_MS || ms > SLACK_MS)
+        return ep_error_set(error, EP_VERIFY_FAILED, "the op took %llu ms with a timeout of %u",
+                            (unsigned long long)ms, SHORT_MS);
+    return EP_OK;
+}
+
+static ep_status dispatch_in_vain(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][0];
+    ep_status status;
+
+    pass->status = EP_TIMEOUT;
+    status = pass_dispatch(pass, 0, error);
+    if (status == EP_OK)
+        status = pass_received(pass, error);
+    pass->status = EP_OK;
+    return status == EP_OK ? check_blame(passes, &pass->dispatched, error) : status;
+}
+
+static ep_status combine_in_vain(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][0];
+    ep_status status;
+
+    pass->status = EP_TIMEOUT;
+    status = pass_combine(pass, 0, false, error);
+    if (status == EP_OK)
+        status = pass_result(pass, error);
+    pass->status = EP_OK;
+    return status == EP_OK ? check_blame(passes, &pass->combined, error) : status;
+}
+
+/* The late one comes in the end.  Whatever it finds, it does not hang. */
+static ep_status dispatch_late(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][0];
+    ep_status status = pass_dispatch(pass, 0, error);
+
+    return status == EP_OK ? world_wait(pass->rank, error) : status;
+}
+
+/* All partials have come meanwhile. */
+static ep_status combine_late(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][0];
+    ep_status status = pass_combine(pass, 0, false, error);
+
+    return status == EP_OK ? pass_result(pass, error) : status;
+}
+
+static ep_status late(struct ll_passes *passes, ll_fn in_vain, ll_fn at_last, struct ep_error *error)
+{
+    ep_status status = world_set_timeout(passes->world, SHORT_MS, error);
+
+    if (status == EP_OK)
+        status = ll_each(passes, others(passes), in_vain, error);
+    if (status == EP_OK)
+        status = ll_each(passes, 1u << odd_one(passes), at_last, error);
+    if (status == EP_OK)
+        status = world_set_timeout(passes->world, LL_TIMEOUT_MS, error);
+    if (status != EP_OK)
+        return status;
+    status = ll_each_three(passes, world_all(passes->world), error);
+    return status == EP_OK ? EP_OK : ep_error_prefix(error, "after the timeout");
+}
+
+ep_status ll_case_late_dispatch(const struct ll_setting *setting, const struct shape *shape,
+                                struct ep_error *error)
+{
+    struct ll_passes passes;
+    ep_status status = ll_open(setting, shape, 1, &passes, error);
+
+    if (status == EP_OK)
+        status = ll_each_three(&passes, world_all(passes.world), error);
+    if (status == EP_OK)
+        status = late(&passes, dispatch_in_vain, dispatch_late, error);
+    ll_close(&passes);
+    return status;
+}
+
+ep_status ll_case_late_combine(const struct ll_setting *setting, const struct shape *shape,
+                               struct ep_error *error)
+{
+    struct ll_passes passes;
+    ep_status status = ll_open(setting, shape, 1, &passes, error);
+
+    if (status == EP_OK)
+        status = ll_each(&passes, world_all(passes.world), dispatch_only, error);
+    if (status == EP_OK)
+        status = late(&passes, combine_in_vain, combine_late, error);
+    ll_close(&passes);
+    return status;
+}

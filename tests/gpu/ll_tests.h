@@ -1,0 +1,81 @@
+/*
+ * What the files of ll_device share.
+ *
+ *   ll_device.c    options, the list of cases, the closing line
+ *   ll_shapes.c    one pass after the other, for every layout, format and shape
+ *   ll_order.c     several handles, skipped combines, released ones, outputs that are too small
+ *   ll_members.c   ranks that are absent, leave, return or are late
+ *   ll_graph.c     a captured pair that is replayed with other inputs
+ *   ll_soak.c      random ops for as long as one likes
+ */
+#ifndef LL_TESTS_H
+#define LL_TESTS_H
+
+#include "pass.h"
+
+#define LL_TIMEOUT_MS 20000u /* of ops that nobody delays; passes are compared on slow hosts too */
+
+struct ll_setting {
+    const struct ep_cuda_api *api;
+    uint32_t ranks, gpus;
+    uint64_t seed;
+};
+
+typedef ep_status ll_case_fn(const struct ll_setting *setting, const struct shape *shape,
+                             struct ep_error *error);
+
+struct ll_case {
+    const char *name; /* NULL: says what the shape is */
+    ll_case_fn *run;
+    struct shape shape;
+    uint32_t least_ranks;
+};
+
+/* ---- what cases are made of ---------------------------------------------------------- */
+
+/* A world, and a pass per rank and place: handles are numbered like places. */
+enum { LL_PLACES = 2 };
+struct ll_passes {
+    struct world *world;
+    const struct shape *shape;
+    uint32_t places;
+    uint64_t seed;
+    uint32_t round; /* of ll_three_passes: each has inputs of its own, the same ones at all ranks */
+    struct pass *pass[WORLD_MAX_RANKS][LL_PLACES];
+};
+
+ep_status ll_open(const struct ll_setting *setting, const struct shape *shape, uint32_t places,
+                  struct ll_passes *passes, struct ep_error *error);
+void ll_close(struct ll_passes *passes);
+
+/* Runs fn(passes, rank) on the ranks of the mask, each on a thread. */
+typedef ep_status (*ll_fn)(struct ll_passes *passes, uint32_t rank, struct ep_error *error);
+ep_status ll_each(struct ll_passes *passes, uint32_t mask, ll_fn fn, struct ep_error *error);
+
+/* Three whole passes of place 0; the second form on all ranks of the mask. */
+ep_status ll_three_passes(struct ll_passes *passes, uint32_t rank, struct ep_error *error);
+ep_status ll_each_three(struct ll_passes *passes, uint32_t mask, struct ep_error *error);
+
+/* ---- cases --------------------------------------------------------------------------- */
+
+/* Against the reference, again bit for bit, with a cached handle in two halves, with other rows. */
+ll_case_fn ll_case_shape;
+
+ll_case_fn ll_case_interleaved;
+ll_case_fn ll_case_halves;
+ll_case_fn ll_case_skipped;
+ll_case_fn ll_case_released;
+ll_case_fn ll_case_overflow;
+
+ll_case_fn ll_case_absent;
+ll_case_fn ll_case_leaves_dispatch;
+ll_case_fn ll_case_leaves_combine;
+ll_case_fn ll_case_late_dispatch;
+ll_case_fn ll_case_late_combine;
+
+ll_case_fn ll_case_graph;
+
+/* `pairs` random dispatches, most of them with their combine. */
+ep_status ll_soak(const struct ll_setting *setting, uint64_t pairs, struct ep_error *error);
+
+#endif

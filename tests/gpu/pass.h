@@ -1,0 +1,101 @@
+/*
+ * pass: a dispatch at one rank, the experts' work and the combine, from seeded inputs to results that have
+ * been compared with kernels/reference.
+ *
+ * What is sent, what experts do and how results are judged is ep-bench's (client/bench: inputs, experts,
+ * verify); here that meets GPU memory.  Every rank knows every rank's inputs, from the seed alone.
+ */
+#ifndef PASS_H
+#define PASS_H
+
+#include "verify.h"
+#include "world.h"
+
+/* What the ops of a test are like. */
+struct shape {
+    ep_layout layout;
+    enum bench_dtype dtype;
+    uint32_t experts, hidden, tokens, top_k;
+    uint32_t max_tokens, max_top_k; /* the group's; 0: as the ops' */
+    uint32_t banks;                 /* 0: 2 */
+    uint32_t alignment;             /* packed; 0: 1 */
+    uint32_t index_bytes;           /* 0: 4 */
+    double drop;                    /* share of choices that are -1 */
+    bool bad_ids;                   /* some choices name no expert that exists */
+    bool repeats;                   /* some tokens name an expert twice */
+    bool ragged;                    /* ranks have different numbers of tokens, rank 0 has all */
+    bool no_weights;
+    bool redundant;                 /* every third expert has two homes, every fifth three */
+    bool bias;
+    bool empty_rank;                /* the last rank has no tokens */
+};
+
+/* What a group for such ops is like; `passes` of them have room in an arena. */
+ep_status shape_options(const struct shape *shape, uint32_t ranks, uint32_t gpus, uint32_t passes,
+                        uint32_t timeout_ms, struct world_options *options, struct ep_error *error);
+
+struct pass_buffers { /* in the arena */
+    struct ep_span x, x_scales, topk, weights, bias;
+    struct ep_span out, out_scales, counts, offsets, out_topk, out_weights, sources, rows, result;
+};
+
+struct pass {
+    struct world_rank *rank;
+    const struct shape *shape;
+    struct bench_config config;
+    struct inputs inputs;
+    uint32_t tokens; /* of this rank */
+    struct pass_buffers at;
+    struct ep_op dispatch; /* of the last one */
+    uint32_t handle, generation;
+    uint32_t expected;     /* mask of the ranks that take part; all */
+    ep_status status;      /* that the ops must end with; EP_OK */
+    uint64_t out_rows;     /* packed: rows that `out` is said to hold; 0: enough */
+    bool hash_only;        /* results are hashed, and not compared with the reference */
+
+    /* of the last run */
+    struct ep_device_record dispatched, combined;
+    struct ep_device_record half; /* of the sending half, when there are two */
+    bool halves;
+    struct ep_ref_dispatch plan;
+    bool planned;
+    struct received received; /* copies on the host */
+    char *out, *rows, *result, *bias;
+    float *out_scales, *out_weights;
+    int32_t *counts, *offsets, *out_topk;
+    ep_source_row *sources;
+    uint64_t hash; /* of all that came out */
+    struct bench_verdict verdict;
+    uint64_t progress;
+};
+
+/* place: which of the arena's passes it is.  Inputs are in GPU memory when it returns. */
+ep_status pass_open(struct world_rank *rank, const struct shape *shape, uint32_t place, uint32_t handle,
+                    uint64_t seed, struct pass **out, struct ep_error *error);
+void pass_close(struct pass *pass); /* NULL is allowed */
+
+/* Other rows (and, unless the next dispatch is cached, routes) than before. */
+ep_status pass_reseed(struct pass *pass, uint64_t seed, bool routes, struct ep_error *error);
+
+/* Poison the outputs, enqueue; flags: EP_OP_*.  Send-only ops are to be completed. */
+ep_status pass_dispatch(struct pass *pass, uint32_t flags, struct ep_error *error);
+ep_status pass_combine(struct pass *pass, uint32_t flags, bool in_place, struct ep_error *error);
+/* part: EP_DEVICE_DISPATCH or EP_DEVICE_COMBINE, the half that was sent. */
+ep_status pass_complete(struct pass *pass, uint32_t part, struct ep_error *error);
+ep_status pass_release(struct pass *pass, struct ep_error *error);
+
+/* The same ops for a test that runs them itself. */
+struct ep_op pass_dispatch_op(const struct pass *pass, uint32_t flags);
+struct ep_op pass_combine_op(const struct pass *pass, uint32_t flags, bool in_place);
+
+/* Wait, compare.  EP_VERIFY_FAILED says what was wrong first. */
+ep_status pass_received(struct pass *pass, struct ep_error *error);
+ep_status pass_result(struct pass *pass, struct ep_error *error);
+
+/* The experts' outputs to where a combine finds them.  After pass_received. */
+ep_status pass_experts(struct pass *pass, bool in_place, struct ep_error *error);
+
+/* All of it. */
+ep_status pass_run(struct pass *pass, uint32_t flags, bool in_place, struct ep_error *error);
+
+#endif

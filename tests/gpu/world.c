@@ -1,0 +1,339 @@
+#include "world.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "ep_clock.h"
+
+/* An op ends at its group's timeout at the latest; this is for kernels that break that promise. */
+#define STUCK_NS (60ull * 1000000000ull)
+#define POLL_US  20u
+#define DUMP_S   30u /* a GPU that answers no more must not hold up the end */
+
+/* ---- open and close ------------------------------------------------------------------ */
+
+static ep_status share(struct world *world, struct ep_cuda_memory *memory, uint32_t owner,
+                       struct ep_error *error)
+{
+    ep_status status = EP_OK;
+
+    for (uint32_t d = 0; status == EP_OK && d < world->gpus; d++)
+        if (d != owner)
+            status = world->api->memory_share(memory, d, error);
+    return status;
+}
+
+static ep_status write_state(struct world_rank *rank, uint32_t timeout_ms, struct ep_error *error)
+{
+    const struct world *world = rank->world;
+    uint64_t bytes = ep_device_state_image_bytes(&world->map, &world->placement);
+    void *image = calloc(1, bytes);
+    ep_status status;
+
+    if (!image)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for the image of a state");
+    ep_device_state_image(&world->map, &world->placement, rank->rank, 1, timeout_ms, image);
+    status = world->api->write(rank->device, rank->state, image, bytes, rank->stream, error);
+    free(image);
+    return status;
+}
+
+static ep_status open_memory(struct world_rank *rank, uint32_t timeout_ms, struct ep_error *error)
+{
+    struct world *world = rank->world;
+    const struct ep_cuda_api *api = world->api;
+    ep_status status = api->stream_create(rank->device, &rank->stream, error);
+
+    if (status == EP_OK)
+        status = api->memory_create(rank->device, world->map.total_bytes, &rank->window_memory, error);
+    if (status == EP_OK)
+        status = share(world, rank->window_memory, rank->device, error);
+    if (status == EP_OK)
+        status = api->memory_create(rank->device, ep_device_state_bytes(&world->map, &world->placement),
+                                    &rank->state_memory, error);
+    if (status != EP_OK)
+        return status;
+    rank->window = api->memory_at(rank->window_memory);
+    rank->state = api->memory_at(rank->state_memory);
+    return write_state(rank, timeout_ms, error);
+}
+
+/* Ranks of one GPU share its multiprocessors, so that the kernels of all of them fit at once. */
+static ep_status open_ops(struct world_rank *rank, struct ep_error *error)
+{
+    const struct world *world = rank->world;
+    uint32_t sharing = (world->ranks + world->gpus - 1) / world->gpus;
+    void *windows[WORLD_MAX_RANKS];
+    struct ep_cuda_device device;
+    struct ep_cuda_rank_options options = { .device = rank->device,
+                                            .rank = rank->rank,
+                                            .map = &world->map,
+                                            .placement = &world->placement,
+                                            .windows = windows,
+                                            .state = rank->state };
+    ep_status status = world->api->device_info(rank->device, &device, error);
+
+    if (status != EP_OK)
+        return status;
+    for (uint32_t r = 0; r < world->ranks; r++)
+        windows[r] = world->rank[r].window;
+    options.max_sms = sharing > 1 ? device.sms / sharing : 0;
+    return world->api->rank_open(&options, &rank->ops, error);
+}
+
+ep_status world_open(const struct ep_cuda_api *api, const struct world_options *options, struct world **out,
+                     struct ep_error *error)
+{
+    struct world *world = calloc(1, sizeof *world);
+    ep_status status;
+
+    if (!world) {
+        struct ep_placement placement = options->placement;
+
+        ep_placement_free(&placement);
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a world");
+    }
+    world->api = api;
+    world->ranks = options->limits.ranks;
+    world->gpus = options->gpus;
+    world->placement = options->placement;
+    status = ep_layout_compute(&options->limits, &world->map, error);
+    for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++) {
+        world->rank[r] = (struct world_rank){ .world = world, .rank = r, .device = r % world->gpus };
+        status = open_memory(&world->rank[r], options->timeout_ms, error);
+    }
+    for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++)
+        status = open_ops(&world->rank[r], error);
+    if (status == EP_OK)
+        *out = world;
+    else
+        world_close(world);
+    return status;
+}
+
+/* Nobody's memory goes while another rank's kernel may still write to it: streams first. */
+void world_close(struct world *world)
+{
+    const struct ep_cuda_api *api;
+
+    if (!world)
+        return;
+    api = world->api;
+    for (uint32_t r = 0; r < world->ranks; r++)
+        if (world->rank[r].stream)
+            (void)world_wait(&world->rank[r], NULL);
+    for (uint32_t r = 0; r < world->ranks; r++) {
+        struct world_rank *rank = &world->rank[r];
+
+        api->rank_close(rank->ops);
+        if (rank->stream)
+            api->stream_destroy(rank->device, rank->stream);
+        api->memory_destroy(rank->state_memory);
+        api->memory_destroy(rank->window_memory);
+    }
+    ep_placement_free(&world->placement);
+    free(world);
+}
+
+/* ---- threads ------------------------------------------------------------------------- */
+
+struct job {
+    pthread_t thread;
+    struct world_rank *rank;
+    world_fn fn;
+    void *arg;
+    ep_status status;
+    struct ep_error error;
+};
+
+static void *do_job(void *arg)
+{
+    struct job *job = arg;
+
+    job->status = job->fn(job->rank, job->arg, &job->error);
+    return NULL;
+}
+
+ep_status world_each(struct world *world, uint32_t mask, world_fn fn, void *arg, struct ep_error *error)
+{
+    struct job *jobs = calloc(world->ranks, sizeof *jobs);
+    ep_status status = EP_OK;
+
+    if (!jobs)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for threads");
+    for (uint32_t r = 0; r < world->ranks; r++) {
+        jobs[r] = (struct job){ .rank = &world->rank[r], .fn = fn, .arg = arg };
+        if (mask >> r & 1 && pthread_create(&jobs[r].thread, NULL, do_job, &jobs[r]) != 0) {
+            fprintf(stderr, "no thread for rank %u\n", r); /* its peers would wait for it */
+            _exit(1);
+        }
+    }
+    for (uint32_t r = 0; r < world->ranks; r++) {
+        if (!(mask >> r & 1))
+            continue;
+        pthread_join(jobs[r].thread, NULL);
+        if (status == EP_OK && jobs[r].status != EP_OK)
+            status = ep_error_set(error, jobs[r].status, "rank %u: %.320s", r, jobs[r].error.text);
+    }
+    free(jobs);
+    return status;
+}
+
+/* ---- waiting ------------------------------------------------------------------------- */
+
+static void print_state(const struct world_rank *rank)
+{
+    static struct ep_device_state s;
+    struct ep_error error = EP_ERROR_INIT;
+
+    if (rank->world->api->read(rank->device, &s, rank->state, sizeof s, NULL, &error) != EP_OK) {
+        fprintf(stderr, "  rank %u: %s\n", rank->rank, error.text);
+        return;
+    }
+    fprintf(stderr,
+            "  rank %u: number %llu begun %llu sequence %llu pushed %u done %u gone %#x late %#x phase %u",
+            rank->rank, (unsigned long long)s.number, (unsigned long long)s.begun,
+            (unsigned long long)s.sequence, s.pushed, s.done, s.gone, s.late, s.late_phase);
+    fprintf(stderr, " failures %llu released", (unsigned long long)s.failures);
+    for (uint32_t b = 0; b < rank->world->map.limits.ll_banks; b++)
+        fprintf(stderr, " %llu", (unsigned long long)s.released[b]);
+    fprintf(stderr, " from");
+    for (uint32_t r = 0; r < rank->world->ranks; r++)
+        fprintf(stderr, s.from[r] == EP_DEVICE_NEVER ? " never" : " %llu", (unsigned long long)s.from[r]);
+    fprintf(stderr, "\n");
+}
+
+/* Kernels that hang would hang the driver's clean-up too, so there is none. */
+__attribute__((noreturn)) static void give_up(const struct world_rank *rank)
+{
+    alarm(DUMP_S);
+    fflush(stdout);
+    fprintf(stderr, "rank %u: its stream did not come to an end\n", rank->rank);
+    for (uint32_t r = 0; r < rank->world->ranks; r++)
+        print_state(&rank->world->rank[r]);
+    fflush(stderr);
+    _exit(1);
+}
+
+ep_status world_wait(struct world_rank *rank, struct ep_error *error)
+{
+    const struct ep_cuda_api *api = rank->world->api;
+    uint64_t end = ep_clock_ns() + STUCK_NS;
+    ep_status status;
+
+    while ((status = api->stream_query(rank->device, rank->stream, error)) == EP_UNAVAILABLE) {
+        if (ep_clock_ns() > end)
+            give_up(rank);
+        usleep(POLL_US);
+    }
+    return status;
+}
+
+/* ---- ops ----------------------------------------------------------------------------- */
+
+ep_status world_run(struct world_rank *rank, const struct ep_op *op, struct ep_error *error)
+{
+    ep_status status = ep_op_check(&rank->world->map, op, error);
+
+    return status == EP_OK ? rank->world->api->rank_run(rank->ops, op, rank->stream, error) : status;
+}
+
+static ep_status read_state(struct world_rank *rank, const void *from, void *to, uint64_t bytes,
+                            struct ep_error *error)
+{
+    return rank->world->api->read(rank->device, to, from, bytes, NULL, error);
+}
+
+static ep_status write_word(struct world_rank *rank, uint64_t *word, uint64_t value, struct ep_error *error)
+{
+    return rank->world->api->write(rank->device, word, &value, sizeof value, NULL, error);
+}
+
+ep_status world_record(struct world_rank *rank, uint32_t handle, uint32_t part,
+                       struct ep_device_record *record, struct ep_error *error)
+{
+    return read_state(rank, &rank->state->records[handle][part], record, sizeof *record, error);
+}
+
+/* ---- memory -------------------------------------------------------------------------- */
+
+ep_status world_put(struct world_rank *rank, uint64_t offset, const void *from, uint64_t bytes,
+                    struct ep_error *error)
+{
+    if (bytes == 0)
+        return EP_OK;
+    return rank->world->api->write(rank->device, rank->window + offset, from, bytes, rank->stream, error);
+}
+
+ep_status world_get(struct world_rank *rank, uint64_t offset, void *to, uint64_t bytes,
+                    struct ep_error *error)
+{
+    if (bytes == 0)
+        return EP_OK;
+    return rank->world->api->read(rank->device, to, rank->window + offset, bytes, rank->stream, error);
+}
+
+ep_status world_fill(struct world_rank *rank, uint64_t offset, uint8_t value, uint64_t bytes,
+                     struct ep_error *error)
+{
+    if (bytes == 0)
+        return EP_OK;
+    return rank->world->api->fill(rank->device, rank->window + offset, value, bytes, rank->stream, error);
+}
+
+/* ---- membership ---------------------------------------------------------------------- */
+
+ep_status world_set_timeout(struct world *world, uint32_t timeout_ms, struct ep_error *error)
+{
+    ep_status status = EP_OK;
+
+    for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++)
+        status =
+            write_word(&world->rank[r], &world->rank[r].state->timeout_ns, timeout_ms * 1000000ull, error);
+    return status;
+}
+
+/* Everybody learns from which number on `rank` takes part. */
+static ep_status set_from(struct world *world, uint32_t rank, uint64_t number, struct ep_error *error)
+{
+    ep_status status = EP_OK;
+
+    for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++)
+        status = write_word(&world->rank[r], &world->rank[r].state->from[rank], number, error);
+    return status;
+}
+
+ep_status world_leave(struct world *world, uint32_t rank, struct ep_error *error)
+{
+    return set_from(world, rank, EP_DEVICE_NEVER, error);
+}
+
+/* The rank's own count goes on where its peers' is; its handles belong to nobody. */
+static ep_status start_at(struct world_rank *rank, uint64_t number, struct ep_error *error)
+{
+    static const struct ep_device_handle none[EP_MAX_HANDLES];
+    ep_status status =
+        rank->world->api->write(rank->device, rank->state->handles, none, sizeof none, NULL, error);
+
+    return status == EP_OK ? write_word(rank, &rank->state->number, number - 1, error) : status;
+}
+
+ep_status world_join(struct world *world, uint32_t rank, struct ep_error *error)
+{
+    uint64_t number = 0, begun = 0;
+    ep_status status = EP_OK;
+
+    for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++) {
+        if (r == rank)
+            continue;
+        status = read_state(&world->rank[r], &world->rank[r].state->begun, &begun, sizeof begun, error);
+        if (begun >= number)
+            number = begun + 1;
+    }
+    if (status == EP_OK)
+        status = start_at(&world->rank[rank], number, error);
+    return status == EP_OK ? set_from(world, rank, number, error) : status;
+}

@@ -1,0 +1,83 @@
+/*
+ * world: the ranks of a group in one process, on one GPU or several.
+ *
+ * Rank r is on GPU r mod N.  Each has a window, which all of the GPUs can use, a state, a stream and what
+ * launches its ops; a test gives each rank a thread.  What a server would do about membership is done here
+ * by writing states.  No wait is without an end: a stream that does not come to one shows every rank's
+ * state and ends the program.
+ */
+#ifndef WORLD_H
+#define WORLD_H
+
+#include "ep_cuda.h"
+
+enum { WORLD_MAX_RANKS = EP_DEVICE_MAX_RANKS };
+
+struct world;
+
+struct world_rank {
+    struct world *world;
+    uint32_t rank, device;
+    struct ep_cuda_memory *window_memory, *state_memory;
+    uint8_t *window;               /* GPU memory, like the state */
+    struct ep_device_state *state;
+    void *stream;
+    struct ep_cuda_rank *ops;
+};
+
+struct world {
+    const struct ep_cuda_api *api;
+    uint32_t ranks, gpus;
+    struct ep_layout_map map;
+    struct ep_placement placement;
+    struct world_rank rank[WORLD_MAX_RANKS];
+};
+
+struct world_options {
+    uint32_t gpus, timeout_ms;
+    struct ep_limits limits;
+    struct ep_placement placement; /* the world's from here on, also when opening fails */
+};
+
+ep_status world_open(const struct ep_cuda_api *api, const struct world_options *options, struct world **out,
+                     struct ep_error *error);
+void world_close(struct world *world); /* NULL is allowed */
+
+static inline uint32_t world_all(const struct world *world)
+{
+    return (uint32_t)((1ull << world->ranks) - 1);
+}
+
+/* fn on a thread for each rank of the mask; the first failure in the order of ranks. */
+typedef ep_status (*world_fn)(struct world_rank *rank, void *arg, struct ep_error *error);
+ep_status world_each(struct world *world, uint32_t mask, world_fn fn, void *arg, struct ep_error *error);
+
+/* ---- ops ----------------------------------------------------------------------------- */
+
+/* Checks and enqueues.  EP_OP_COMPLETE and EP_OP_RELEASE too. */
+ep_status world_run(struct world_rank *rank, const struct ep_op *op, struct ep_error *error);
+/* Until the rank's stream is empty. */
+ep_status world_wait(struct world_rank *rank, struct ep_error *error);
+/* part: EP_DEVICE_DISPATCH or EP_DEVICE_COMBINE. */
+ep_status world_record(struct world_rank *rank, uint32_t handle, uint32_t part,
+                       struct ep_device_record *record, struct ep_error *error);
+
+/* ---- memory -------------------------------------------------------------------------- */
+
+/* `offset` is from the start of the rank's window.  In stream order, and over when they return. */
+ep_status world_put(struct world_rank *rank, uint64_t offset, const void *from, uint64_t bytes,
+                    struct ep_error *error);
+ep_status world_get(struct world_rank *rank, uint64_t offset, void *to, uint64_t bytes,
+                    struct ep_error *error);
+ep_status world_fill(struct world_rank *rank, uint64_t offset, uint8_t value, uint64_t bytes,
+                     struct ep_error *error);
+
+/* ---- membership, as a server changes it; ops may be under way ------------------------ */
+
+ep_status world_set_timeout(struct world *world, uint32_t timeout_ms, struct ep_error *error);
+/* The rank takes part in nothing any more; its peers stop waiting for it. */
+ep_status world_leave(struct world *world, uint32_t rank, struct ep_error *error);
+/* It takes part again from the first number that nobody has begun.  It has forgotten its handles. */
+ep_status world_join(struct world *world, uint32_t rank, struct ep_error *error);
+
+#endif
