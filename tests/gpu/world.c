@@ -196,7 +196,8 @@ static void print_state(const struct world_rank *rank)
     fprintf(stderr,
             "  rank %u: number %llu begun %llu sequence %llu pushed %u done %u gone %#x late %#x phase %u",
             rank->rank, (unsigned long long)s.number, (unsigned long long)s.begun,
-            (unsigned long long)s.sequence, s.pushed, s.done, s.gone, s.late, s.late_phase);
+            (unsigned long long)s.scratch.sequence, s.scratch.pushed, s.scratch.done, s.scratch.gone,
+            s.scratch.late, s.scratch.late_phase);
     fprintf(stderr, " failures %llu released", (unsigned long long)s.failures);
     for (uint32_t b = 0; b < rank->world->map.limits.ll_banks; b++)
         fprintf(stderr, " %llu", (unsigned long long)s.released[b]);
@@ -318,17 +319,18 @@ static ep_status start_at(struct world_rank *rank, uint64_t number, struct ep_er
     ep_status status =
         rank->world->api->write(rank->device, rank->state->handles, none, sizeof none, NULL, error);
 
-    return status == EP_OK ? write_word(rank, &rank->state->number, number - 1, error) : status;
+    if (status == EP_OK)
+        status = write_word(rank, &rank->state->number, number - 1, error);
+    return status == EP_OK ? write_word(rank, &rank->state->begun, number - 1, error) : status;
 }
 
+/* What the rank began in an earlier life counts too: peers may have got some of it. */
 ep_status world_join(struct world *world, uint32_t rank, struct ep_error *error)
 {
     uint64_t number = 0, begun = 0;
     ep_status status = EP_OK;
 
     for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++) {
-        if (r == rank)
-            continue;
         status = read_state(&world->rank[r], &world->rank[r].state->begun, &begun, sizeof begun, error);
         if (begun >= number)
             number = begun + 1;
