@@ -78,6 +78,8 @@ struct process {
 void process_open(struct process *process, pid_t pid, int socket);
 void process_close(struct process *process);
 bool process_gone(const struct process *process);
+/* It has begun to end: what it had open is being closed.  False also when that cannot be seen. */
+bool process_dying(const struct process *process);
 
 /* ---- listener.c --------------------------------------------------------------- */
 
@@ -133,6 +135,7 @@ struct claim {
     uv_timer_t timer;              /* RESERVED: expiry.  LEAVING without pidfd: look again */
     uv_poll_t gone;                /* LEAVING with pidfd */
     bool gone_open;
+    bool direct;                   /* peers' kernels wait for its kernels */
     bool detached;                 /* the group said so; acted on when the loop runs again */
     char *reason;
     unsigned handles;

@@ -155,8 +155,10 @@ void claim_disconnected(struct claim *claim, const char *why)
         died(claim);
         return;
     }
-    snprintf(reason, sizeof reason, "%s (pid %d)", why, (int)claim->pid);
-    if (!watch_pidfd(claim)) {
+    snprintf(reason, sizeof reason, "%s (pid %d)", process_dying(&claim->process) ? "its worker died" : why,
+             (int)claim->pid);
+    /* A process takes long to give up a GPU, and meanwhile its peers' kernels would wait for it. */
+    if (claim->direct || !watch_pidfd(claim)) {
         leave(claim, reason);
         return;
     }
@@ -273,6 +275,7 @@ ep_status claim_attach(struct claim *claim, struct connection *connection,
     uv_timer_stop(&claim->timer);
     claim->state = CLAIM_ATTACHED;
     ep_membership_info(claim->membership, info);
+    claim->direct = info->executor == EP__V1__EXECUTOR__EXECUTOR_DIRECT;
     EP_INFO("attach", "rank attached", EP_S("group", info->group), EP_U("rank", info->rank),
             EP_U("epoch", info->epoch), EP_S("worker", claim->worker), EP_I("pid", claim->pid));
     return EP_OK;

@@ -25,11 +25,18 @@
  */
 #define UNSEEN_GRACE_NS (2 * EP_NS_PER_S)
 
-/*
- * State and start time from /proc/PID/stat (proc(5), fields 3 and 22; the name in field 2 may hold
- * blanks and parentheses).  False: there is no such process.
- */
-static bool read_stat(pid_t pid, char *state, uint64_t *start)
+/* PF_EXITING of the kernel's flags: set before anything that the process has open is closed. */
+#define FLAG_EXITING 0x4u
+
+/* What /proc/PID/stat says (proc(5), fields 3, 9 and 22). */
+struct stat_line {
+    char state;
+    unsigned long flags;
+    uint64_t start; /* 0: unknown */
+};
+
+/* The name in field 2 may hold blanks and parentheses.  False: there is no such process. */
+static bool read_stat(pid_t pid, struct stat_line *out)
 {
     char path[64], text[1024];
     FILE *file;
@@ -48,10 +55,13 @@ static bool read_stat(pid_t pid, char *state, uint64_t *start)
 
     if (!field || !field[1])
         return false;
-    *state = field[2];
-    for (int i = 2; field && i < 22; i++)
+    *out = (struct stat_line){ .state = field[2] };
+    for (int i = 2; field && i < 22; i++) {
         field = strchr(field + 1, ' ');
-    *start = field ? strtoull(field + 1, NULL, 10) : 0;
+        if (field && i + 1 == 9)
+            out->flags = strtoul(field + 1, NULL, 10);
+    }
+    out->start = field ? strtoull(field + 1, NULL, 10) : 0;
     return true;
 }
 
@@ -67,11 +77,11 @@ static int open_pidfd(pid_t pid, int socket)
 
 void process_open(struct process *process, pid_t pid, int socket)
 {
-    char state;
+    struct stat_line line = { 0 };
 
     *process = (struct process){ .pid = pid, .pidfd = open_pidfd(pid, socket) };
-    if (process->pidfd < 0 && pid > 0)
-        (void)read_stat(pid, &state, &process->start);
+    if (process->pidfd < 0 && pid > 0 && read_stat(pid, &line))
+        process->start = line.start;
 }
 
 void process_close(struct process *process)
@@ -83,8 +93,7 @@ void process_close(struct process *process)
 
 bool process_gone(const struct process *process)
 {
-    uint64_t start;
-    char state;
+    struct stat_line line;
 
     if (process->pidfd >= 0) {
         struct pollfd p = { .fd = process->pidfd, .events = POLLIN };
@@ -93,7 +102,14 @@ bool process_gone(const struct process *process)
     }
     if (process->pid <= 0)
         return ep_clock_ns() - process->watch_ns > UNSEEN_GRACE_NS;
-    if (!read_stat(process->pid, &state, &start))
+    if (!read_stat(process->pid, &line))
         return kill(process->pid, 0) < 0 && errno == ESRCH;
-    return state == 'Z' || state == 'X' || (process->start && start != process->start);
+    return line.state == 'Z' || line.state == 'X' || (process->start && line.start != process->start);
+}
+
+bool process_dying(const struct process *process)
+{
+    struct stat_line line;
+
+    return process->pid > 0 && read_stat(process->pid, &line) && line.flags & FLAG_EXITING;
 }
