@@ -225,6 +225,16 @@ static void render_op_metric(FILE *out, const struct rank_samples *samples, cons
         }
 }
 
+/* Kernels add up times and sort them into no buckets: there is no histogram of their ops. */
+static bool has_histogram(const struct ep_op_counters *op)
+{
+    uint64_t sorted = 0;
+
+    for (size_t i = 0; i < sizeof op->buckets / sizeof *op->buckets; i++)
+        sorted += op->buckets[i];
+    return sorted > 0 || op->count == 0;
+}
+
 static void render_histogram(FILE *out, const struct rank_sample *sample, enum ep_op_class class)
 {
     const struct ep_op_counters *op = &sample->counters.op[class];
@@ -251,7 +261,8 @@ static void render_histograms(FILE *out, const struct rank_samples *samples)
     ep_metrics_family(out, "ep_op_seconds", "histogram", "Time of an op at the executor.");
     for (size_t s = 0; s < samples->n; s++)
         for (int op = 0; op < EP_OP_CLASSES; op++)
-            render_histogram(out, &samples->list[s], (enum ep_op_class)op);
+            if (has_histogram(&samples->list[s].counters.op[op]))
+                render_histogram(out, &samples->list[s], (enum ep_op_class)op);
 }
 
 static void render_rank_counter(FILE *out, const struct rank_samples *samples, const char *name,

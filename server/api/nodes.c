@@ -9,13 +9,19 @@
 
 /* ---- reading ---------------------------------------------------------------------------- */
 
-/* Ranks of one group are on different devices, so each counts its group once. */
-static void count_groups(const Ep__V1__Group *group, Ep__V1__NodeInfo *info)
+static bool is_on(const Ep__V1__Group *group, const char *device)
 {
     for (size_t i = 0; i < group->status->n_ranks; i++)
-        for (size_t d = 0; d < info->n_devices; d++)
-            if (!strcmp(group->status->ranks[i]->device, info->devices[d]->name))
-                info->devices[d]->groups++;
+        if (!strcmp(group->status->ranks[i]->device, device))
+            return true;
+    return false;
+}
+
+/* A group counts once on a device, however many of its ranks are there. */
+static void count_groups(const Ep__V1__Group *group, Ep__V1__NodeInfo *info)
+{
+    for (size_t d = 0; d < info->n_devices; d++)
+        info->devices[d]->groups += is_on(group, info->devices[d]->name);
 }
 
 static void fill(struct ep_api *api, Ep__V1__NodeInfo *info)
