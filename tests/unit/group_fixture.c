@@ -26,6 +26,8 @@ static void on_ready(const struct ep_error *error, void *user)
 void fixture_open(struct fixture *f)
 {
     const struct ep_node_options options = { .name = "n1",
+                                             .backend = f->cuda ? EP_NODE_CUDA : EP_NODE_HOST,
+                                             .cuda = f->cuda,
                                              .host_devices = f->devices,
                                              .memory_budget = f->budget };
     struct ep_error error = EP_ERROR_INIT;
@@ -45,7 +47,7 @@ void fixture_close(struct fixture *f)
     RUN_UNTIL(f, groups_closed);
     ep_store_close(f->store, set_flag, &store_closed);
     RUN_UNTIL(f, store_closed);
-    assert_int_equal(ep_node_memory_left(f->node), f->budget);
+    assert_int_equal(ep_node_memory_left(f->node), f->budget * (f->cuda ? ep_node_devices(f->node) : 1));
     ep_node_close(f->node);
 }
 
@@ -57,11 +59,18 @@ void fixture_restart(struct fixture *f)
 
 int fixture_setup(void **state)
 {
+    return fixture_setup_gpus(state, NULL);
+}
+
+int fixture_setup_gpus(void **state, const struct ep_cuda_api *cuda)
+{
     struct fixture *f = calloc(1, sizeof *f);
 
     ep_log_configure(EP_LOG_OFF, EP_LOG_LOGFMT);
     assert_true(temporary_directory(f->directory, sizeof f->directory));
     snprintf(f->path, sizeof f->path, "%s/store.db", f->directory);
+    f->cuda = cuda;
+    f->identity = (struct ep_worker){ .pid = getpid(), .uid = geteuid(), .name = "tester" };
     f->devices = 4;
     f->budget = 1ull << 30;
     uv_loop_init(&f->loop);
@@ -203,18 +212,11 @@ static void on_event(enum ep_group_event event, uint32_t rank, uint64_t epoch, c
     }
 }
 
-static struct ep_worker identity(void)
-{
-    return (struct ep_worker){ .pid = getpid(), .uid = getuid(), .name = "tester" };
-}
-
 ep_status claim(struct fixture *f, struct worker *worker, const char *group, int32_t rank,
                 struct ep_error *error)
 {
-    struct ep_worker me = identity();
-
     *worker = (struct worker){ .f = f };
-    return ep_groups_claim(f->groups, group, rank, &me, on_event, worker, &worker->membership, error);
+    return ep_groups_claim(f->groups, group, rank, &f->identity, on_event, worker, &worker->membership, error);
 }
 
 void claim_when_free(struct fixture *f, struct worker *worker, const char *group, int32_t rank)
@@ -250,10 +252,9 @@ void *map_window(const struct worker *worker)
 
 void attach(struct worker *worker)
 {
-    struct ep_worker me = identity();
     struct ep_error error = EP_ERROR_INIT;
 
-    assert_int_equal(ep_membership_attach(worker->membership, &me, &error), EP_OK);
+    assert_int_equal(ep_membership_attach(worker->membership, &worker->f->identity, &error), EP_OK);
     ep_membership_info(worker->membership, &worker->info);
     worker->window_bytes = worker->info.window_bytes;
     worker->window = map_window(worker);

@@ -22,6 +22,8 @@ struct fixture {
     char directory[64], path[96];
     uint32_t devices;
     uint64_t budget;
+    const struct ep_cuda_api *cuda; /* GPUs instead of host devices */
+    struct ep_worker identity;      /* who claims: this process */
     struct ep_node *node;
     struct ep_store *store;
     struct ep_groups *groups;
@@ -29,6 +31,7 @@ struct fixture {
 };
 
 int fixture_setup(void **state); /* 4 devices, 1 GiB */
+int fixture_setup_gpus(void **state, const struct ep_cuda_api *cuda); /* 1 GiB on each */
 int fixture_teardown(void **state);
 void fixture_open(struct fixture *f); /* and until ready */
 void fixture_close(struct fixture *f);

@@ -56,6 +56,26 @@ static void a_claim_tells_what_the_group_settled_on(void **state)
     release(&w, false);
 }
 
+static void on_the_host_the_server_runs_the_ops(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct ep_error error = EP_ERROR_INIT;
+    struct worker w;
+
+    create(f, "moe", &spec);
+    f->identity.executor = EP__V1__EXECUTOR__EXECUTOR_DIRECT;
+    assert_int_equal(claim(f, &w, "moe", 0, &error), EP_FAILED_PRECONDITION);
+    assert_string_equal(error.text, "executor is direct: group moe is on the host backend, where the server runs "
+                                    "the ops; ask for server or auto");
+    f->identity.executor = (Ep__V1__Executor)3;
+    assert_int_equal(claim(f, &w, "moe", 0, &error), EP_INVALID_ARGUMENT);
+    assert_string_equal(error.text, "executor is 3: must be 0 (auto), 1 (server) or 2 (direct)");
+    f->identity.executor = EP__V1__EXECUTOR__EXECUTOR_SERVER;
+    assert_int_equal(claim(f, &w, "moe", 0, &error), EP_OK);
+    release(&w, false);
+}
+
 static void a_held_rank_is_refused_with_its_holder(void **state)
 {
     struct fixture *f = *state;
@@ -390,6 +410,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         TEST(attached_ranks_run_an_op_together),
         TEST(a_claim_tells_what_the_group_settled_on),
+        TEST(on_the_host_the_server_runs_the_ops),
         TEST(a_held_rank_is_refused_with_its_holder),
         TEST(any_rank_is_the_lowest_free_one),
         TEST(peers_go_on_when_a_rank_is_released),

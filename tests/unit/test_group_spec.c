@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "device_state.h"
 #include "spec.h"
 
 #define MODE(name)     EP__V1__MODE__MODE_##name
@@ -37,14 +38,19 @@ static struct ep_settled settle(const Ep__V1__GroupSpec *asked)
     return settled;
 }
 
+static void says(const struct ep_error *error, const char *text)
+{
+    if (!strstr(error->text, text))
+        fail_msg("\"%s\" does not say \"%s\"", error->text, text);
+}
+
 static void refused(const Ep__V1__GroupSpec *asked, ep_status status, const char *text)
 {
     struct ep_error error = EP_ERROR_INIT;
     struct ep_settled settled;
 
     assert_int_equal(ep_spec_settle(asked, &plenty, &settled, &error), status);
-    if (!strstr(error.text, text))
-        fail_msg("\"%s\" does not say \"%s\"", error.text, text);
+    says(&error, text);
 }
 
 static bool has_note(const struct ep_settled *settled, const char *text)
@@ -265,6 +271,109 @@ static void backends_are_those_of_the_node(void **state)
     refused(&spec, EP_FAILED_PRECONDITION, "backend is cuda: node n1 runs with backend host");
     spec.backend = (Ep__V1__Backend)9;
     refused(&spec, EP_INVALID_ARGUMENT, "backend is 9");
+}
+
+static void direct_is_one_of_its_names(void **state)
+{
+    Ep__V1__GroupSpec spec = good();
+
+    (void)state;
+    spec.direct = (Ep__V1__Direct)4;
+    refused(&spec, EP_INVALID_ARGUMENT, "direct is 4: must be 1 (same_uid), 2 (any) or 3 (none)");
+}
+
+/* ---- GPUs ---------------------------------------------------------------------------- */
+
+#define MIB (1ull << 20)
+
+static const uint64_t left[] = { 100 * MIB, 40 * MIB };
+static const struct ep_spec_bounds gpus = { .node = "n1", .backend = EP__V1__BACKEND__BACKEND_CUDA, .devices = 2,
+                                            .memory_left = 140 * MIB, .device_left = left, .granule = 2 * MIB };
+
+static void refused_on_gpus(const Ep__V1__GroupSpec *asked, ep_status status, const char *text)
+{
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_settled settled;
+
+    assert_int_equal(ep_spec_settle(asked, &gpus, &settled, &error), status);
+    says(&error, text);
+}
+
+static void on_gpus_it_is_ll_and_several_ranks_share_one(void **state)
+{
+    Ep__V1__GroupSpec spec = good();
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_settled s;
+
+    (void)state;
+    assert_int_equal(ep_spec_settle(&spec, &gpus, &s, &error), EP_OK);
+    assert_int_equal(s.spec->backend, EP__V1__BACKEND__BACKEND_CUDA);
+    assert_int_equal(s.spec->n_modes, 1);
+    assert_int_equal(s.spec->modes[0], MODE(LL));
+    assert_int_equal(s.spec->ht_max_tokens, 0);
+    assert_int_equal(s.spec->direct, EP__V1__DIRECT__DIRECT_SAME_UID);
+    assert_true(has_note(&s, "modes: none asked, ll settled: ht is not there yet on the cuda backend"));
+    assert_true(has_note(&s, "ranks: 4 on 2 GPUs"));
+    ep_settled_clear(&s);
+}
+
+static void what_gpus_cannot_do_is_refused(void **state)
+{
+    Ep__V1__GroupSpec spec = good();
+    Ep__V1__Mode modes[] = { MODE(LL), MODE(HT) };
+
+    (void)state;
+    spec.modes = modes;
+    spec.n_modes = 2;
+    refused_on_gpus(&spec, EP_UNIMPLEMENTED, "modes has ht: it is not there yet on the cuda backend");
+    spec = good();
+    spec.backend = EP__V1__BACKEND__BACKEND_HOST;
+    refused_on_gpus(&spec, EP_FAILED_PRECONDITION, "backend is host: node n1 runs with backend cuda");
+    spec = good();
+    spec.ranks = 33;
+    refused_on_gpus(&spec, EP_INVALID_ARGUMENT, "ranks is 33: must be 1 to 32");
+}
+
+static void memory_of_a_rank_is_its_window_and_its_state(void **state)
+{
+    Ep__V1__GroupSpec spec = good();
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_settled s;
+    uint64_t state_bytes;
+
+    (void)state;
+    assert_int_equal(ep_spec_settle(&spec, &gpus, &s, &error), EP_OK);
+    state_bytes = ep_device_state_bytes(&s.map, &s.placement);
+    assert_int_equal(s.rank_bytes % (2 * MIB), 0);
+    assert_true(s.rank_bytes >= s.map.total_bytes + state_bytes);
+    assert_true(s.rank_bytes < s.map.total_bytes + state_bytes + 4 * MIB);
+    ep_settled_clear(&s);
+}
+
+/* Two ranks on each; the second GPU has the least for each. */
+static void every_gpu_must_hold_its_ranks(void **state)
+{
+    Ep__V1__GroupSpec spec = good();
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_settled s;
+    uint32_t fits;
+
+    (void)state;
+    spec.arena_bytes = MIB;
+    spec.hidden = 4096;
+    spec.ll_max_tokens = 1024;
+    assert_int_equal(ep_spec_settle(&spec, &gpus, &s, &error), EP_OK);
+    assert_int_equal(ep_spec_fit(&spec, &s, &gpus, &error), EP_RESOURCE_EXHAUSTED);
+    says(&error, "2 of the ranks are on GPU 1 of node n1 and need ");
+    says(&error, "it has 41943040 left: ll_max_tokens ");
+    ep_settled_clear(&s);
+    assert_int_equal(sscanf(strstr(error.text, "ll_max_tokens "), "ll_max_tokens %u would fit", &fits), 1);
+    for (uint32_t more = 0; more < 2; more++) {
+        spec.ll_max_tokens = fits + more;
+        assert_int_equal(ep_spec_settle(&spec, &gpus, &s, &error), EP_OK);
+        assert_int_equal(ep_spec_fit(&spec, &s, &gpus, &error), more ? EP_RESOURCE_EXHAUSTED : EP_OK);
+        ep_settled_clear(&s);
+    }
 }
 
 static void labels_are_small_and_unique(void **state)
@@ -497,6 +606,11 @@ int main(void)
         cmocka_unit_test(sets_hold_known_values_once),
         cmocka_unit_test(sizes_are_bounded),
         cmocka_unit_test(backends_are_those_of_the_node),
+        cmocka_unit_test(direct_is_one_of_its_names),
+        cmocka_unit_test(on_gpus_it_is_ll_and_several_ranks_share_one),
+        cmocka_unit_test(what_gpus_cannot_do_is_refused),
+        cmocka_unit_test(memory_of_a_rank_is_its_window_and_its_state),
+        cmocka_unit_test(every_gpu_must_hold_its_ranks),
         cmocka_unit_test(labels_are_small_and_unique),
         cmocka_unit_test(placements_are_checked_home_by_home),
         cmocka_unit_test(what_would_fit_is_exact),

@@ -1,0 +1,308 @@
+/* The side socket on a node with GPUs: the frames and descriptors that a direct worker gets. */
+#include "group_fixture.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "attach_private.h"
+#include "cuda_fixture.h"
+
+#define RANKS 32u /* the most there can be */
+
+struct service {
+    struct fixture *f;
+    struct ep_attach *attach;
+    char path[80];
+};
+
+static void set_flag(void *flag)
+{
+    *(bool *)flag = true;
+}
+
+static int setup(void **state)
+{
+    struct service *s = calloc(1, sizeof *s);
+    struct ep_attach_options options = { .socket = s->path };
+    Ep__V1__GroupSpec spec = small_spec();
+
+    cuda_fixture_reset();
+    fixture_setup_gpus((void **)&s->f, cuda_fixture_api());
+    snprintf(s->path, sizeof s->path, "%s/side", s->f->directory);
+    assert_int_equal(ep_attach_open(&s->f->loop, s->f->groups, s->f->node, &options, &s->attach, NULL), EP_OK);
+    spec.ranks = RANKS;
+    create(s->f, "moe", &spec);
+    *state = s;
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    struct service *s = *state;
+    bool closed = false;
+
+    ep_attach_close(s->attach, set_flag, &closed);
+    RUN_UNTIL(s->f, closed);
+    fixture_teardown((void **)&s->f);
+    assert_int_equal(cuda_fixture.memories, 0);
+    free(s);
+    return 0;
+}
+
+/* ---- a worker ---------------------------------------------------------------------------- */
+
+static Ep__V1__ClaimReply claim_of(struct service *s, uint32_t rank)
+{
+    Ep__V1__ClaimRequest request = EP__V1__CLAIM_REQUEST__INIT;
+    Ep__V1__ClaimReply reply = EP__V1__CLAIM_REPLY__INIT;
+    struct ep_error error = EP_ERROR_INIT;
+    char group[] = "moe";
+
+    request.group = group;
+    request._rank_case = EP__V1__CLAIM_REQUEST___RANK_RANK;
+    request.rank = rank;
+    request.window_version = EP_WINDOW_VERSION;
+    request.attach_version = EP_ATTACH_VERSION;
+    request.executor = EP__V1__EXECUTOR__EXECUTOR_DIRECT;
+    assert_int_equal(ep_attach_claim(s->attach, &request, getpid(), geteuid(), &reply, &error), EP_OK);
+    return reply;
+}
+
+static int connect_to(struct service *s)
+{
+    struct sockaddr_un address = { .sun_family = AF_UNIX };
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    uint32_t before = s->attach->n_connections;
+
+    snprintf(address.sun_path, sizeof address.sun_path, "%s", s->path);
+    assert_int_equal(connect(fd, (struct sockaddr *)&address, sizeof address), 0);
+    RUN_UNTIL(s->f, s->attach->n_connections > before);
+    return fd;
+}
+
+static void say(int fd, enum ep_attach_type type, const Ep__V1__ClaimReply *claim)
+{
+    struct ep_attach_frame frame;
+
+    ep_attach_frame_init(&frame, type);
+    if (claim)
+        memcpy(frame.ticket, claim->ticket.data, sizeof frame.ticket);
+    assert_int_equal(ep_attach_send(fd, &frame, -1, NULL), EP_OK);
+}
+
+/* The next frame, waited for while the loop runs. */
+static struct ep_attach_frame hear(struct service *s, int fd, int *descriptor)
+{
+    struct ep_attach_frame frame;
+    ep_status status;
+
+    while ((status = ep_attach_receive(fd, &frame, descriptor, NULL)) == EP_UNAVAILABLE)
+        uv_run(&s->f->loop, UV_RUN_ONCE);
+    assert_int_equal(status, EP_OK);
+    return frame;
+}
+
+/* The least that the kernel allows: a few frames fill it. */
+static void shrink(const struct service *s)
+{
+    int bytes = 1;
+
+    assert_int_equal(setsockopt(s->attach->newest->fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes), 0);
+}
+
+static void leave(struct service *s, int fd)
+{
+    uint32_t before = s->attach->n_connections;
+
+    say(fd, EP_ATTACH_BYE, NULL);
+    RUN_UNTIL(s->f, s->attach->n_connections < before);
+    close(fd);
+}
+
+static void check_memory(int fd, uint64_t bytes, uint64_t magic)
+{
+    uint64_t *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+
+    assert_ptr_not_equal(at, MAP_FAILED);
+    assert_int_equal(*at, magic);
+    munmap(at, bytes);
+    close(fd);
+}
+
+static void check_window(int fd, uint64_t bytes, uint32_t rank)
+{
+    struct ep_control *at = mmap(NULL, bytes, PROT_READ, MAP_SHARED, fd, 0);
+
+    assert_ptr_not_equal(at, MAP_FAILED);
+    assert_int_equal(at->rank, rank);
+    munmap(at, bytes);
+    check_memory(fd, bytes, EP_WINDOW_MAGIC);
+}
+
+/* ---- tests -------------------------------------------------------------------------------- */
+
+static void the_answer_to_a_claim_names_executor_and_gpu(void **state)
+{
+    struct service *s = *state;
+    Ep__V1__ClaimReply reply = claim_of(s, 3);
+
+    assert_int_equal(reply.backend, EP__V1__BACKEND__BACKEND_CUDA);
+    assert_int_equal(reply.executor, EP__V1__EXECUTOR__EXECUTOR_DIRECT);
+    assert_int_equal(reply.device_uuid.len, EP_CUDA_UUID_BYTES);
+    assert_memory_equal(reply.device_uuid.data, cuda_fixture_uuid(1), EP_CUDA_UUID_BYTES);
+    assert_true(reply.state_bytes > 0);
+}
+
+static void expect_all(struct service *s, int fd, const Ep__V1__ClaimReply *claim, uint32_t own)
+{
+    int descriptor;
+    struct ep_attach_frame frame = hear(s, fd, &descriptor);
+
+    assert_int_equal(frame.type, EP_ATTACH_WELCOME);
+    assert_int_equal(frame.rank, own);
+    assert_int_equal(frame.count, 1 + (RANKS - 1));
+    assert_int_equal(frame.value, claim->window_bytes);
+    check_window(descriptor, frame.value, own);
+
+    frame = hear(s, fd, &descriptor);
+    assert_int_equal(frame.type, EP_ATTACH_MEMORY);
+    assert_int_equal(frame.count, EP_ATTACH_MEMORY_STATE);
+    assert_int_equal(frame.value, claim->state_bytes);
+    check_memory(descriptor, frame.value, EP_DEVICE_STATE_MAGIC);
+
+    for (uint32_t peer = 0; peer < RANKS; peer++) {
+        if (peer == own)
+            continue;
+        frame = hear(s, fd, &descriptor);
+        assert_int_equal(frame.type, EP_ATTACH_MEMORY);
+        assert_int_equal(frame.count, EP_ATTACH_MEMORY_WINDOW);
+        assert_int_equal(frame.rank, peer);
+        assert_int_equal(frame.epoch, 1);
+        assert_int_equal(frame.value, claim->window_bytes);
+        check_window(descriptor, frame.value, peer);
+    }
+}
+
+static void all_memory_follows_the_welcome(void **state)
+{
+    struct service *s = *state;
+    Ep__V1__ClaimReply claim = claim_of(s, 5);
+    int fd = connect_to(s);
+
+    say(fd, EP_ATTACH_HELLO, &claim);
+    expect_all(s, fd, &claim, 5);
+    leave(s, fd);
+}
+
+/* A worker that reads slowly holds up nobody, loses nothing, and hears of its peers afterwards. */
+static void what_the_socket_has_no_room_for_follows(void **state)
+{
+    struct service *s = *state;
+    Ep__V1__ClaimReply claim = claim_of(s, 0), other;
+    int fd = connect_to(s), second, descriptor;
+    struct ep_attach_frame frame;
+
+    shrink(s);
+    say(fd, EP_ATTACH_HELLO, &claim);
+    RUN_UNTIL(s->f, rank_state(s->f, "moe", 0) == EP__V1__RANK_STATE__RANK_STATE_ATTACHED);
+    assert_true(s->attach->newest->memory < s->attach->newest->memories);
+
+    other = claim_of(s, 1);
+    second = connect_to(s);
+    say(second, EP_ATTACH_HELLO, &other);
+    RUN_UNTIL(s->f, rank_state(s->f, "moe", 1) == EP__V1__RANK_STATE__RANK_STATE_ATTACHED);
+
+    expect_all(s, fd, &claim, 0);
+    frame = hear(s, fd, &descriptor);
+    assert_int_equal(frame.type, EP_ATTACH_EVENT);
+    assert_int_equal(frame.event, EP_ATTACH_RANK_JOINED);
+    assert_int_equal(frame.rank, 1);
+    assert_int_equal(descriptor, -1);
+    leave(s, second);
+    leave(s, fd);
+}
+
+static uint32_t open_descriptors(void)
+{
+    uint32_t n = 0;
+
+    for (int fd = 0; fd < 1024; fd++)
+        n += fcntl(fd, F_GETFD) >= 0;
+    return n;
+}
+
+static void no_descriptor_stays_with_the_server(void **state)
+{
+    struct service *s = *state;
+    Ep__V1__ClaimReply claim = claim_of(s, 0);
+    int fd = connect_to(s);
+    uint32_t before = open_descriptors();
+
+    shrink(s);
+    say(fd, EP_ATTACH_HELLO, &claim);
+    RUN_UNTIL(s->f, rank_state(s->f, "moe", 0) == EP__V1__RANK_STATE__RANK_STATE_ATTACHED);
+    assert_int_equal(open_descriptors(), before + 1); /* the pidfd of the worker */
+    expect_all(s, fd, &claim, 0);
+    assert_int_equal(open_descriptors(), before + 1);
+    leave(s, fd);
+}
+
+static void a_worker_that_goes_in_the_middle_is_absent_at_once(void **state)
+{
+    struct service *s = *state;
+    Ep__V1__ClaimReply claim = claim_of(s, 7);
+    int fd = connect_to(s), descriptor;
+
+    shrink(s);
+    say(fd, EP_ATTACH_HELLO, &claim);
+    (void)hear(s, fd, &descriptor);
+    close(descriptor);
+    close(fd);
+    RUN_UNTIL(s->f, s->attach->n_connections == 0);
+    /* Its process lives: peers go on, and the memory waits for it. */
+    assert_int_equal(rank_state(s->f, "moe", 7), EP__V1__RANK_STATE__RANK_STATE_QUARANTINED);
+    assert_int_equal(s->attach->claims->state, CLAIM_LEAVING);
+}
+
+static void memory_that_cannot_be_exported_ends_the_attachment(void **state)
+{
+    struct service *s = *state;
+    Ep__V1__ClaimReply claim = claim_of(s, 0);
+    int fd = connect_to(s), descriptor;
+    struct ep_attach_frame frame;
+
+    cuda_fixture.fail = "memory_export";
+    cuda_fixture.fail_after = 2;
+    say(fd, EP_ATTACH_HELLO, &claim);
+    RUN_UNTIL(s->f, s->attach->n_connections == 0);
+    for (int i = 0; i < 2; i++) {
+        frame = hear(s, fd, &descriptor);
+        assert_int_equal(frame.type, i == 0 ? EP_ATTACH_WELCOME : EP_ATTACH_MEMORY);
+        close(descriptor);
+    }
+    assert_int_equal(ep_attach_receive(fd, &frame, &descriptor, NULL), EP_SERVER_LOST);
+    assert_int_equal(rank_state(s->f, "moe", 0), EP__V1__RANK_STATE__RANK_STATE_QUARANTINED);
+    close(fd);
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        TEST(the_answer_to_a_claim_names_executor_and_gpu),
+        TEST(all_memory_follows_the_welcome),
+        TEST(what_the_socket_has_no_room_for_follows),
+        TEST(no_descriptor_stays_with_the_server),
+        TEST(a_worker_that_goes_in_the_middle_is_absent_at_once),
+        TEST(memory_that_cannot_be_exported_ends_the_attachment),
+    };
+
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,505 @@
+/* Groups on GPUs: who may run its own ops, what it gets for that, and what its peers and operators see. */
+#include "group_fixture.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "cuda_fixture.h"
+
+#define STATE(name)    EP__V1__RANK_STATE__RANK_STATE_##name
+#define PHASE(name)    EP__V1__PHASE__PHASE_##name
+#define EXECUTOR(name) EP__V1__EXECUTOR__EXECUTOR_##name
+#define DIRECT(name)   EP__V1__DIRECT__DIRECT_##name
+#define RANKS 4
+
+static int setup(void **state)
+{
+    cuda_fixture_reset();
+    return fixture_setup_gpus(state, cuda_fixture_api());
+}
+
+static int teardown(void **state)
+{
+    cuda_fixture.lost = 0;
+    fixture_teardown(state);
+    assert_int_equal(cuda_fixture.memories, 0);
+    return 0;
+}
+
+/* ---- workers with their memory --------------------------------------------------------------- */
+
+static void *map(const struct ep_membership_memory *memory)
+{
+    void *at = mmap(NULL, memory->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory->fd, 0);
+
+    assert_ptr_not_equal(at, MAP_FAILED);
+    return at;
+}
+
+static struct ep_membership_memory memory_of(const struct worker *w, uint32_t index)
+{
+    struct ep_membership_memory memory;
+    struct ep_error error = EP_ERROR_INIT;
+
+    assert_int_equal(ep_membership_memory(w->membership, index, &memory, &error), EP_OK);
+    return memory;
+}
+
+/* For the worker's life; a direct worker maps it, and kernels write there. */
+static struct ep_device_state *map_state(const struct worker *w)
+{
+    struct ep_membership_memory memory = memory_of(w, 1);
+    void *at = map(&memory);
+
+    assert_int_equal(memory.kind, EP_MEMORY_STATE);
+    close(memory.fd);
+    return at;
+}
+
+static void unmap_state(struct ep_device_state *state, const struct worker *w)
+{
+    munmap(state, w->info.state_bytes);
+}
+
+struct team {
+    struct worker w[RANKS];
+    struct ep_device_state *state[RANKS];
+};
+
+static void join_all(struct fixture *f, struct team *t)
+{
+    for (int i = 0; i < RANKS; i++) {
+        join(f, &t->w[i], "moe", i);
+        t->state[i] = map_state(&t->w[i]);
+    }
+}
+
+static void unmap_all(struct team *t)
+{
+    for (int i = 0; i < RANKS; i++)
+        unmap_state(t->state[i], &t->w[i]);
+}
+
+static void release_all(struct team *t)
+{
+    for (int i = 0; i < RANKS; i++)
+        if (t->w[i].membership)
+            release(&t->w[i], false);
+    unmap_all(t);
+}
+
+/* ---- what a group is settled to -------------------------------------------------------------- */
+
+static void the_spec_names_gpus(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    const Ep__V1__Group *group;
+
+    create(f, "moe", &spec);
+    group = get(f, "moe");
+    assert_int_equal(group->spec->backend, EP__V1__BACKEND__BACKEND_CUDA);
+    assert_int_equal(group->spec->n_modes, 1);
+    assert_string_equal(group->status->ranks[1]->device, "GPU-fixture-1");
+    assert_string_equal(group->status->ranks[2]->device, "GPU-fixture-0"); /* two on each */
+}
+
+/* Window and state of each rank, and nothing else; all of it is given back. */
+static void memory_is_what_is_reserved(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct answer answer;
+
+    create(f, "moe", &spec);
+    assert_int_equal(cuda_fixture.memories, 2 * RANKS);
+    assert_true(ep_node_memory_left(f->node) < 2 * f->budget);
+    assert_int_equal(ep_node_device_memory_left(f->node)[0], ep_node_device_memory_left(f->node)[1]);
+    answer = delete (f, "moe", false);
+    answer_clear(&answer);
+    assert_int_equal(cuda_fixture.memories, 0);
+    assert_int_equal(ep_node_memory_left(f->node), 2 * f->budget);
+}
+
+static void a_group_that_cannot_have_its_memory_leaves_none(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    static const char *const functions[] = { "memory_create", "write" };
+
+    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
+        struct answer answer;
+
+        cuda_fixture.fail = functions[i];
+        cuda_fixture.fail_after = 6;
+        answer = create_refused(f, "moe", &spec);
+        assert_non_null(strstr(answer.error.text, functions[i]));
+        answer_clear(&answer);
+        cuda_fixture.fail = NULL;
+        RUN_UNTIL(f, cuda_fixture.memories == 0 && ep_node_memory_left(f->node) == 2 * f->budget);
+    }
+    create(f, "moe", &spec);
+}
+
+/* ---- claims ---------------------------------------------------------------------------------- */
+
+static void a_claim_is_for_the_direct_executor(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    static const Ep__V1__Executor asked[] = { EXECUTOR(AUTO), EXECUTOR(DIRECT) };
+    struct ep_membership_info info;
+    struct worker w;
+
+    create(f, "moe", &spec);
+    for (size_t i = 0; i < sizeof asked / sizeof *asked; i++) {
+        f->identity.executor = asked[i];
+        assert_int_equal(claim(f, &w, "moe", 1, NULL), EP_OK);
+        ep_membership_info(w.membership, &info);
+        assert_int_equal(info.executor, EXECUTOR(DIRECT));
+        assert_memory_equal(info.device_uuid, cuda_fixture_uuid(1), EP_CUDA_UUID_BYTES);
+        assert_int_equal(info.memories, 1 + 1 + (RANKS - 1));
+        assert_true(info.state_bytes > sizeof(struct ep_device_state));
+        release(&w, false);
+    }
+}
+
+static void executor_server_is_not_there_yet(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct ep_error error = EP_ERROR_INIT;
+    struct worker w;
+
+    create(f, "moe", &spec);
+    f->identity.executor = EXECUTOR(SERVER);
+    assert_int_equal(claim(f, &w, "moe", 0, &error), EP_UNIMPLEMENTED);
+    assert_string_equal(error.text,
+                        "executor is server: it is not there yet on the cuda backend; use direct");
+}
+
+static void set_direct(struct fixture *f, Ep__V1__Direct direct)
+{
+    Ep__V1__GroupSpec spec = small_spec();
+    struct answer answer;
+
+    spec.direct = direct;
+    answer = update(f, "moe", 0, &spec, "direct");
+    assert_int_equal(answer.error.status, EP_OK);
+    assert_int_equal(answer.group->status->epoch, 1); /* it is looked at by claims only */
+    answer_clear(&answer);
+}
+
+static void the_group_says_who_may_run_its_own_ops(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct ep_error error = EP_ERROR_INIT;
+    struct worker w;
+    char own[64];
+
+    create(f, "moe", &spec);
+    f->identity.uid = geteuid() + 1;
+    f->identity.executor = EXECUTOR(DIRECT);
+    assert_int_equal(claim(f, &w, "moe", 0, &error), EP_PERMISSION_DENIED);
+    snprintf(own, sizeof own, "is not the server's, which is %u;", (unsigned)geteuid());
+    assert_non_null(strstr(error.text, "executor is direct: direct of group moe is same_uid, and uid "));
+    assert_non_null(strstr(error.text, own));
+    f->identity.executor = EXECUTOR(AUTO);
+    assert_int_equal(claim(f, &w, "moe", 0, &error), EP_PERMISSION_DENIED);
+    assert_non_null(strstr(error.text, "executor server is not there yet"));
+
+    set_direct(f, DIRECT(ANY));
+    assert_int_equal(claim(f, &w, "moe", 0, &error), EP_OK);
+    release(&w, false);
+
+    set_direct(f, DIRECT(NONE));
+    f->identity.uid = geteuid();
+    assert_int_equal(claim(f, &w, "moe", 0, &error), EP_FAILED_PRECONDITION);
+    assert_non_null(strstr(error.text, "direct of group moe is none"));
+}
+
+/* ---- memory ---------------------------------------------------------------------------------- */
+
+static void a_worker_gets_its_window_its_state_and_its_peers_windows(void **state)
+{
+    static const uint32_t whose[] = { 2, 2, 0, 1, 3 };
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct worker w;
+
+    create(f, "moe", &spec);
+    join(f, &w, "moe", 2);
+    for (uint32_t i = 0; i < w.info.memories; i++) {
+        struct ep_membership_memory memory = memory_of(&w, i);
+        void *at = map(&memory);
+
+        assert_int_equal(memory.rank, whose[i]);
+        assert_int_equal(fcntl(memory.fd, F_GETFD) & FD_CLOEXEC, FD_CLOEXEC);
+        if (i == 1) {
+            assert_int_equal(memory.kind, EP_MEMORY_STATE);
+            assert_int_equal(memory.bytes, w.info.state_bytes);
+            assert_int_equal(((struct ep_device_state *)at)->magic, EP_DEVICE_STATE_MAGIC);
+            assert_int_equal(((struct ep_device_state *)at)->rank, 2);
+        } else {
+            assert_int_equal(memory.kind, i == 0 ? EP_MEMORY_OWN_WINDOW : EP_MEMORY_PEER_WINDOW);
+            assert_int_equal(memory.bytes, w.info.window_bytes);
+            assert_int_equal(((struct ep_control *)at)->magic, EP_WINDOW_MAGIC);
+            assert_int_equal(((struct ep_control *)at)->rank, whose[i]);
+            assert_int_equal(((struct ep_control *)at)->epoch, 1);
+        }
+        munmap(at, memory.bytes);
+        close(memory.fd);
+    }
+    release(&w, false);
+}
+
+/* ---- coming and going ------------------------------------------------------------------------ */
+
+static void peers_kernels_are_told_who_has_gone(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct team t;
+
+    create(f, "moe", &spec);
+    join_all(f, &t);
+    release(&t.w[2], false);
+    for (int i = 0; i < RANKS; i++)
+        assert_int_equal(t.state[i]->from[2], EP_DEVICE_NEVER); /* before release returned */
+    assert_int_equal(t.w[0].lost, 1);
+    assert_int_equal(t.w[0].lost_rank, 2);
+    assert_int_equal(get(f, "moe")->status->phase, PHASE(DEGRADED));
+    release_all(&t);
+}
+
+static void a_new_worker_takes_part_from_the_next_number(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct team t;
+    struct worker next;
+    struct ep_device_state *its;
+    uint8_t *kept;
+
+    create(f, "moe", &spec);
+    join_all(f, &t);
+    kept = map_window(&t.w[2]); /* as its peers have it */
+    kept[t.w[2].map.arena] = 'a';
+    kept[t.w[2].map.ll] = 'r';
+    t.state[0]->begun = 100;
+    release(&t.w[2], false);
+    join(f, &next, "moe", 2);
+    its = map_state(&next);
+    for (int i = 0; i < RANKS; i++)
+        assert_int_equal(t.state[i]->from[2], 101);
+    assert_int_equal(its->begun, 100);
+    assert_int_equal(next.window[next.map.arena], 0); /* nothing of the one before */
+    assert_int_equal(next.window[next.map.ll], 'r');  /* what peers send is in the same memory as before */
+    kept[next.map.ll] = 's';
+    assert_int_equal(next.window[next.map.ll], 's');
+    assert_int_equal(get(f, "moe")->status->phase, PHASE(READY));
+    munmap(kept, next.window_bytes);
+    unmap_state(its, &next);
+    release(&next, false);
+    release_all(&t);
+}
+
+static void memory_is_cleared_when_no_one_can_write_it(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct ep_error error = EP_ERROR_INIT;
+    struct worker a, b, c;
+    uint8_t *kept;
+
+    create(f, "moe", &spec);
+    join(f, &a, "moe", 0);
+    join(f, &b, "moe", 1);
+    kept = map_window(&b);
+    kept[b.map.arena] = 'b';
+    release(&b, true);
+    assert_int_equal(claim(f, &c, "moe", 1, &error), EP_UNAVAILABLE);
+    for (int i = 0; i < 10; i++)
+        uv_run(&f->loop, UV_RUN_NOWAIT); /* its executor stops */
+    assert_int_equal(kept[b.map.arena], 'b');
+    writer_gone(&b);
+    assert_int_equal(kept[b.map.arena], 0);
+    join(f, &c, "moe", 1);
+    munmap(kept, c.window_bytes);
+    release(&c, false);
+    release(&a, false);
+}
+
+static void numbers_begin_again_when_the_last_has_left(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct team t;
+
+    create(f, "moe", &spec);
+    for (int round = 0; round < 3; round++) {
+        join_all(f, &t);
+        for (int i = 0; i < RANKS; i++) {
+            assert_int_equal(t.state[i]->begun, 0);
+            for (int r = 0; r < RANKS; r++)
+                assert_int_equal(t.state[i]->from[r], 1);
+            assert_int_equal(t.w[i].window[t.w[i].map.ll], 0);
+            t.state[i]->begun = 50;
+            t.w[i].window[t.w[i].map.ll] = 0xee;
+        }
+        release_all(&t);
+        RUN_UNTIL(f, rank_state(f, "moe", 0) == STATE(EXPECTED));
+    }
+}
+
+static void a_broken_gpu_is_told_to_who_wants_to_join(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct ep_error error = EP_ERROR_INIT;
+    struct worker a, b;
+
+    create(f, "moe", &spec);
+    join(f, &a, "moe", 0);
+    cuda_fixture.lost = 1u << 1;
+    release(&a, false);
+    claim_when_free(f, &b, "moe", 0); /* nobody is kept waiting for a reset that cannot be */
+    assert_int_equal(ep_membership_attach(b.membership, &f->identity, &error), EP_IO);
+    assert_non_null(strstr(error.text, "device 1 has fallen off the bus"));
+    release(&b, false);
+    cuda_fixture.lost = 0;
+    join(f, &b, "moe", 0);
+    release(&b, false);
+}
+
+/* ---- what operators see ---------------------------------------------------------------------- */
+
+static void counters_of_kernels_are_shown_when_asked_for(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct ep_rank_counters counters;
+    Ep__V1__Stats stats;
+    struct worker w;
+    struct ep_device_state *s;
+
+    create(f, "moe", &spec);
+    join(f, &w, "moe", 1);
+    s = map_state(&w);
+    s->counters[EP_DEVICE_DISPATCH].count = 7;
+    assert_int_equal(get(f, "moe")->status->ranks[1]->ops, 7);
+    s->counters[EP_DEVICE_COMBINE].count = 6;
+    ep_groups_stats(f->groups, "moe", &stats);
+    assert_int_equal(stats.ranks[1]->ops[EP_CLASS_LL_COMBINE]->count, 6);
+    assert_int_equal(stats.ranks[1]->n_peers, 0); /* not known, which is not 0 */
+    ep_groups_stats_clear(&stats);
+    s->counters[EP_DEVICE_COMBINE].count = 8;
+    assert_true(ep_groups_rank_counters(f->groups, "moe", 1, &counters));
+    assert_int_equal(counters.op[EP_CLASS_LL_COMBINE].count, 8);
+    unmap_state(s, &w);
+    release(&w, false);
+    assert_int_equal(get(f, "moe")->status->ranks[1]->ops, 15); /* of the epoch, whoever made them */
+}
+
+static void fail_of(struct ep_device_state *s, uint64_t sequence)
+{
+    s->failure = (struct ep_device_record){ .status = EP_TIMEOUT, .late_rank = 3, .wait_phase = EP_WAIT_ARRIVAL,
+                                            .number = 12, .sequence = sequence, .wait_ns = 50000000 };
+    s->failures = 1;
+}
+
+static void a_late_rank_is_recorded_by_name(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    const Ep__V1__TimeoutRecord *record;
+    struct worker w;
+    struct ep_device_state *s;
+
+    create(f, "moe", &spec);
+    join(f, &w, "moe", 1);
+    s = map_state(&w);
+    fail_of(s, 1);
+    assert_int_equal(get(f, "moe")->status->n_timeouts, 1);
+    record = get(f, "moe")->status->timeouts[0];
+    assert_int_equal(record->rank, 1);
+    assert_int_equal(record->late_rank, 3);
+    assert_int_equal(record->seq, 12);
+    assert_string_equal(record->op, "ll_dispatch");
+    assert_string_equal(record->phase, "arrival");
+    assert_int_equal(record->waited_us, 50000);
+    unmap_state(s, &w);
+    release(&w, false);
+}
+
+static void count_changes(Ep__V1__GroupEvent__Type type, const Ep__V1__Group *group, void *user)
+{
+    (void)type;
+    *(size_t *)user = group->status->n_timeouts;
+}
+
+static void watchers_hear_of_a_late_rank_unasked(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct ep_group_watch *watch;
+    struct worker w;
+    struct ep_device_state *s;
+    size_t heard = 0;
+
+    create(f, "moe", &spec);
+    join(f, &w, "moe", 1);
+    s = map_state(&w);
+    watch = ep_groups_watch(f->groups, count_changes, &heard);
+    fail_of(s, 1);
+    RUN_UNTIL(f, heard == 1);
+    ep_groups_unwatch(watch);
+    unmap_state(s, &w);
+    release(&w, false);
+}
+
+static void closing_with_workers_leaves_their_memberships_safe(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct ep_membership_memory memory;
+    struct worker w;
+
+    create(f, "moe", &spec);
+    join(f, &w, "moe", 0);
+    fixture_close(f);
+    assert_int_equal(ep_membership_memory(w.membership, 2, &memory, NULL), EP_DETACHED);
+    release(&w, true);
+    writer_gone(&w);
+    fixture_open(f);
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        TEST(the_spec_names_gpus),
+        TEST(memory_is_what_is_reserved),
+        TEST(a_group_that_cannot_have_its_memory_leaves_none),
+        TEST(a_claim_is_for_the_direct_executor),
+        TEST(executor_server_is_not_there_yet),
+        TEST(the_group_says_who_may_run_its_own_ops),
+        TEST(a_worker_gets_its_window_its_state_and_its_peers_windows),
+        TEST(peers_kernels_are_told_who_has_gone),
+        TEST(a_new_worker_takes_part_from_the_next_number),
+        TEST(memory_is_cleared_when_no_one_can_write_it),
+        TEST(numbers_begin_again_when_the_last_has_left),
+        TEST(a_broken_gpu_is_told_to_who_wants_to_join),
+        TEST(counters_of_kernels_are_shown_when_asked_for),
+        TEST(a_late_rank_is_recorded_by_name),
+        TEST(watchers_hear_of_a_late_rank_unasked),
+        TEST(closing_with_workers_leaves_their_memberships_safe),
+    };
+
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
