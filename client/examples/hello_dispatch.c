@@ -3,6 +3,9 @@
  * tokens to two experts each, the "experts" multiply by a small number, the results come back and
  * are checked.  Prints what went where.
  *
+ * Ops read and write memory of ep_alloc(), which may be a GPU's: what the program itself makes or looks at
+ * is in arrays of its own, and ep_write() and ep_read() copy.
+ *
  *     hello_dispatch [GROUP [ADDRESS]]        defaults: "hello", $EP_SERVER or the system's socket
  */
 #include <math.h>
@@ -26,13 +29,15 @@ struct worker {
     int failed;
 };
 
-/* Memory of one rank's ops; all of it lies in the rank's window. */
+/* An array that ops use, and the program's copy of it. */
+struct array {
+    void *window, *own;
+    size_t bytes;
+};
+
 struct buffers {
-    uint16_t *tokens, *rows, *result; /* bf16 */
-    size_t rows_bytes;
-    int32_t *choices, *counts, *offsets;
-    float *weights;
-    ep_source_row *sources;
+    struct array tokens, rows, result; /* bf16 */
+    struct array choices, counts, offsets, weights, sources;
 };
 
 /* ---- bf16: the upper half of an fp32 ------------------------------------------------------- */
@@ -84,65 +89,104 @@ static uint32_t top_k(const ep_group_info *group)
     return group->top_k < MAX_K ? group->top_k : MAX_K;
 }
 
-static int allocate(struct worker *w, ep_rank *rank, const ep_group_info *g, struct buffers *b)
+static int allocate(ep_rank *rank, struct array *array, size_t bytes)
+{
+    *array = (struct array){ .window = ep_alloc(rank, bytes), .own = calloc(1, bytes), .bytes = bytes };
+    return array->window && array->own ? 0 : -1;
+}
+
+static int allocate_all(struct worker *w, ep_rank *rank, const ep_group_info *g, struct buffers *b)
 {
     const size_t row = g->hidden * sizeof(uint16_t), k = top_k(g), most = (size_t)g->ranks * TOKENS * k;
 
-    b->rows_bytes = most * row;
-    b->tokens = ep_alloc(rank, TOKENS * row);
-    b->result = ep_alloc(rank, TOKENS * row);
-    b->rows = ep_alloc(rank, b->rows_bytes);
-    b->choices = ep_alloc(rank, TOKENS * k * sizeof *b->choices);
-    b->weights = ep_alloc(rank, TOKENS * k * sizeof *b->weights);
-    b->counts = ep_alloc(rank, g->max_local_experts * sizeof *b->counts);
-    b->offsets = ep_alloc(rank, (g->max_local_experts + 1) * sizeof *b->offsets);
-    b->sources = ep_alloc(rank, most * sizeof *b->sources);
-    return b->tokens && b->result && b->rows && b->choices && b->weights && b->counts && b->offsets
-                   && b->sources
-               ? 0
-               : fail(w, "ep_alloc");
+    if (allocate(rank, &b->tokens, TOKENS * row) < 0 || allocate(rank, &b->result, TOKENS * row) < 0
+        || allocate(rank, &b->rows, most * row) < 0
+        || allocate(rank, &b->choices, TOKENS * k * sizeof(int32_t)) < 0
+        || allocate(rank, &b->weights, TOKENS * k * sizeof(float)) < 0
+        || allocate(rank, &b->counts, g->max_local_experts * sizeof(int32_t)) < 0
+        || allocate(rank, &b->offsets, (g->max_local_experts + 1) * sizeof(int32_t)) < 0
+        || allocate(rank, &b->sources, most * sizeof(ep_source_row)) < 0)
+        return fail(w, "ep_alloc");
+    return 0;
 }
 
-static void make_inputs(const ep_rank_info *info, struct buffers *b)
+/* What is in the window goes with the rank. */
+static void free_all(struct buffers *b)
+{
+    void *own[] = { b->tokens.own, b->result.own,  b->rows.own,    b->choices.own,
+                    b->counts.own, b->weights.own, b->offsets.own, b->sources.own };
+
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++)
+        free(own[i]);
+}
+
+static int to_window(struct worker *w, ep_rank *rank, const struct array *array)
+{
+    return ep_write(rank, array->window, array->own, array->bytes, NULL) == EP_OK ? 0 : fail(w, "ep_write");
+}
+
+static int from_window(struct worker *w, ep_rank *rank, const struct array *array)
+{
+    return ep_read(rank, array->own, array->window, array->bytes, NULL) == EP_OK ? 0 : fail(w, "ep_read");
+}
+
+static int make_inputs(struct worker *w, ep_rank *rank, const ep_rank_info *info, struct buffers *b)
 {
     const ep_group_info *g = &info->group;
     const uint32_t k = top_k(g);
+    uint16_t *tokens = b->tokens.own;
+    int32_t *choices = b->choices.own;
+    float *weights = b->weights.own;
 
     for (uint32_t t = 0; t < TOKENS; t++) {
         for (uint32_t i = 0; i < g->hidden; i++)
-            b->tokens[t * g->hidden + i] = to_bf16(token_value(info->rank, t));
+            tokens[t * g->hidden + i] = to_bf16(token_value(info->rank, t));
         for (uint32_t j = 0; j < k; j++) {
-            b->choices[t * k + j] = (int32_t)choice(info->rank, t, j, g);
-            b->weights[t * k + j] = 1.0f / (float)k;
+            choices[t * k + j] = (int32_t)choice(info->rank, t, j, g);
+            weights[t * k + j] = 1.0f / (float)k;
         }
     }
+    if (to_window(w, rank, &b->tokens) < 0 || to_window(w, rank, &b->choices) < 0)
+        return -1;
+    return to_window(w, rank, &b->weights);
 }
 
 /* Every row that came to local expert l, multiplied; the rows of l are offsets[l] and the next counts[l]. */
-static void run_experts(struct worker *w, const ep_rank_info *info, const struct buffers *b)
+static void multiply_rows(struct worker *w, const ep_rank_info *info, const struct buffers *b)
 {
     const uint32_t hidden = info->group.hidden;
+    const int32_t *counts = b->counts.own, *offsets = b->offsets.own;
+    const ep_source_row *sources = b->sources.own;
+    uint16_t *rows = b->rows.own;
 
     for (uint32_t l = 0; l < info->local_experts; l++) {
         const uint32_t expert = info->local_to_expert[l];
 
-        for (int32_t i = 0; i < b->counts[l]; i++) {
-            const size_t row = (size_t)(b->offsets[l] + i);
+        for (int32_t i = 0; i < counts[l]; i++) {
+            const size_t row = (size_t)(offsets[l] + i);
 
-            fprintf(w->story, "  expert %u got token %u of rank %u (value %g)\n", expert,
-                    b->sources[row].token, b->sources[row].rank, (double)from_bf16(b->rows[row * hidden]));
-            for (uint32_t h = 0; h < hidden; h++) {
-                uint16_t *x = &b->rows[row * hidden + h];
-
-                *x = to_bf16(from_bf16(*x) * expert_factor(expert));
-            }
+            fprintf(w->story, "  expert %u got token %u of rank %u (value %g)\n", expert, sources[row].token,
+                    sources[row].rank, (double)from_bf16(rows[row * hidden]));
+            for (uint32_t h = 0; h < hidden; h++)
+                rows[row * hidden + h] = to_bf16(from_bf16(rows[row * hidden + h]) * expert_factor(expert));
         }
     }
+}
+
+/* Experts of a real program are kernels that work on the window's memory. */
+static int run_experts(struct worker *w, ep_rank *rank, const ep_rank_info *info, const struct buffers *b)
+{
+    if (from_window(w, rank, &b->counts) < 0 || from_window(w, rank, &b->offsets) < 0
+        || from_window(w, rank, &b->sources) < 0 || from_window(w, rank, &b->rows) < 0)
+        return -1;
+    multiply_rows(w, info, b);
+    return to_window(w, rank, &b->rows);
 }
 
 static int check(struct worker *w, const ep_rank_info *info, const struct buffers *b)
 {
     const ep_group_info *g = &info->group;
+    const uint16_t *result = b->result.own;
     const uint32_t k = top_k(g);
     int wrong = 0;
 
@@ -152,54 +196,60 @@ static int check(struct worker *w, const ep_rank_info *info, const struct buffer
         for (uint32_t j = 0; j < k; j++)
             want += token_value(info->rank, t) * expert_factor(choice(info->rank, t, j, g)) / (float)k;
         for (uint32_t i = 0; i < g->hidden; i++)
-            wrong += fabsf(from_bf16(b->result[t * g->hidden + i]) - want) > want / 64;
+            wrong += fabsf(from_bf16(result[t * g->hidden + i]) - want) > want / 64;
         fprintf(w->story, "  token %u came back as %g, expected %g\n", t,
-                (double)from_bf16(b->result[t * g->hidden]), (double)want);
+                (double)from_bf16(result[t * g->hidden]), (double)want);
     }
     return wrong ? -1 : 0;
 }
 
-static int round_trip(struct worker *w, ep_rank *rank, const ep_rank_info *info, const struct buffers *b)
+static int run_ops(struct worker *w, ep_rank *rank, const ep_rank_info *info, const struct buffers *b,
+                   ep_handle *handle)
 {
     const ep_group_info *g = &info->group;
-    ep_handle *handle;
-    int rc = 0;
-
-    if (ep_handle_create(rank, &handle) != EP_OK)
-        return fail(w, "ep_handle_create");
 
     /* Packed: the rows of each expert, one after the other; low latency and high throughput have it. */
-    ep_dispatch_args dispatch = {
+    const ep_dispatch_args dispatch = {
         .size = sizeof dispatch,
         .mode = g->ll_max_tokens ? EP_MODE_LL : EP_MODE_HT,
         .layout = EP_LAYOUT_PACKED,
         .input_dtype = EP_BF16,
         .num_tokens = TOKENS,
         .top_k = top_k(g),
-        .tokens = b->tokens,
-        .topk_idx = b->choices,
-        .topk_weights = b->weights,
-        .out = b->rows,
-        .out_bytes = b->rows_bytes,
-        .counts = b->counts,
-        .offsets = b->offsets,
-        .sources = b->sources,
+        .tokens = b->tokens.window,
+        .topk_idx = b->choices.window,
+        .topk_weights = b->weights.window,
+        .out = b->rows.window,
+        .out_bytes = b->rows.bytes,
+        .counts = b->counts.window,
+        .offsets = b->offsets.window,
+        .sources = b->sources.window,
     };
-    ep_combine_args combine = {
+    const ep_combine_args combine = {
         .size = sizeof combine,
         .dtype = EP_BF16,
-        .rows = b->rows,
-        .rows_bytes = b->rows_bytes,
-        .out = b->result,
+        .rows = b->rows.window,
+        .rows_bytes = b->rows.bytes,
+        .out = b->result.window,
     };
 
-    if (ep_dispatch(handle, &dispatch, NULL) != EP_OK || ep_sync(rank, -1) != EP_OK) {
-        rc = fail(w, "dispatch");
-    } else {
-        run_experts(w, info, b);
-        if (ep_combine(handle, &combine, NULL) != EP_OK || ep_sync(rank, -1) != EP_OK)
-            rc = fail(w, "combine");
-    }
+    if (ep_dispatch(handle, &dispatch, NULL) != EP_OK || ep_sync(rank, -1) != EP_OK)
+        return fail(w, "dispatch");
+    if (run_experts(w, rank, info, b) < 0)
+        return -1;
+    if (ep_combine(handle, &combine, NULL) != EP_OK || ep_sync(rank, -1) != EP_OK)
+        return fail(w, "combine");
+    return from_window(w, rank, &b->result);
+}
+
+static int round_trip(struct worker *w, ep_rank *rank, const ep_rank_info *info, const struct buffers *b)
+{
+    ep_handle *handle;
+    int rc;
+
+    if (ep_handle_create(rank, &handle) != EP_OK)
+        return fail(w, "ep_handle_create");
+    rc = run_ops(w, rank, info, b, handle);
     ep_handle_destroy(handle);
     return rc;
 }
@@ -207,16 +257,20 @@ static int round_trip(struct worker *w, ep_rank *rank, const ep_rank_info *info,
 static int work(struct worker *w, ep_rank *rank)
 {
     ep_rank_info info = { .size = sizeof info, .group.size = sizeof info.group };
-    struct buffers b;
+    struct buffers b = { 0 };
+    int rc;
 
     if (ep_rank_describe(rank, &info) != EP_OK)
         return fail(w, "ep_rank_describe");
-    if (allocate(w, rank, &info.group, &b) < 0)
-        return -1;
-    make_inputs(&info, &b);
-    if (round_trip(w, rank, &info, &b) < 0)
-        return -1;
-    return check(w, &info, &b);
+    rc = allocate_all(w, rank, &info.group, &b);
+    if (rc == 0)
+        rc = make_inputs(w, rank, &info, &b);
+    if (rc == 0)
+        rc = round_trip(w, rank, &info, &b);
+    if (rc == 0)
+        rc = check(w, &info, &b);
+    free_all(&b);
+    return rc;
 }
 
 static void *run_rank(void *arg)

@@ -31,7 +31,7 @@ struct lane {
     ep_handle *handle;
     ep_dispatch_args dispatch;
     ep_combine_args combine;
-    uint16_t *result;
+    uint16_t *result; /* own copy of combine.out */
     uint64_t steps, wrong, dropped, step_ns;
 };
 
@@ -77,16 +77,29 @@ static void say(const struct worker *w, const char *text)
 /* bf16 1.0, weights that add up to 1 and experts that change nothing: every result is 1.0. */
 #define ONE 0x3f80u
 
-static void fill_inputs(const struct worker *w, uint32_t tokens, uint16_t *x, int32_t *choices, float *weights)
+/* Made here and copied: the rank's memory may be a GPU's. */
+static bool fill_inputs(const struct worker *w, uint32_t tokens, void *x, void *choices, void *weights)
 {
     const ep_group_info *g = &w->info.group;
+    const size_t elements = (size_t)tokens * g->hidden, n = (size_t)tokens * g->top_k;
+    uint16_t *own_x = malloc(elements * sizeof *own_x);
+    int32_t *own_choices = malloc(n * sizeof *own_choices);
+    float *own_weights = malloc(n * sizeof *own_weights);
+    bool ok = (own_x && own_choices && own_weights) || tokens == 0;
 
-    for (size_t i = 0; i < (size_t)tokens * g->hidden; i++)
-        x[i] = ONE;
-    for (uint32_t i = 0; i < tokens * g->top_k; i++) {
-        choices[i] = (int32_t)((i * 7u + w->info.rank) % g->experts);
-        weights[i] = 1.0f / (float)g->top_k;
+    for (size_t i = 0; ok && i < elements; i++)
+        own_x[i] = ONE;
+    for (uint32_t i = 0; ok && i < n; i++) {
+        own_choices[i] = (int32_t)((i * 7u + w->info.rank) % g->experts);
+        own_weights[i] = 1.0f / (float)g->top_k;
     }
+    ok = ok && ep_write(w->rank, x, own_x, elements * sizeof *own_x, NULL) == EP_OK
+         && ep_write(w->rank, choices, own_choices, n * sizeof *own_choices, NULL) == EP_OK
+         && ep_write(w->rank, weights, own_weights, n * sizeof *own_weights, NULL) == EP_OK;
+    free(own_x);
+    free(own_choices);
+    free(own_weights);
+    return ok;
 }
 
 static uint32_t min(uint32_t a, uint32_t b)
@@ -109,17 +122,17 @@ static bool make_lane(struct worker *w, struct lane *lane, ep_mode mode)
     const uint32_t tokens = min(w->options->tokens, most);
     const size_t row = g->hidden * sizeof(uint16_t);
     const uint64_t rows = rows_of(g, mode, tokens);
-    uint16_t *x = ep_alloc(w->rank, tokens * row), *out = ep_alloc(w->rank, rows * row);
+    void *x = ep_alloc(w->rank, tokens * row), *out = ep_alloc(w->rank, rows * row);
+    void *result = ep_alloc(w->rank, tokens * row);
     int32_t *choices = ep_alloc(w->rank, (size_t)tokens * g->top_k * sizeof *choices);
     int32_t *counts = ep_alloc(w->rank, (g->max_local_experts + 1) * sizeof *counts);
     int32_t *offsets = ep_alloc(w->rank, (g->max_local_experts + 1) * sizeof *offsets);
     float *weights = ep_alloc(w->rank, (size_t)tokens * g->top_k * sizeof *weights);
 
-    lane->result = ep_alloc(w->rank, tokens * row);
-    if (!x || !out || !choices || !counts || !offsets || !weights || !lane->result
-        || ep_handle_create(w->rank, &lane->handle) != EP_OK)
+    lane->result = malloc(tokens * row + 1);
+    if (!x || !out || !choices || !counts || !offsets || !weights || !result || !lane->result
+        || ep_handle_create(w->rank, &lane->handle) != EP_OK || !fill_inputs(w, tokens, x, choices, weights))
         return false;
-    fill_inputs(w, tokens, x, choices, weights);
     lane->dispatch = (ep_dispatch_args){
         .size = sizeof lane->dispatch,
         .mode = mode,
@@ -139,9 +152,15 @@ static bool make_lane(struct worker *w, struct lane *lane, ep_mode mode)
         .dtype = EP_BF16,
         .rows = out,
         .rows_bytes = rows * row,
-        .out = lane->result,
+        .out = result,
     };
     return true;
+}
+
+static void free_lanes(struct worker *w)
+{
+    free(w->ll.result);
+    free(w->ht.result);
 }
 
 /* ---- steps --------------------------------------------------------------------------------- */
@@ -166,6 +185,8 @@ static void check(struct worker *w, struct lane *lane)
     lane->dropped += d.dropped;
     if (d.absent || c.absent || d.dropped)
         return; /* their part is missing, and that is right */
+    if (ep_read(w->rank, lane->result, lane->combine.out, n * sizeof *lane->result, NULL) != EP_OK)
+        return; /* the next step says why */
     for (size_t i = 0; i < n; i++)
         lane->wrong += fabsf(from_bf16(lane->result[i]) - 1.0f) > 1.0f / 64;
 }
@@ -312,8 +333,10 @@ static ep_status join(ep_client *client, struct worker *w)
     if ((status == EP_OK && w->options->ll && !make_lane(w, &w->ll, EP_MODE_LL))
         || (status == EP_OK && w->options->ht && !make_lane(w, &w->ht, EP_MODE_HT)))
         status = EP_RESOURCE_EXHAUSTED;
-    if (status != EP_OK)
+    if (status != EP_OK) {
         ep_leave(w->rank);
+        free_lanes(w);
+    }
     return status;
 }
 
@@ -333,6 +356,7 @@ static ep_status stay(ep_client *client, const struct options *options, uint64_t
     status = loop(&w, end_ns);
     interruptible = NULL;
     ep_leave(w.rank);
+    free_lanes(&w);
     say(&w, "left");
     *again = w.rejoin;
     return status;
