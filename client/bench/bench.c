@@ -1,5 +1,7 @@
 #include "bench.h"
 
+#include "ep_client.h"
+
 const struct bench_dtype_info bench_dtypes[BENCH_DTYPES] = {
     [BENCH_BF16] = { "bf16", EP_BF16, EP_BF16, EP_BF16 },
     [BENCH_FP16] = { "fp16", EP_FP16, EP_FP16, EP_FP16 },
@@ -8,9 +10,18 @@ const struct bench_dtype_info bench_dtypes[BENCH_DTYPES] = {
     [BENCH_FP8_GIVEN] = { "fp8-given", EP_FP8_E4M3, EP_FP8_E4M3, EP_BF16 },
 };
 
+const char *const bench_backends[] = {
+    [BENCH_BACKEND_AUTO] = "auto", [BENCH_BACKEND_HOST] = "host", [BENCH_BACKEND_CUDA] = "cuda"
+};
+
 const char *bench_mode_name(ep_mode mode)
 {
     return mode == EP_MODE_LL ? "ll" : "ht";
+}
+
+const char *bench_executor_name(uint32_t executor)
+{
+    return executor == EP_EXECUTOR_DIRECT ? "direct" : executor == EP_EXECUTOR_SERVER ? "server" : "?";
 }
 
 const char *bench_layout_name(ep_layout layout)

@@ -6,7 +6,7 @@
  *   inputs       every rank's inputs, from the seed      inputs.c
  *   experts      what experts make of rows               experts.c
  *   verify       results against the reference           verify.c
- *   worker       one rank: a process of its own          worker.c, worker_case.c, worker_time.c
+ *   worker       one rank: a process of its own          worker*.c
  *   crew         the workers' processes and messages     crew.c
  *   sweep        the cases, one after the other          sweep.c, kill.c
  *   group        the group, through the Admin service    group.c
@@ -46,6 +46,7 @@ struct bench_dtype_info {
 extern const struct bench_dtype_info bench_dtypes[BENCH_DTYPES];
 
 const char *bench_mode_name(ep_mode mode);
+const char *bench_executor_name(uint32_t executor); /* ep_executor */
 const char *bench_layout_name(ep_layout layout);
 bool bench_layout_exists(ep_mode mode, ep_layout layout);
 
@@ -56,6 +57,10 @@ struct bench_case {
     uint32_t tokens;
 };
 
+/* AUTO: what the group or the node has; settled before a worker begins. */
+enum bench_backend { BENCH_BACKEND_AUTO, BENCH_BACKEND_HOST, BENCH_BACKEND_CUDA };
+extern const char *const bench_backends[3];
+
 enum bench_output { BENCH_TABLE, BENCH_JSON, BENCH_CSV };
 
 /* Everything that was asked for.  Plain data: workers find a copy in shared memory. */
@@ -63,6 +68,8 @@ struct bench_config {
     char server[256]; /* "unix:PATH"; empty: the library's default */
     char group[128];  /* empty: one of our own */
     bool spawn;
+    enum bench_backend backend;
+    uint32_t graph;                         /* pairs in a CUDA graph; 0: none is timed */
     uint32_t ranks, experts, hidden, top_k; /* 0: not given */
     uint32_t alignment;                     /* of packed */
     struct routing_spec routing;
@@ -112,6 +119,8 @@ struct bench_rank_result {
     struct bench_verdict verdict;
     uint64_t wire_bytes, logical_bytes; /* of one dispatch and combine */
     double chain_us;                    /* period of a pair, back to back */
+    double graph_us;                    /* of a pair in a CUDA graph: median of its launches */
+    uint32_t backend, executor;         /* ep_backend, ep_executor */
     uint64_t ops_finished, ops_failed;
     double longest_op_us;
     uint32_t samples;
@@ -135,6 +144,7 @@ enum bench_command {
     BENCH_PREPARE,    /* memory and inputs of a case */
     BENCH_VERIFY,     /* BENCH_FLAG_MASKED: one run, some ranks are gone */
     BENCH_TIME,       /* BENCH_FLAG_VICTIM, _MASKED: latencies only */
+    BENCH_TIME_GRAPH, /* replays of a CUDA graph */
     BENCH_END,        /* of the case */
     BENCH_EXIT
 };

@@ -196,6 +196,7 @@ static void small_group(const struct bench_config *config, struct bench_config *
     small->zero_rank = small->kill_rank = small->kill_case = -1;
     small->drop = 0;
     small->n_homes = 0;
+    small->graph = 0;
     small->iters = LL_ITERS;
     small->warmup = LL_ITERS / 10;
     small->n_cases = 2;
@@ -218,8 +219,9 @@ static ep_status add_service(const struct bench_config *config, double memcpy_al
             "a new worker: ep_client_open and ep_join, slowest of 2");
         add(figures, "ll_t1_round_trip_p50", sweep->results[0].pair.p50, "us", 100, false,
             "dispatch and combine of one token, 2 ranks, H 7168, K 8, rank-major bf16");
-        add(figures, "payload_copy", sweep->results[1].copy_gbps, "GB/s", memcpy_all / 2, true,
-            "dispatch T 128, H 7168: rows received by both ranks per time not spent waiting");
+        if (sweep->config.backend == BENCH_BACKEND_HOST)
+            add(figures, "payload_copy", sweep->results[1].copy_gbps, "GB/s", memcpy_all / 2, true,
+                "dispatch T 128, H 7168: rows received by both ranks per time not spent waiting");
     } else if (status == EP_OK) {
         status = ep_error_set(error, sweep_verdict(sweep), "the reference cases failed: %s",
                               sweep->results[sweep->n_results - 1].error.text);

@@ -56,6 +56,26 @@ static ep_status call(struct group_link *link, const char *method, const Protobu
                         error);
 }
 
+/* ---- the node ---------------------------------------------------------------------------- */
+
+static enum bench_backend backend_of(Ep__V1__Backend backend)
+{
+    return backend == EP__V1__BACKEND__BACKEND_CUDA ? BENCH_BACKEND_CUDA : BENCH_BACKEND_HOST;
+}
+
+ep_status group_node_backend(struct group_link *link, enum bench_backend *backend, struct ep_error *error)
+{
+    Ep__V1__GetNodeRequest request = EP__V1__GET_NODE_REQUEST__INIT;
+    Ep__V1__NodeInfo *node = NULL;
+    ep_status status = call(link, "GetNode", &request.base, (ProtobufCMessage **)&node, error);
+
+    if (status != EP_OK)
+        return status;
+    *backend = node->n_devices > 0 ? backend_of(node->devices[0]->backend) : BENCH_BACKEND_HOST;
+    ep__v1__node_info__free_unpacked(node, NULL);
+    return EP_OK;
+}
+
 /* ---- a group of our own ------------------------------------------------------------------- */
 
 void group_needs_of(const struct bench_config *config, struct group_needs *needs)
@@ -246,6 +266,15 @@ static ep_status adopt_placement(struct bench_config *config, const Ep__V1__Plac
     return EP_OK;
 }
 
+static ep_status adopt_backend(struct bench_config *config, enum bench_backend has, struct ep_error *error)
+{
+    if (config->backend != BENCH_BACKEND_AUTO && config->backend != has)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "--backend %s: group %s is on %s",
+                            bench_backends[config->backend], config->group, bench_backends[has]);
+    config->backend = has;
+    return EP_OK;
+}
+
 static ep_status adopt_spec(struct bench_config *config, const Ep__V1__GroupSpec *spec,
                             struct ep_error *error)
 {
@@ -255,7 +284,8 @@ static ep_status adopt_spec(struct bench_config *config, const Ep__V1__GroupSpec
     if ((status = adopt(&config->ranks, spec->ranks, "ranks", config->group, error)) != EP_OK ||
         (status = adopt(&config->experts, spec->experts, "experts", config->group, error)) != EP_OK ||
         (status = adopt(&config->hidden, spec->hidden, "hidden", config->group, error)) != EP_OK ||
-        (status = adopt(&config->top_k, spec->top_k, "top-k", config->group, error)) != EP_OK)
+        (status = adopt(&config->top_k, spec->top_k, "top-k", config->group, error)) != EP_OK ||
+        (status = adopt_backend(config, backend_of(spec->backend), error)) != EP_OK)
         return status;
     if (config->ranks > BENCH_MAX_RANKS)
         return ep_error_set(error, EP_INVALID_ARGUMENT,

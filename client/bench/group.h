@@ -12,6 +12,9 @@ struct group_link;
 ep_status group_link_open(const char *server, struct group_link **out, struct ep_error *error);
 void group_link_close(struct group_link *link); /* NULL is allowed */
 
+/* What the server's node runs ranks on. */
+ep_status group_node_backend(struct group_link *link, enum bench_backend *backend, struct ep_error *error);
+
 /* What a group of our own must hold. */
 struct group_needs {
     bool ll, ht;
@@ -27,7 +30,7 @@ ep_status group_create(struct group_link *link, const struct bench_config *confi
 ep_status group_delete(struct group_link *link, const char *name, struct ep_error *error);
 
 /*
- * Takes ranks, experts, hidden and top-k of an existing group into the configuration; what was asked
+ * Takes ranks, experts, hidden, top-k and backend of an existing group into the configuration; what was asked
  * for must agree with it.  Cases that do not fit are refused when they were asked for and left out
  * when they came from a default.
  */

@@ -47,7 +47,7 @@ static ep_status run(struct sweep *sweep, struct ep_error *error)
     if (sweep->config.spawn) {
         uint32_t ranks = sweep->config.ranks > 2 ? sweep->config.ranks : 2;
 
-        status = private_server_start(ranks, &server, error);
+        status = private_server_start(ranks, bench_backends[sweep->config.backend], &server, error);
         memcpy(sweep->config.server, server.address, sizeof server.address);
     }
     if (status == EP_OK)

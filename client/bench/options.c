@@ -15,6 +15,7 @@ enum {
     KEY_SERVER = 0x100,
     KEY_GROUP,
     KEY_SPAWN,
+    KEY_BACKEND,
     KEY_RANKS,
     KEY_EXPERTS,
     KEY_HIDDEN,
@@ -26,6 +27,7 @@ enum {
     KEY_DTYPES,
     KEY_ROUTING,
     KEY_ITERS,
+    KEY_GRAPH,
     KEY_WARMUP,
     KEY_SEED,
     KEY_VERIFY,
@@ -50,6 +52,8 @@ static const struct argp_option flags[] = {
       1 },
     { "spawn", KEY_SPAWN, NULL, 0,
       "start an ep-server for this run, on sockets in a temporary directory, and stop it", 1 },
+    { "backend", KEY_BACKEND, "NAME", 0,
+      "auto, host or cuda: of the server with --spawn, else what it must have (default auto)", 1 },
     { NULL, 0, NULL, 0, "Sizes:", 2 },
     { "ranks", KEY_RANKS, "R", 0, "worker processes, 1 to 64 (default 2)", 2 },
     { "experts", KEY_EXPERTS, "E", 0, "experts in all (default 64)", 2 },
@@ -72,6 +76,9 @@ static const struct argp_option flags[] = {
     { "record", KEY_RECORD, "FILE", 0, "write the routing as a trace", 3 },
     { NULL, 0, NULL, 0, "Run:", 4 },
     { "iters", KEY_ITERS, "N", 0, "timed iterations, 1 to 100000 (default 200)", 4 },
+    { "graph", KEY_GRAPH, "N", 0,
+      "cuda: also time a CUDA graph of N pairs of dispatch and combine, 1 to 256, over at least --iters pairs",
+      4 },
     { "warmup", KEY_WARMUP, "N", 0, "iterations before them (default 20)", 4 },
     { "verify", KEY_VERIFY, NULL, 0, "check every output of every rank against the reference (default)", 4 },
     { "no-verify", KEY_NO_VERIFY, NULL, 0, "do not", 4 },
@@ -250,6 +257,16 @@ static ep_status output(const char *text, enum bench_output *out, struct ep_erro
     return ep_error_set(error, EP_INVALID_ARGUMENT, "--output %s: must be table, json or csv", text);
 }
 
+static ep_status backend(const char *text, enum bench_backend *out, struct ep_error *error)
+{
+    for (int i = BENCH_BACKEND_AUTO; i <= BENCH_BACKEND_CUDA; i++)
+        if (strcmp(text, bench_backends[i]) == 0) {
+            *out = (enum bench_backend)i;
+            return EP_OK;
+        }
+    return ep_error_set(error, EP_INVALID_ARGUMENT, "--backend %s: must be auto, host or cuda", text);
+}
+
 static ep_status alignment(const char *text, uint32_t *out, struct ep_error *error)
 {
     ep_status status = number32("alignment", text, 1, 1 << 20, out, error);
@@ -272,6 +289,7 @@ static ep_status take_flag(struct parse *parse, int key, const char *text)
     case KEY_SERVER: return string("server", text, config->server, sizeof config->server, error);
     case KEY_GROUP: return string("group", text, config->group, sizeof config->group, error);
     case KEY_SPAWN: config->spawn = true; return EP_OK;
+    case KEY_BACKEND: return backend(text, &config->backend, error);
     case KEY_RANKS: return number32("ranks", text, 1, BENCH_MAX_RANKS, &config->ranks, error);
     case KEY_EXPERTS: return number32("experts", text, 1, 65536, &config->experts, error);
     case KEY_HIDDEN: return number32("hidden", text, 1, 1 << 20, &config->hidden, error);
@@ -283,6 +301,7 @@ static ep_status take_flag(struct parse *parse, int key, const char *text)
     case KEY_DTYPES: return each("dtypes", text, parse, dtypes_item);
     case KEY_ROUTING: return routing(text, config, error);
     case KEY_ITERS: return number32("iters", text, 1, BENCH_MAX_ITERS, &config->iters, error);
+    case KEY_GRAPH: return number32("graph", text, 1, 256, &config->graph, error);
     case KEY_WARMUP: return number32("warmup", text, 0, BENCH_MAX_ITERS, &config->warmup, error);
     case KEY_SEED: return number("seed", text, 0, INT64_MAX, &config->seed, error);
     case KEY_VERIFY: config->verify = true; return EP_OK;

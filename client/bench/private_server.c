@@ -69,11 +69,13 @@ static void exec_server(char **argv)
     _exit(127);
 }
 
-static void run_child(const struct private_server *server, uint32_t host_ranks, pid_t parent)
+static void run_child(const struct private_server *server, uint32_t host_ranks, const char *backend,
+                      pid_t parent)
 {
-    char log[128], socket[160], state[160], ports[160], ranks[48];
-    char *argv[] = { (char *)"ep-server",        socket, state, ports, ranks, (char *)"--backend=host",
-                     (char *)"--log-level=warn", NULL };
+    char log[128], socket[160], state[160], ports[160], ranks[48], where[32];
+    char *argv[] = {
+        (char *)"ep-server", socket, state, ports, ranks, where, (char *)"--log-level=warn", NULL
+    };
     int fd;
 
     prctl(PR_SET_PDEATHSIG, SIGTERM); /* never longer than this run */
@@ -84,6 +86,7 @@ static void run_child(const struct private_server *server, uint32_t host_ranks, 
     snprintf(state, sizeof state, "--state-dir=%s/state", server->directory);
     snprintf(ports, sizeof ports, "--port-file=%s/ports", server->directory);
     snprintf(ranks, sizeof ranks, "--host-ranks=%u", host_ranks);
+    snprintf(where, sizeof where, "--backend=%s", backend);
     fd = open(log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
     if (fd < 0 || dup2(fd, 1) < 0 || dup2(fd, 2) < 0)
         _exit(127);
@@ -133,7 +136,8 @@ static ep_status wait_until_it_serves(struct private_server *server, struct ep_e
     return EP_OK;
 }
 
-ep_status private_server_start(uint32_t host_ranks, struct private_server *server, struct ep_error *error)
+ep_status private_server_start(uint32_t host_ranks, const char *backend, struct private_server *server,
+                               struct ep_error *error)
 {
     pid_t parent = getpid();
     ep_status status;
@@ -144,7 +148,7 @@ ep_status private_server_start(uint32_t host_ranks, struct private_server *serve
         return status;
     server->pid = fork();
     if (server->pid == 0)
-        run_child(server, host_ranks, parent);
+        run_child(server, host_ranks, backend, parent);
     if (server->pid < 0) {
         server->pid = 0;
         status = ep_error_errno(error, EP_RESOURCE_EXHAUSTED, "--spawn: cannot fork");

@@ -16,8 +16,9 @@ struct private_server {
     char address[128]; /* "unix:PATH" of its socket */
 };
 
-/* Waits until it serves. */
-ep_status private_server_start(uint32_t host_ranks, struct private_server *server, struct ep_error *error);
+/* Waits until it serves.  backend: "auto", "host" or "cuda". */
+ep_status private_server_start(uint32_t host_ranks, const char *backend, struct private_server *server,
+                               struct ep_error *error);
 
 /* SIGTERM, and SIGKILL for one that does not end; removes the directory. */
 void private_server_stop(struct private_server *server);

@@ -4,11 +4,16 @@
 
 const char report_definitions[] =
     "Times are us of the slowest rank in each iteration; percentiles are over iterations.\n"
-    "  dispatch, combine  from the call to the end of the op, one op at a time\n"
+    "  dispatch, combine  host: from the call to the end of the op, one op at a time.  cuda: from the end of "
+    "the op before to\n"
+    "                     its own, by marks in the stream, while ops follow each other\n"
     "  pair               both, one after the other\n"
     "  period             of a pair when pairs follow each other without waiting; the first 16 are not "
     "counted\n"
-    "  service            what the client saw of a pair minus the executor's own time (p50)\n"
+    "  graph              of a pair in a CUDA graph of --graph pairs: at each rank the median of the "
+    "launches\n"
+    "  service            what the client saw of a pair minus the executor's own time (p50); cuda: of pairs "
+    "that are waited for\n"
     "  wire GB/s          bytes that a rank sends to other ranks in a pair, each (token, rank) once, per "
     "period\n"
     "  logical GB/s       T x k rows out and T x k rows back per period (how most READMEs count)\n"
@@ -40,19 +45,20 @@ static void csv_line(const struct sweep *sweep, const struct case_result *r)
     const char *verified = !sweep->config.verify ? "unchecked" : r->verified ? "yes" : "no";
 
     printf("%s,%s,%s,%u,%s,%llu,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.4f,%.4f,%llu,%.9g,%."
-           "6f\n",
+           "6f,%.3f,%s,%s\n",
            bench_mode_name(r->of.mode), bench_layout_name(r->of.layout), bench_dtypes[r->of.dtype].name,
            r->of.tokens, verified, (unsigned long long)r->mismatches, r->dispatch.p50, r->dispatch.p90,
            r->dispatch.p99, r->combine.p50, r->combine.p90, r->combine.p99, r->pair.p50, r->pair.p90,
            r->pair.p99, r->pair_us, r->service_us, r->wire_gbps, r->logical_gbps,
-           (unsigned long long)r->buffer_bytes, r->max_error, r->max_bound_ratio);
+           (unsigned long long)r->buffer_bytes, r->max_error, r->max_bound_ratio, r->graph_us,
+           bench_backends[sweep->config.backend], bench_executor_name(sweep->executor));
 }
 
 static ep_status report_csv(const struct sweep *sweep)
 {
     puts("mode,layout,dtype,tokens,verified,mismatches,dispatch_p50_us,dispatch_p90_us,dispatch_p99_us,"
          "combine_p50_us,combine_p90_us,combine_p99_us,p50_us,p90_us,p99_us,pair_us,service_us,wire_gbps,"
-         "logical_gbps,buffer_bytes,max_error,max_bound_ratio");
+         "logical_gbps,buffer_bytes,max_error,max_bound_ratio,graph_pair_us,backend,executor");
     for (uint32_t i = 0; i < sweep->n_results; i++)
         csv_line(sweep, &sweep->results[i]);
     return EP_OK;

@@ -38,6 +38,7 @@ static json_t *case_object(const struct bench_config *config, const struct case_
 
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         json_object_set_new(object, numbers[i].name, real(numbers[i].value));
+    json_object_set_new(object, "graph_pair_us", r->graph_us > 0 ? json_real(r->graph_us) : json_null());
     json_object_set_new(object, "buffer_bytes", json_integer((json_int_t)r->buffer_bytes));
     json_object_set_new(object, "hash", json_sprintf("%016llx", (unsigned long long)r->hash));
     if (r->mismatches)
@@ -60,6 +61,7 @@ static json_t *config_object(const struct bench_config *config)
                                config->verify, "timeout_ms", (json_int_t)config->timeout_ms);
 
     json_object_set_new(object, "drop", json_real(config->drop));
+    json_object_set_new(object, "graph", json_integer((json_int_t)config->graph));
     json_object_set_new(object, "spawn", json_boolean(config->spawn));
     json_object_set_new(object, "zero_rank",
                         config->zero_rank >= 0 ? json_integer(config->zero_rank) : json_null());
@@ -106,6 +108,10 @@ ep_status report_json(const struct sweep *sweep, const struct figures *figures, 
     root = json_pack("{s:b, s:o, s:f, s:f, s:o}", "ok", sweep_verdict(sweep) == EP_OK, "config",
                      config_object(&sweep->config), "attach_us", sweep->attach_us, "join_us", sweep->join_us,
                      "cases", cases);
+    if (root) {
+        json_object_set_new(root, "backend", json_string(bench_backends[sweep->config.backend]));
+        json_object_set_new(root, "executor", json_string(bench_executor_name(sweep->executor)));
+    }
     if (root && sweep->config.kill_rank >= 0)
         json_object_set_new(root, "kill", kill_object(&sweep->kill));
     if (root && figures)

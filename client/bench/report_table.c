@@ -58,6 +58,7 @@ static const struct column case_columns[] = {
     { "COMBINE p50/p90/p99", false },
     { "PAIR p50/p90/p99", false },
     { "PERIOD", false },
+    { "GRAPH", false },
     { "SERVICE", false },
     { "WIRE GB/s", false },
     { "LOGICAL GB/s", false },
@@ -88,6 +89,10 @@ static void case_line(struct libscols_table *table, const struct sweep *sweep, c
     put_quantiles(line, &column, &r->combine, r->measured);
     put_quantiles(line, &column, &r->pair, r->measured);
     put(line, &column, "%.1f", r->pair_us);
+    if (r->graph_us > 0)
+        put(line, &column, "%.1f", r->graph_us);
+    else
+        put(line, &column, "-");
     put(line, &column, "%.1f", r->service_us);
     put(line, &column, "%.3f", r->wire_gbps);
     put(line, &column, "%.3f", r->logical_gbps);
@@ -156,8 +161,10 @@ ep_status report_table(const struct sweep *sweep, const struct figures *figures,
 
     if (!table)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a table");
-    printf("group %s: %u ranks, %u experts, hidden %u, top-k %u, routing %s, seed %llu, %u iterations\n\n",
-           config->group, config->ranks, config->experts, config->hidden, config->top_k, config->routing_text,
+    printf("group %s on %s, executor %s: %u ranks, %u experts, hidden %u, top-k %u, routing %s, seed %llu, "
+           "%u iterations\n\n",
+           config->group, bench_backends[config->backend], bench_executor_name(sweep->executor),
+           config->ranks, config->experts, config->hidden, config->top_k, config->routing_text,
            (unsigned long long)config->seed, config->iters);
     for (uint32_t i = 0; i < sweep->n_results; i++)
         case_line(table, sweep, &sweep->results[i]);

@@ -130,14 +130,48 @@ static ep_status record(const struct bench_config *config, const struct routing 
 
 /* ---- the run -------------------------------------------------------------------------------------- */
 
+static ep_status settle_backend(struct group_link *link, struct bench_config *config, struct ep_error *error)
+{
+    enum bench_backend has;
+
+    if (group_node_backend(link, &has, error) != EP_OK)
+        return error->status;
+    if (config->backend != BENCH_BACKEND_AUTO && config->backend != has)
+        return ep_error_set(error, EP_FAILED_PRECONDITION, "--backend %s: this ep-server runs ranks on %s",
+                            bench_backends[config->backend], bench_backends[has]);
+    config->backend = has;
+    return EP_OK;
+}
+
+/* What the backend does not have is left out, with a word about it. */
+static ep_status fit_backend(struct bench_config *config, struct ep_error *error)
+{
+    uint32_t kept = 0;
+
+    if (config->backend != BENCH_BACKEND_CUDA) {
+        if (config->graph > 0)
+            fprintf(stderr, "ep-bench: --graph: left out, the host backend has no graphs\n");
+        config->graph = 0;
+        return EP_OK;
+    }
+    for (uint32_t i = 0; i < config->n_cases; i++)
+        if (config->cases[i].mode == EP_MODE_LL)
+            config->cases[kept++] = config->cases[i];
+    if (kept < config->n_cases)
+        fprintf(stderr, "ep-bench: ht: left out, the cuda backend has ll only\n");
+    config->n_cases = kept;
+    return kept > 0 ? EP_OK
+                    : ep_error_set(error, EP_UNIMPLEMENTED, "--modes ht: the cuda backend has ll only");
+}
+
 static ep_status settle(struct group_link *link, struct bench_config *config, bool own,
                         struct group_needs *needs, struct ep_error *error)
 {
     struct routing *routing = NULL;
-    ep_status status = EP_OK;
+    ep_status status = own ? settle_backend(link, config, error) : group_adopt(link, config, error);
 
-    if (!own)
-        status = group_adopt(link, config, error);
+    if (status == EP_OK)
+        status = fit_backend(config, error);
     group_needs_of(config, needs);
     fill_defaults(config);
     if (status == EP_OK)

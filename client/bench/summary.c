@@ -84,6 +84,7 @@ void summarise(const struct crew *crew, struct case_result *result)
         const struct bench_rank_result *rank = crew_result(crew, r);
 
         result->pair_us = fmax(result->pair_us, rank->chain_us);
+        result->graph_us = fmax(result->graph_us, rank->graph_us);
         result->wire_bytes += (double)rank->wire_bytes / crew->ranks;
         result->logical_bytes += (double)rank->logical_bytes / crew->ranks;
         result->buffer_bytes = rank->window_bytes - rank->arena_bytes;

@@ -41,6 +41,8 @@ static ep_status run_steps(struct crew *crew, struct sweep *sweep, uint32_t inde
     progress(index, n, &sweep->config.cases[index], "timing");
     if (status == EP_OK)
         status = crew_do(crew, all, BENCH_TIME, index, 0, error);
+    if (status == EP_OK && sweep->config.graph > 0)
+        status = crew_do(crew, all, BENCH_TIME_GRAPH, index, 0, error);
     return status;
 }
 
@@ -68,6 +70,7 @@ static ep_status attach_all(struct crew *crew, struct sweep *sweep, struct ep_er
     for (uint32_t r = 0; status == EP_OK && r < crew->ranks; r++) {
         const struct bench_rank_result *result = crew_result(crew, r);
 
+        sweep->executor = result->executor;
         sweep->join_us = fmax(sweep->join_us, result->join_us);
         sweep->attach_us = fmax(sweep->attach_us, result->open_us + result->join_us);
     }

@@ -3,7 +3,7 @@
  *
  * A case: all ranks prepare, verify (one run against the reference, two that must equal it bit by bit,
  * the last with the handle's cached routing and, in LL, sent and completed apart), then time:
- * each op alone, and pairs of dispatch and combine back to back.
+ * each op alone, and pairs of dispatch and combine back to back; on GPUs also in a graph.
  *
  * Per iteration the slowest rank counts; percentiles are over iterations.
  */
@@ -27,6 +27,7 @@ struct case_result {
     struct bench_quantiles dispatch, combine, pair; /* us */
     double service_us;                /* p50 of what the client saw of a pair beyond the executor's time */
     double pair_us;                   /* period, back to back */
+    double graph_us;                  /* period in a CUDA graph; 0: not measured */
     double wire_bytes, logical_bytes; /* of a dispatch and a combine, mean over the ranks */
     double wire_gbps, logical_gbps;   /* per rank: those bytes per period */
     double copy_gbps;                 /* rank-major: all ranks' payload per time not spent waiting */
@@ -49,6 +50,7 @@ struct sweep {
     uint32_t n_results;
     struct case_result *results; /* [config.n_cases] */
     struct kill_result kill;
+    uint32_t executor;         /* ep_executor of the ranks */
     double attach_us, join_us; /* slowest rank at the start */
 };
 

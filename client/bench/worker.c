@@ -57,6 +57,18 @@ static ep_status join(struct worker *worker, bool retry, struct ep_error *error)
     return status == EP_OK ? EP_OK : worker_failure(error, status, "ep_join");
 }
 
+/* Streams, marks and graphs are the caller's; ep-bench has them from where the library has them. */
+static ep_status open_device(struct worker *worker, struct ep_error *error)
+{
+    worker->gpu = worker->info.backend == EP_BACKEND_CUDA;
+    if (!worker->gpu)
+        return EP_OK;
+    if (ep_cuda_open(&worker->cuda, error) != EP_OK ||
+        worker->cuda->device_find(worker->info.device_uuid, &worker->device, error) != EP_OK)
+        return error->status;
+    return worker->cuda->stream_create(worker->device, &worker->stream, error);
+}
+
 static ep_status attach(struct worker *worker, bool retry, struct ep_error *error)
 {
     const struct bench_config *config = worker->config;
@@ -79,6 +91,10 @@ static ep_status attach(struct worker *worker, bool retry, struct ep_error *erro
         return worker_failure(error, status, "ep_rank_describe");
     worker->result->window_bytes = worker->info.group.window_bytes;
     worker->result->arena_bytes = worker->info.group.arena_bytes;
+    worker->result->backend = worker->info.backend;
+    worker->result->executor = worker->info.executor;
+    if (open_device(worker, error) != EP_OK)
+        return error->status;
 
     struct routing_shape shape = { config->ranks, config->experts, config->top_k, config->seed,
                                    config->drop };
@@ -90,6 +106,8 @@ static void detach(struct worker *worker)
 {
     worker_end(worker);
     ep_leave(worker->ep);
+    if (worker->stream)
+        worker->cuda->stream_destroy(worker->device, worker->stream);
     ep_client_close(worker->client);
     routing_close(worker->routing);
 }
@@ -103,6 +121,7 @@ static ep_status obey(struct worker *worker, const struct bench_message *message
     case BENCH_PREPARE: return worker_prepare(worker, message->case_index, error);
     case BENCH_VERIFY: return worker_verify(worker, (message->flags & BENCH_FLAG_MASKED) != 0, error);
     case BENCH_TIME: return worker_time(worker, message->flags, error);
+    case BENCH_TIME_GRAPH: return device_time_graph(worker, error);
     case BENCH_END: worker_end(worker); return EP_OK;
     case BENCH_EXIT: return EP_OK;
     }

@@ -7,74 +7,34 @@
 
 /* ---- preparing --------------------------------------------------------------------- */
 
-static bool allocate(struct worker *worker, size_t bytes, void **out)
-{
-    *out = NULL;
-    if (bytes > 0)
-        *out = ep_alloc(worker->ep, bytes);
-    return bytes == 0 || *out;
-}
-
-static ep_status allocate_all(struct worker *worker, struct ep_error *error)
-{
-    const struct buffer_sizes *s = &worker->sizes;
-    struct buffers *b = &worker->buffers;
-    const struct {
-        size_t bytes;
-        void *pointer; /* to the pointer */
-        const char *name;
-    } all[] = {
-        { s->x, &b->x, "tokens" },
-        { s->x_scales, &b->x_scales, "scales" },
-        { s->topk, &b->topk, "topk_idx" },
-        { s->weights, &b->weights, "topk_weights" },
-        { s->out, &b->out, "out" },
-        { s->out_scales, &b->out_scales, "out_scales" },
-        { s->counts, &b->counts, "counts" },
-        { s->offsets, &b->offsets, "offsets" },
-        { s->out_topk, &b->out_topk, "out_topk" },
-        { s->out_weights, &b->out_weights, "out_weights" },
-        { s->sources, &b->sources, "sources" },
-        { s->rows, &b->rows, "rows" },
-        { s->result, &b->result, "result" },
-    };
-
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        void *memory;
-
-        if (!allocate(worker, all[i].bytes, &memory))
-            return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "%zu bytes for %s: %s", all[i].bytes,
-                                all[i].name, ep_error_message());
-        memcpy(all[i].pointer, &memory, sizeof memory);
-    }
-    return EP_OK;
-}
-
 /* LL takes 4-byte ids and HT 8-byte ones, so that both are used. */
 static uint32_t index_bytes(const struct worker *worker)
 {
     return worker->of.mode == EP_MODE_LL ? 4 : 8;
 }
 
-static void fill_inputs(struct worker *worker)
+static ep_status fill_inputs(struct worker *worker, struct ep_error *error)
 {
     const struct inputs *in = &worker->inputs;
+    const struct buffers *b = &worker->own;
     const struct ep_ref_rank *own = &in->rank[worker->rank];
     size_t row = (size_t)in->hidden * ep_ref_bytes(bench_dtypes[worker->of.dtype].input);
     size_t choices = (size_t)worker->tokens * in->config->top_k;
 
     for (uint32_t t = 0; t < worker->tokens; t++)
-        inputs_row(in, worker->rank, t, (char *)worker->buffers.x + t * row,
-                   worker->buffers.x_scales ? worker->buffers.x_scales + (size_t)t * in->scales : NULL);
+        inputs_row(in, worker->rank, t, (char *)b->x + t * row,
+                   b->x_scales ? b->x_scales + (size_t)t * in->scales : NULL);
     for (size_t i = 0; i < choices; i++) {
         if (index_bytes(worker) == 4)
-            ((int32_t *)worker->buffers.topk)[i] = (int32_t)own->topk[i];
+            ((int32_t *)b->topk)[i] = (int32_t)own->topk[i];
         else
-            ((int64_t *)worker->buffers.topk)[i] = own->topk[i];
-        worker->buffers.weights[i] = own->weights[i];
+            ((int64_t *)b->topk)[i] = own->topk[i];
+        b->weights[i] = own->weights[i];
     }
-    if (worker->buffers.rows) /* timed without having been verified */
-        memset(worker->buffers.rows, 0, worker->sizes.rows);
+    /* Timed without having been verified. */
+    if (memory_fill(worker, worker->buffers.rows, 0, worker->sizes.rows, error) != EP_OK)
+        return error->status;
+    return memory_push_inputs(worker, error);
 }
 
 static ep_status make_plan(struct worker *worker, struct ep_ref_dispatch *plan, struct ep_error *error)
@@ -97,10 +57,8 @@ static ep_status prepare_memory(struct worker *worker, struct ep_error *error)
     buffer_sizes(worker->config, &worker->of, worker->tokens, worker->info.group.max_local_experts,
                  worker->info.group.ll_max_tokens, plan.positions, &worker->sizes);
     ep_ref_dispatch_free(&plan);
-    status = allocate_all(worker, error);
-    if (status == EP_OK)
-        fill_inputs(worker);
-    return status;
+    status = memory_open(worker, error);
+    return status == EP_OK ? fill_inputs(worker, error) : status;
 }
 
 ep_status worker_prepare(struct worker *worker, uint32_t case_index, struct ep_error *error)
@@ -113,7 +71,7 @@ ep_status worker_prepare(struct worker *worker, uint32_t case_index, struct ep_e
     worker->tokens = inputs_tokens(worker->config, &worker->of, worker->rank);
     memset(&result->verdict, 0, sizeof result->verdict);
     result->samples = 0;
-    result->chain_us = 0;
+    result->chain_us = result->graph_us = 0;
     status = inputs_open(worker->config, &worker->of, worker->routing, &worker->inputs, error);
     if (status != EP_OK)
         return status;
@@ -126,20 +84,13 @@ ep_status worker_prepare(struct worker *worker, uint32_t case_index, struct ep_e
 
 void worker_end(struct worker *worker)
 {
-    struct buffers *b = &worker->buffers;
-    void *all[] = { b->x,          b->topk,   b->out,     b->rows,     b->result,  b->x_scales,   b->weights,
-                    b->out_scales, b->counts, b->offsets, b->out_topk, b->sources, b->out_weights };
-
     if (!worker->prepared)
         return;
     ep_handle_destroy(worker->handle);
     ep_sync(worker->ep, -1); /* a released handle may still be on its way */
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        if (all[i])
-            ep_free(worker->ep, all[i]);
+    memory_close(worker);
     inputs_close(&worker->inputs);
     worker->handle = NULL;
-    worker->buffers = (struct buffers){ 0 };
     worker->prepared = false;
 }
 
@@ -148,7 +99,8 @@ void worker_end(struct worker *worker)
 /* The second half of a send-only op. */
 static ep_status complete(struct worker *worker, struct ep_error *error)
 {
-    ep_status status = worker->op_flags & EP_OP_SEND_ONLY ? ep_complete(worker->handle, NULL) : EP_OK;
+    ep_status status =
+        worker->op_flags & EP_OP_SEND_ONLY ? ep_complete(worker->handle, worker->stream) : EP_OK;
 
     return status == EP_OK ? EP_OK : worker_failure(error, status, "ep_complete");
 }
@@ -182,7 +134,7 @@ ep_status worker_dispatch(struct worker *worker, struct ep_error *error)
         .out_weights = b->out_weights,
         .sources = b->sources,
     };
-    ep_status status = ep_dispatch(worker->handle, &args, NULL);
+    ep_status status = ep_dispatch(worker->handle, &args, worker->stream);
 
     return status == EP_OK ? complete(worker, error) : worker_failure(error, status, "ep_dispatch");
 }
@@ -197,7 +149,7 @@ ep_status worker_combine(struct worker *worker, const void *rows, struct ep_erro
         .rows_bytes = rows == worker->buffers.out ? worker->sizes.out : worker->sizes.rows,
         .out = worker->buffers.result,
     };
-    ep_status status = ep_combine(worker->handle, &args, NULL);
+    ep_status status = ep_combine(worker->handle, &args, worker->stream);
 
     return status == EP_OK ? complete(worker, error) : worker_failure(error, status, "ep_combine");
 }
@@ -211,60 +163,8 @@ ep_status worker_wait(struct worker *worker, const char *what, struct ep_error *
 
 /* ---- the verified runs ---------------------------------------------------------------- */
 
-enum { POISON = 0xa5 };
-
-static void poison(void *memory, size_t bytes)
-{
-    if (memory)
-        memset(memory, POISON, bytes);
-}
-
-static void poison_outputs(struct worker *worker)
-{
-    const struct buffer_sizes *s = &worker->sizes;
-    const struct buffers *b = &worker->buffers;
-
-    poison(b->out, s->out);
-    poison(b->out_scales, s->out_scales);
-    poison(b->counts, s->counts);
-    poison(b->offsets, s->offsets);
-    poison(b->out_topk, s->out_topk);
-    poison(b->out_weights, s->out_weights);
-    poison(b->sources, s->sources);
-    poison(b->rows, s->rows);
-    poison(b->result, s->result);
-}
-
-static struct received received_of(const struct worker *worker, const ep_op_info *info)
-{
-    const struct buffers *b = &worker->buffers;
-    ep_dtype wire = bench_dtypes[worker->of.dtype].wire;
-    bool rank_major = worker->of.layout == EP_LAYOUT_RANK_MAJOR;
-
-    return (struct received){
-        .layout = worker->of.layout,
-        .dtype = wire,
-        .hidden = worker->inputs.hidden,
-        .scales = worker->inputs.scales,
-        .top_k = worker->config->top_k,
-        .max_tokens = worker->info.group.ll_max_tokens,
-        .row_bytes = (uint64_t)worker->inputs.hidden * ep_ref_bytes(wire),
-        .base = rank_major ? info->view : b->out,
-        .stride = info->view_stride,
-        .scale_base = wire != EP_FP8_E4M3 ? NULL
-                      : rank_major        ? info->scales_view
-                                          : b->out_scales,
-        .scale_stride = info->scales_view_stride,
-        .scale_row = rank_major ? info->scales_row_stride : worker->inputs.scales * sizeof(float),
-        .counts = b->counts,
-        .offsets = b->offsets,
-        .topk = b->out_topk,
-        .weights = b->out_weights,
-    };
-}
-
 /*
- * Where the experts' outputs go, and what the combine is given.  The first run of rank-major works in
+ * Where the experts' outputs go (at this process), and what the combine is given.  The first run of rank-major works in
  * place, the second one with rows of its own; both must come to the same.
  */
 static const void *place_rows(const struct worker *worker, const struct received *received, uint32_t run,
@@ -278,8 +178,8 @@ static const void *place_rows(const struct worker *worker, const struct received
         *stride = received->stride;
         return NULL;
     }
-    *rows = worker->buffers.rows ? worker->buffers.rows : worker->buffers.out;
-    return *rows;
+    *rows = worker->own.rows ? worker->own.rows : worker->own.out;
+    return worker->buffers.rows ? worker->buffers.rows : worker->buffers.out;
 }
 
 static ep_status dispatched(struct worker *worker, ep_op_info *info, struct ep_error *error)
@@ -307,24 +207,28 @@ static ep_status combined(struct worker *worker, const void *rows, ep_op_info *i
 }
 
 /* Between the two ops: check what came, then let the experts work. */
-static ep_status between(struct worker *worker, struct verifier *verifier, const struct received *received,
-                         const struct ep_ref_dispatch *plan, const ep_op_info *info, uint32_t run,
-                         const void **rows, uint64_t *hash, struct ep_error *error)
+static ep_status between(struct worker *worker, struct verifier *verifier, const struct ep_ref_dispatch *plan,
+                         const ep_op_info *info, uint32_t run, const void **rows, uint64_t *hash,
+                         struct ep_error *error)
 {
+    struct received received;
     uint64_t stride;
     char *to;
-    ep_status status = EP_OK;
+    ep_status status = memory_receive(worker, plan, info, &received, error);
 
-    *rows = place_rows(worker, received, run, &to, &stride);
-    if (received->layout == EP_LAYOUT_RANK_MAJOR && plan->n_rows > 0 && !received->base) {
+    if (status != EP_OK)
+        return status;
+    *rows = place_rows(worker, &received, run, &to, &stride);
+    if (received.layout == EP_LAYOUT_RANK_MAJOR && plan->n_rows > 0 && !info->view) {
         verify_mismatch(verifier->verdict, 1, "a rank-major dispatch came without a view");
         return EP_OK;
     }
-    *hash = verify_hash_dispatch(received, plan);
+    *hash = verify_hash_dispatch(&received, plan);
     if (run == 0)
-        status = verify_dispatch(verifier, received, plan, worker->buffers.sources, info, error);
-    return status == EP_OK ? experts_run(&worker->inputs, worker->rank, received, plan, to, stride, error)
-                           : status;
+        status = verify_dispatch(verifier, &received, plan, worker->own.sources, info, error);
+    if (status == EP_OK)
+        status = experts_run(&worker->inputs, worker->rank, &received, plan, to, stride, error);
+    return status == EP_OK ? memory_send_rows(worker, plan, info, to, stride, error) : status;
 }
 
 static ep_status run_with_plan(struct worker *worker, struct verifier *verifier,
@@ -332,19 +236,20 @@ static ep_status run_with_plan(struct worker *worker, struct verifier *verifier,
                                struct ep_error *error)
 {
     struct bench_verdict *verdict = &worker->result->verdict;
-    struct received received = received_of(worker, dispatch);
     ep_op_info combine = { 0 };
     const void *rows = NULL;
     uint64_t hash = 0;
-    ep_status status = between(worker, verifier, &received, plan, dispatch, run, &rows, &hash, error);
+    ep_status status = between(worker, verifier, plan, dispatch, run, &rows, &hash, error);
 
     if (status == EP_OK)
         status = combined(worker, rows, &combine, error);
+    if (status == EP_OK)
+        status = memory_pull_result(worker, error);
     if (status != EP_OK)
         return status;
-    hash = verify_hash(hash, worker->buffers.result, worker->sizes.result);
+    hash = verify_hash(hash, worker->own.result, worker->sizes.result);
     if (run == 0) /* later runs must give the same bytes */
-        status = verify_combine(verifier, worker->buffers.result, combine.arrived, error);
+        status = verify_combine(verifier, worker->own.result, combine.arrived, error);
     else
         verify_mismatch(verdict, hash != verdict->hash, "run %u differs from run 0 with the same inputs",
                         run);
@@ -363,8 +268,9 @@ static ep_status verified_run(struct worker *worker, uint32_t run, struct ep_err
     ep_op_info info = { 0 };
     ep_status status;
 
-    poison_outputs(worker);
-    status = dispatched(worker, &info, error);
+    status = memory_poison(worker, error);
+    if (status == EP_OK)
+        status = dispatched(worker, &info, error);
     if (status != EP_OK)
         return status;
     verify_arrived(&verifier, info.arrived);

@@ -4,6 +4,7 @@
 
 #include "bench.h"
 #include "ep_client.h"
+#include "ep_cuda.h"
 #include "experts.h"
 #include "verify.h"
 
@@ -30,6 +31,13 @@ struct buffers {
     ep_source_row *sources;
 };
 
+/* On a GPU: where this process keeps rows that arrive in the window. */
+struct view {
+    char *rows;
+    float *scales;
+    uint64_t row, scale_row; /* bytes; of every layout and backend */
+};
+
 struct worker {
     uint32_t rank;
     int socket;
@@ -41,23 +49,64 @@ struct worker {
     ep_client *client;
     ep_rank *ep;
     ep_rank_info info;
+    bool gpu; /* then also: */
+    const struct ep_cuda_api *cuda;
+    uint32_t device;
+    ep_stream stream; /* of all ops and copies; NULL on the host */
 
     /* the case */
     bool prepared;
     struct bench_case of;
     struct inputs inputs;
     struct buffer_sizes sizes;
-    struct buffers buffers;
+    struct buffers buffers; /* the ops' memory */
+    struct buffers own;     /* what this process reads and writes of it: on the host the same */
+    struct view view;
     ep_handle *handle;
     uint32_t tokens;
-    uint32_t op_flags; /* EP_OP_*, of the next ops */
+    uint32_t op_flags;   /* EP_OP_*, of the next ops */
+    uint64_t timed_hash; /* of the result of timed ops, which is always the same */
 };
+
+/* ---- worker_memory.c ---- */
+
+ep_status memory_open(struct worker *worker, struct ep_error *error);
+void memory_close(struct worker *worker); /* works on what memory_open() left when it failed */
+
+/* Nothing to do where both are the same memory. */
+ep_status memory_push(struct worker *worker, void *there, const void *own, size_t bytes,
+                      struct ep_error *error);
+ep_status memory_pull(struct worker *worker, void *own, const void *there, size_t bytes,
+                      struct ep_error *error);
+ep_status memory_fill(struct worker *worker, void *there, int value, size_t bytes, struct ep_error *error);
+ep_status memory_poison(struct worker *worker, struct ep_error *error); /* all outputs */
+ep_status memory_push_inputs(struct worker *worker, struct ep_error *error);
+ep_status memory_pull_result(struct worker *worker, struct ep_error *error);
+
+/* What a dispatch brought, as far as the plan says that something is there. */
+ep_status memory_receive(struct worker *worker, const struct ep_ref_dispatch *plan, const ep_op_info *info,
+                         struct received *received, struct ep_error *error);
+/* The experts' rows to where the combine reads them.  stride: 0, or they go back into the window. */
+ep_status memory_send_rows(struct worker *worker, const struct ep_ref_dispatch *plan, const ep_op_info *info,
+                           const char *from, uint64_t stride, struct ep_error *error);
+
+/* ---- worker_case.c ---- */
 
 ep_status worker_prepare(struct worker *worker, uint32_t case_index, struct ep_error *error);
 ep_status worker_verify(struct worker *worker, bool masked, struct ep_error *error);
 void worker_end(struct worker *worker);
 
+/* ---- worker_time.c, worker_device.c ---- */
+
 ep_status worker_time(struct worker *worker, uint32_t flags, struct ep_error *error);
+/* The same on a GPU, and replays of a graph of config->graph pairs. */
+ep_status device_time(struct worker *worker, struct ep_error *error);
+ep_status device_time_graph(struct worker *worker, struct ep_error *error);
+
+/* Waits for all ops. */
+ep_status worker_sync(struct worker *worker, struct ep_error *error);
+/* Hash of what the last combine gave. */
+ep_status worker_hash_result(struct worker *worker, uint64_t *hash, struct ep_error *error);
 
 /* One op each, without waiting.  rows NULL: rank-major, in place. */
 ep_status worker_dispatch(struct worker *worker, struct ep_error *error);

@@ -1,4 +1,4 @@
-/* The timed loops of one rank. */
+/* The timed loops of one rank on the host backend, and with --kill. */
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
@@ -33,8 +33,10 @@ static double copy_gbps(const struct worker *worker, const ep_op_info *info)
     uint64_t row = (uint64_t)worker->config->hidden * ep_ref_bytes(bench_dtypes[worker->of.dtype].wire);
     uint64_t rows = 0;
 
-    for (uint32_t r = 0; worker->of.layout == EP_LAYOUT_RANK_MAJOR && r < worker->config->ranks; r++)
-        rows += (uint64_t)worker->buffers.counts[r];
+    if (worker->gpu || worker->of.layout != EP_LAYOUT_RANK_MAJOR)
+        return 0;
+    for (uint32_t r = 0; r < worker->config->ranks; r++)
+        rows += (uint64_t)worker->own.counts[r];
     return info->service_ns > info->wait_ns ? (double)(rows * row) / (double)busy : 0;
 }
 
@@ -97,7 +99,7 @@ static ep_status stand_at_the_edge(struct worker *worker, struct ep_error *error
     return ep_error_set(error, EP_INTERNAL, "rank %u was to be killed and was not", worker->rank);
 }
 
-static ep_status latencies(struct worker *worker, uint32_t flags, uint64_t *hash, struct ep_error *error)
+static ep_status latencies(struct worker *worker, uint32_t flags, struct ep_error *error)
 {
     const struct bench_config *config = worker->config;
     struct bench_rank_result *result = worker->result;
@@ -113,8 +115,8 @@ static ep_status latencies(struct worker *worker, uint32_t flags, uint64_t *hash
             return stand_at_the_edge(worker, error);
         status = timed_pair(worker, sample, error);
         count_pair(result, sample, status);
-        if (i == 0)
-            *hash = verify_hash(0, worker->buffers.result, worker->sizes.result);
+        if (i == 0 && status == EP_OK)
+            status = worker_hash_result(worker, &worker->timed_hash, error);
         worker_get_on(worker);
     }
     result->samples = status == EP_OK ? config->iters : 0;
@@ -123,7 +125,7 @@ static ep_status latencies(struct worker *worker, uint32_t flags, uint64_t *hash
 
 /* ---- the chain: pairs back to back ------------------------------------------------------ */
 
-static ep_status sync_all(struct worker *worker, struct ep_error *error)
+ep_status worker_sync(struct worker *worker, struct ep_error *error)
 {
     ep_status status = ep_sync(worker->ep, (int32_t)worker->config->timeout_ms * 3);
 
@@ -155,7 +157,7 @@ static ep_status chain(struct worker *worker, struct ep_error *error)
 
     for (uint32_t i = 0; status == EP_OK && i < iters; i++) {
         if (!by_ring && i == dropped) {
-            status = sync_all(worker, error);
+            status = worker_sync(worker, error);
             start = ep_clock_ns();
         }
         if (status == EP_OK)
@@ -164,32 +166,37 @@ static ep_status chain(struct worker *worker, struct ep_error *error)
             start = ep_clock_ns();
     }
     if (status == EP_OK)
-        status = sync_all(worker, error);
+        status = worker_sync(worker, error);
     worker->result->chain_us = (double)us(start, ep_clock_ns()) / counted;
     return status;
 }
 
+ep_status worker_hash_result(struct worker *worker, uint64_t *hash, struct ep_error *error)
+{
+    if (memory_pull_result(worker, error) != EP_OK)
+        return error->status;
+    *hash = verify_hash(0, worker->own.result, worker->sizes.result);
+    return EP_OK;
+}
+
 static ep_status timed(struct worker *worker, struct ep_error *error)
 {
-    uint64_t first = 0, last;
-    ep_status status = latencies(worker, 0, &first, error);
+    uint64_t last = 0;
+    ep_status status = latencies(worker, 0, error);
 
     if (status == EP_OK)
         status = chain(worker, error);
-    if (status != EP_OK)
-        return status;
-    last = verify_hash(0, worker->buffers.result, worker->sizes.result);
-    if (worker->config->verify)
-        verify_mismatch(&worker->result->verdict, first != last,
+    if (status == EP_OK)
+        status = worker_hash_result(worker, &last, error);
+    if (status == EP_OK && worker->config->verify)
+        verify_mismatch(&worker->result->verdict, worker->timed_hash != last,
                         "the last timed combine differs from the first with the same inputs");
-    return EP_OK;
+    return status;
 }
 
 ep_status worker_time(struct worker *worker, uint32_t flags, struct ep_error *error)
 {
-    uint64_t unused;
-
     if (flags & (BENCH_FLAG_VICTIM | BENCH_FLAG_MASKED))
-        return latencies(worker, flags, &unused, error);
-    return timed(worker, error);
+        return latencies(worker, flags, error);
+    return worker->gpu ? device_time(worker, error) : timed(worker, error);
 }

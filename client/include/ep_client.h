@@ -175,6 +175,7 @@ typedef struct ep_rank_info {
     ep_group_info group;
     ep_backend backend;
     ep_executor executor;        /* server or direct */
+    uint8_t device_uuid[16];     /* cuda: the GPU that the rank's memory is on, as CUdevice and NVML name it */
 } ep_rank_info;
 
 EP_API ep_status ep_rank_describe(const ep_rank *rank, ep_rank_info *info);

@@ -260,6 +260,7 @@ extern const struct executor device_executor;
 struct device {
     const struct ep_cuda_api *api;
     uint32_t ordinal;
+    uint8_t uuid[EP_CUDA_UUID_BYTES];
     struct ep_cuda_memory *window[EP_DEVICE_MAX_RANKS]; /* the rank's own one is among them */
     struct ep_cuda_memory *state_memory;
     struct ep_device_state *state; /* GPU memory */

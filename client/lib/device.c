@@ -193,6 +193,7 @@ static ep_status find_device(struct ep_rank *rank, const Ep__V1__ClaimReply *rep
     if (reply->device_uuid.len != EP_CUDA_UUID_BYTES)
         return ep_error_set(error, EP_PROTOCOL, "the server's answer names the GPU with %zu bytes: must be %u",
                             reply->device_uuid.len, EP_CUDA_UUID_BYTES);
+    memcpy(d->uuid, reply->device_uuid.data, sizeof d->uuid);
     if (d->api->device_find(reply->device_uuid.data, &d->ordinal, error) != EP_OK)
         return ep_error_prefix(error, "rank %u lives on a GPU that this process cannot use "
                                "(CUDA_VISIBLE_DEVICES?)", rank->rank);

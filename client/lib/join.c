@@ -403,6 +403,8 @@ ep_status ep_rank_describe(const ep_rank *rank, ep_rank_info *info)
     full.local_to_expert = rank->local_to_expert;
     full.backend = rank->executor->backend;
     full.executor = rank->executor->kind;
+    if (rank->device)
+        memcpy(full.device_uuid, rank->device->uuid, sizeof full.device_uuid);
     shape_info(&rank->shape, rank->epoch, &full.group);
     return give_struct("ep_rank_info", info, &full, sizeof full);
 }

@@ -237,6 +237,7 @@ static void a_rank_takes_its_state_and_its_peers_windows(void **state)
     ok(ep_rank_describe(f->rank, &info));
     assert_int_equal(info.backend, EP_BACKEND_CUDA);
     assert_int_equal(info.executor, EP_EXECUTOR_DIRECT);
+    assert_memory_equal(info.device_uuid, cuda_fixture_uuid(0), sizeof info.device_uuid);
     destroy(f);
 }
 
