@@ -88,7 +88,8 @@ struct ep_device_state {
     uint64_t begun;
     uint64_t number; /* of the last dispatch that is over */
     uint64_t released[EP_MAX_LL_BANKS];
-    uint64_t reserved2[2];
+    uint64_t left; /* blocks of dispatches that have written all of their rows, ever */
+    uint64_t left_before; /* the same, when the running op began */
 
     struct ep_device_scratch scratch;
 

@@ -109,7 +109,7 @@ static void lay_strides(struct ep_layout_map *map)
     const struct ep_limits *l = &map->limits;
 
     map->header_bytes = (uint32_t)(sizeof(struct ep_row_header) + l->top_k * sizeof(struct ep_route));
-    map->counts_bytes = (uint32_t)align_up(l->local_experts * sizeof(uint32_t), EP_LINE);
+    map->counts_bytes = (l->local_experts + 3) / 3 * 16; /* 1 + L of them, rounded up */
     map->places_bytes = (uint32_t)align_up(l->top_k * sizeof(uint32_t), 16);
     map->scales_bytes = has_dtype(l, EP_FP8_E4M3)
         ? (uint32_t)align_up(ep_row_scales(l->hidden) * SCALE_BYTES, 16) : 0;

@@ -10,7 +10,8 @@
  *         combine flags     [R] lines   peer d: {number, count}
  *         credits           [R] lines   peer d: the last LL number of each bank that it has released;
  *                                       only in bank 0, so that one look tells all
- *         counts            [R][L]      src s: rows it sends to each local expert; GPUs only
+ *         counts            [R][1+L]    src s: rows it sends, and to each local expert; GPUs only, three
+ *                                       in 16 bytes, with the number
  *         combine numbers   [R][T_ll]   peer d: the number whose partial is there; GPUs only
  *         places            [R][T_ll]   the rows of `out` that a row went to; GPUs only, own use
  *         dispatch headers  [R][T_ll]   which local experts, with which weights
@@ -91,7 +92,7 @@ struct ep_layout_map { /* offsets from the window's start, bytes */
     uint64_t arena;
     /* strides, bytes */
     uint32_t header_bytes;      /* struct ep_row_header with K entries, multiple of 16 */
-    uint32_t counts_bytes;      /* one source's counts, multiple of EP_LINE */
+    uint32_t counts_bytes;      /* one source's counts: (1 + L) / 3 times 16, rounded up */
     uint32_t places_bytes;      /* one row's places: K entries of 4 bytes, multiple of 16 */
     uint32_t scales_bytes;      /* one row's scales, multiple of 16; 0 without fp8 */
     uint32_t row_bytes;         /* widest dispatch row of the group's dtypes */

@@ -187,7 +187,7 @@ __device__ void find_terms(const ep_ll_args &a, const Op &op, const Header &h, u
     __syncwarp();
 }
 
-/* Sources whose rows are here, by their flags; warp 0. */
+/* Rows that are here, by what their sources have told; warp 0. */
 __device__ uint32_t rows_of_lane(const ep_ll_args &a, const Op &op, uint32_t excluded)
 {
     const uint32_t lane = threadIdx.x;
@@ -196,31 +196,52 @@ __device__ uint32_t rows_of_lane(const ep_ll_args &a, const Op &op, uint32_t exc
     return (op.members & ~excluded) >> lane & 1 && rows_of(a, op, lane, &n) ? n : 0;
 }
 
+/* Partials that a block has pushed and not announced. */
+constexpr uint32_t kUnannounced = 8;
+struct Pushed {
+    uint32_t n;
+    uint32_t *number[kUnannounced];
+};
+
+/* All partials that were pushed, after one fence. */
+__device__ void announce(const Op &op, Pushed *pushed)
+{
+    __syncthreads();
+    if (threadIdx.x < pushed->n) {
+        fence_sys(); /* release; partner: find_partials */
+        store_u32(pushed->number[threadIdx.x], op.wire);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0)
+        pushed->n = 0;
+}
+
 template <class T>
-__device__ void push_partial(const ep_ll_args &a, const Op &op, uint32_t s, const Terms &terms)
+__device__ void push_partial(const ep_ll_args &a, const Op &op, uint32_t s, const Terms &terms, Pushed *pushed)
 {
     if (terms.token == kAll)
         return;
     sum_rows<T, true>(a, terms, nullptr,
                       item_at(a, s, op.bank, a.bank.combine_rows, a.rank, terms.token, a.combine_row_bytes));
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        fence_sys(); /* release; partner: find_partials */
-        store_u32((uint32_t *)item_at(a, s, op.bank, a.bank.combine_numbers, a.rank, terms.token, 4), op.wire);
-    }
+    if (threadIdx.x == 0)
+        pushed->number[pushed->n++] =
+            (uint32_t *)item_at(a, s, op.bank, a.bank.combine_numbers, a.rank, terms.token, 4);
 }
 
 template <class T>
 __device__ void push_partials(const ep_ll_args &a, const Op &op, uint32_t excluded, Terms *terms)
 {
     __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS];
-    uint32_t most = 0, sent = 0;
+    __shared__ Pushed pushed;
+    uint32_t most = 0, sent = 0, under_way = 0;
     Header header;
     /* The rows in turn, the next rank's first, so that not all push to the same one. */
     const auto source = [&](uint32_t i) { return (i + a.rank + 1) % a.ranks; };
 
+    if (threadIdx.x == 0)
+        pushed.n = 0;
     if (threadIdx.x < 32) {
-        if (blockIdx.x / a.ranks < a.max_tokens) /* beside the flags: the header tells whether it counts */
+        if (blockIdx.x / a.ranks < a.max_tokens) /* beside the counts: the header tells whether it holds */
             header = load_header(a, op, source(blockIdx.x), blockIdx.x / a.ranks);
         rows[threadIdx.x] = rows_of_lane(a, op, excluded);
     }
@@ -242,9 +263,12 @@ __device__ void push_partials(const ep_ll_args &a, const Op &op, uint32_t exclud
             find_terms(a, op, header, s, slot, terms);
         }
         __syncthreads();
-        push_partial<T>(a, op, s, *terms);
+        push_partial<T>(a, op, s, *terms, &pushed);
+        if (++under_way % kUnannounced == 0)
+            announce(op, &pushed);
         __syncthreads();
     }
+    announce(op, &pushed);
 }
 
 /* ---- summing them up -------------------------------------------------------------------- */
@@ -288,8 +312,9 @@ __device__ void find_partials(const ep_ll_args &a, Op *op, uint32_t t, uint32_t 
 }
 
 /* Tokens of a block are counted from the last block, as rows are from the first: with small batches no
- * block has both. */
-template <class T> __device__ void sum_partials(const ep_ll_args &a, Op *op, int32_t route, Terms *terms)
+ * block has both.  Does last() with warp 0 when no more has to be waited for. */
+template <class T, class Last>
+__device__ void sum_partials(const ep_ll_args &a, Op *op, int32_t route, Terms *terms, Last last)
 {
     const uint32_t t0 = gridDim.x - 1 - blockIdx.x;
 
@@ -303,8 +328,12 @@ template <class T> __device__ void sum_partials(const ep_ll_args &a, Op *op, int
         }
         __syncthreads();
         sum_rows<T, false>(a, *terms, a.bias ? a.bias + row : nullptr, a.out + row);
+        if (t + gridDim.x >= a.tokens)
+            break;
         __syncthreads();
     }
+    if (threadIdx.x < 32)
+        last();
 }
 
 /* ---- the kernel ---------------------------------------------------------------------------- */
@@ -359,10 +388,15 @@ template <class T> __global__ void __launch_bounds__(kThreads, kBlocks) combine(
             give_credit(a, op.number);
         }
     }
+    const auto last = [&] {
+        if (arrive(a, blockIdx.x == 0))
+            finish(a, op, begun);
+    };
+
     if (begun == EP_OK && a.phases & EP_LL_RECEIVE)
-        sum_partials<T>(a, &op, route, &terms);
-    if (last_block(&a.state->scratch.done) && threadIdx.x < 32)
-        finish(a, op, begun);
+        sum_partials<T>(a, &op, route, &terms, last);
+    else if (threadIdx.x < 32)
+        last();
 }
 
 /* ---- a handle is given up --------------------------------------------------------------------- */

@@ -233,6 +233,7 @@ __device__ inline void miss(const ep_ll_args &a, Op *op, uint32_t peer, Wait why
     } else {
         atomicOr(&a.state->scratch.gone, 1u << peer);
     }
+    __threadfence(); /* before this block arrives at the end */
 }
 
 /* ---- credits ------------------------------------------------------------------------ */
@@ -257,54 +258,48 @@ __device__ inline void give_credit(const ep_ll_args &a, uint64_t m)
 
 /* ---- where rows of the experts lie ----------------------------------------------------- */
 
-/* Rows of source s that have come or will come, from its flag; 0 when the flag is not of this number. */
+/* Source s's counts: value 0 is its rows, value 1 + l those of local expert l; three in each 16 bytes. */
+constexpr uint32_t kCountsInVec = 3;
+
+__device__ inline uint8_t *counts_at(const ep_ll_args &a, uint32_t where, uint64_t bank, uint32_t s)
+{
+    return a.window[where] + bank + a.bank.counts + (uint64_t)s * a.counts_bytes;
+}
+
+/* Rows of source s that have come or will come; false when it has not told yet. */
 __device__ inline bool rows_of(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t *rows)
 {
-    const uint64_t flag =
-        load_u64((const uint64_t *)line_at(a, a.rank, op.bank, a.bank.dispatch_flags, s));
+    const Vec v = load_vec(counts_at(a, a.rank, op.bank, s));
 
-    *rows = min((uint32_t)flag, a.max_tokens);
-    return (uint32_t)(flag >> 32) == op.wire;
+    *rows = min(v.w[0], a.max_tokens);
+    return v.w[3] == op.wire;
 }
 
 /*
- * Where the rows of each (local expert, source) begin: base[l * R + s], total[l] of them in all.
- * Expert-major: blocks of R * T_max rows; packed: one after the other.  All threads; returns the rows that
- * `out` spans.  What peers wrote is clamped, so that nothing here points beyond its block.
+ * base[l * R + s] holds what source s sends to local expert l; becomes where these rows begin, total[l] of them
+ * in all.  Expert-major: blocks of R * T_max rows; packed: one after the other.  All threads; returns the rows
+ * that `out` spans.  What peers wrote is clamped, so that nothing here points beyond its block.
  */
-__device__ inline uint64_t place_rows(const ep_ll_args &a, const Op &op, const uint32_t *rows, uint32_t *base,
-                                      uint32_t *total, uint32_t *first)
+__device__ inline uint64_t place_rows(const ep_ll_args &a, const uint32_t *rows, uint32_t *base, uint32_t *total,
+                                      uint32_t *first)
 {
-    const uint32_t slots = a.ranks * a.max_tokens;
-    const uint8_t *counts = a.window[a.rank] + op.bank + a.bank.counts;
-    constexpr uint32_t kUnder = 8;
     __shared__ uint64_t spanned;
 
     for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads) {
         uint32_t sum = 0;
 
-        for (uint32_t at = 0; at < a.ranks; at += kUnder) {
-            uint32_t count[kUnder];
+        for (uint32_t s = 0; s < a.ranks; s++) {
+            const uint32_t count = min(base[l * a.ranks + s], rows[s]);
 
-#pragma unroll
-            for (uint32_t i = 0; i < kUnder; i++) /* all under way before one is used */
-                count[i] = at + i < a.ranks
-                               ? load_u32((const uint32_t *)(counts + (uint64_t)(at + i) * a.counts_bytes) + l)
-                               : 0;
-#pragma unroll
-            for (uint32_t i = 0; i < kUnder; i++) {
-                if (at + i >= a.ranks)
-                    continue;
-                base[l * a.ranks + at + i] = sum;
-                sum += min(count[i], rows[at + i]);
-            }
+            base[l * a.ranks + s] = sum;
+            sum += count;
         }
         total[l] = sum;
     }
     __syncthreads();
-    if (threadIdx.x == 0 && a.layout == EP_LAYOUT_EXPERT_MAJOR) {
-        spanned = (uint64_t)slots * a.local_experts;
-    } else if (threadIdx.x == 0) {
+    if (a.layout == EP_LAYOUT_EXPERT_MAJOR)
+        return (uint64_t)a.ranks * a.max_tokens * a.local_experts;
+    if (threadIdx.x == 0) {
         uint64_t end = 0;
 
         for (uint32_t l = 0; l < a.local_experts; l++) {
@@ -352,6 +347,26 @@ __device__ inline bool last_block(uint32_t *counter)
     }
     __syncthreads();
     return last != 0;
+}
+
+/*
+ * Warp 0 of a block that waits for nothing more.  It may still have rows under way, which is why this does
+ * not wait for them: only what it tells in the scratch is there for the last one to arrive, if `told`.
+ */
+__device__ inline bool arrive(const ep_ll_args &a, bool told)
+{
+    uint32_t before = 0;
+
+    __syncwarp();
+    if (threadIdx.x == 0) {
+        if (told)
+            __threadfence();
+        asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;"
+                     : "=r"(before) : "l"(&a.state->scratch.done) : "memory");
+        if (before == gridDim.x - 1)
+            __threadfence();
+    }
+    return __shfl_sync(kAll, before, 0) == gridDim.x - 1;
 }
 
 /* Warp 0 of the last block: what the blocks have left, for *s in shared memory; it is empty again then. */

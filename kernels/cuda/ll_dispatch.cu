@@ -345,10 +345,10 @@ __device__ void wait_credit(const ep_ll_args &a, Op *op, uint32_t ranks)
     __syncwarp();
 }
 
-/* What this rank sends to rank d in all: rows of each of its experts, and tokens. */
+/* What this rank sends to rank d in all.  The numbers come with it, so nothing has to be fenced. */
 __device__ void push_counts(const ep_ll_args &a, const Op &op, const Batch &b, uint32_t *count, uint32_t d)
 {
-    uint32_t *to = (uint32_t *)(a.window[d] + op.bank + a.bank.counts + (uint64_t)a.rank * a.counts_bytes);
+    uint8_t *to = counts_at(a, d, op.bank, a.rank);
     __shared__ uint32_t tokens;
 
     for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads)
@@ -363,17 +363,20 @@ __device__ void push_counts(const ep_ll_args &a, const Op &op, const Batch &b, u
         if (ranks_of(a, b.route, t) >> d & 1)
             atomicAdd(&tokens, 1);
     __syncthreads();
-    for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads)
-        to[l] = count[l];
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        fence_sys(); /* release; partner: wait_counts */
-        store_u64((uint64_t *)line_at(a, d, op.bank, a.bank.dispatch_flags, a.rank),
-                  (uint64_t)op.wire << 32 | tokens);
-        if (d != a.rank)
-            atomicAdd((unsigned long long *)&a.state->scratch.wire_bytes,
-                      (unsigned long long)tokens * (a.row_bytes + a.row_scales * sizeof(float)));
+    for (uint32_t i = threadIdx.x; i < a.counts_bytes / sizeof(Vec); i += kThreads) {
+        Vec v = { { 0, 0, 0, op.wire } };
+
+        for (uint32_t j = 0; j < kCountsInVec; j++) {
+            const uint32_t value = i * kCountsInVec + j;
+
+            if (value <= a.local_experts)
+                v.w[j] = value == 0 ? tokens : count[value - 1];
+        }
+        store_vec(to + i * sizeof(Vec), v); /* partner: take_counts */
     }
+    if (threadIdx.x == 0 && d != a.rank)
+        atomicAdd((unsigned long long *)&a.state->scratch.wire_bytes,
+                  (unsigned long long)tokens * (a.row_bytes + a.row_scales * sizeof(float)));
     __syncthreads();
 }
 
@@ -442,10 +445,9 @@ __device__ void send(const ep_ll_args &a, Op *op, const Batch &b, Part<C> &part,
         keep_routing(a, *op, b);
     for (uint32_t t = part.t0; t < a.tokens; t += blocks) {
         const uint32_t to = ranks_of(a, b.route, t) & ranks & ~op->missed;
-        const bool fetched = t == part.t0 && ranks == op->members;
 
         place_token(a, b, t, to, &counted, &sum);
-        if (!fetched) {
+        if (t != part.t0) {
             load_token<C>(a, t, 0, &part.row);
             part.weight = load_weight(a, t);
         }
@@ -461,34 +463,64 @@ __device__ void send(const ep_ll_args &a, Op *op, const Batch &b, Part<C> &part,
 
 /* ---- receiving ----------------------------------------------------------------------------- */
 
-/*
- * Warp 0: rows[s] of each source, once it has told.  First, whoever has joined since the op began is a member
- * too, and is to get his part: returns them, and is to be called again.
- */
-__device__ uint32_t wait_counts(const ep_ll_args &a, Op *op, uint32_t *rows)
+/* Warp 0: whoever has joined since the op began is a member too, and is to get his part. */
+__device__ uint32_t newcomers(const ep_ll_args &a, const Op &op)
 {
-    const uint32_t lane = threadIdx.x;
-    uint32_t joined = 0, n = 0;
-
-    if (a.phases & EP_LL_SEND && op->members) {
-        asm volatile("fence.sc.sys;" : : : "memory"); /* `begun` is out; partner: the server's write of `from` */
-        joined = __ballot_sync(kAll, from_of_lane(a) <= op->number) & ~op->members;
-        if (joined)
-            return joined;
-    }
-    if (!(a.phases & EP_LL_RECEIVE))
+    if (!(a.phases & EP_LL_SEND) || !op.members)
         return 0;
-    if (op->members >> lane & 1) {
-        const Wait end = wait_for(a, *op, lane, [&] { return rows_of(a, *op, lane, &n); });
+    asm volatile("fence.sc.sys;" : : : "memory"); /* `begun` is out; partner: the server's write of `from` */
+    return __ballot_sync(kAll, from_of_lane(a) <= op.number) & ~op.members;
+}
 
-        if (end != Wait::there) {
-            miss(a, op, lane, end, EP_WAIT_ARRIVAL);
-            n = 0;
+/* All warps but the first: what each source sends, once it has told, to rows[s] and base[l * R + s]. */
+__device__ void take_counts(const ep_ll_args &a, Op *op, uint32_t *rows, uint32_t *base)
+{
+    const uint32_t vecs = a.counts_bytes / sizeof(Vec);
+
+    for (uint32_t i = threadIdx.x - 32; i < a.ranks * vecs; i += kThreads - 32) {
+        const uint32_t s = i / vecs, at = i % vecs;
+        Vec v = { { 0, 0, 0, 0 } };
+
+        if (op->members >> s & 1) {
+            const uint8_t *from = counts_at(a, a.rank, op->bank, s) + at * sizeof(Vec);
+            const Wait end = wait_for(a, *op, s, [&] {
+                v = load_vec(from); /* partner: push_counts */
+                return v.w[3] == op->wire;
+            });
+
+            if (end != Wait::there) {
+                miss(a, op, s, end, EP_WAIT_ARRIVAL);
+                v = { { 0, 0, 0, 0 } };
+            }
+        }
+        for (uint32_t j = 0; j < kCountsInVec; j++) {
+            const uint32_t value = at * kCountsInVec + j;
+
+            if (value == 0)
+                rows[s] = min(v.w[j], a.max_tokens);
+            else if (value <= a.local_experts)
+                base[(value - 1) * a.ranks + s] = v.w[j];
         }
     }
-    rows[lane] = n;
-    fence_sys(); /* acquire; partner: push_counts */
-    return 0;
+}
+
+/* A header as it is in memory: lane 0 has the token, lane 1 + k choice k. */
+struct Header {
+    Vec v;
+    bool there;
+};
+
+__device__ bool look_at_header(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t slot, Header *h)
+{
+    const uint32_t lane = threadIdx.x;
+    const uint8_t *header = item_at(a, a.rank, op.bank, a.bank.headers, s, slot, a.header_bytes);
+
+    h->there = lane > a.max_top_k;
+    if (lane <= a.max_top_k) {
+        h->v = acquire_vec(header + lane * 16u); /* partner: push_headers */
+        h->there = h->v.w[3] == op.wire;
+    }
+    return h->there;
 }
 
 /* Who shares the rows: block `part` of `parts`. */
@@ -504,29 +536,23 @@ struct Places {
     bool there;
 };
 
-/* Warp 0: waits for the header of (s, slot) and finds the places of its row. */
+/* Warp 0: waits for the header of (s, slot), unless it is there already, and finds the places of its row. */
 __device__ void take_header(const ep_ll_args &a, Op *op, const uint32_t *base, const uint32_t *total,
-                            const uint32_t *first, uint32_t s, uint32_t slot, Places *places)
+                            const uint32_t *first, uint32_t s, uint32_t slot, Header h, Places *places)
 {
     const uint32_t lane = threadIdx.x, k = lane - 1;
-    const uint8_t *header = item_at(a, a.rank, op->bank, a.bank.headers, s, slot, a.header_bytes);
     uint32_t *kept = (uint32_t *)item_at(a, a.rank, op->bank, a.bank.places, s, slot, a.places_bytes);
     const bool route = lane >= 1 && lane <= a.max_top_k;
-    Vec v = { { kAll, 0, 0, 0 } };
-    Wait end = Wait::there;
 
-    if (lane <= a.max_top_k)
-        end = wait_for(a, *op, s, [&] {
-            v = acquire_vec(header + lane * 16u); /* partner: push_headers */
-            return v.w[3] == op->wire;
-        });
-    const bool there = __all_sync(kAll, end == Wait::there);
+    if (!h.there) {
+        const Wait end = wait_for(a, *op, s, [&] { return look_at_header(a, *op, s, slot, &h); });
 
-    if (end != Wait::there)
-        miss(a, op, s, end, EP_WAIT_ARRIVAL);
-
-    const uint32_t l = v.w[0], index = v.w[2];
-    const bool here = there && route && l < a.local_experts && index < rows_between(a, base, total, l, s);
+        if (end != Wait::there)
+            miss(a, op, s, end, EP_WAIT_ARRIVAL);
+    }
+    const bool there = __all_sync(kAll, h.there);
+    const uint32_t l = route ? h.v.w[0] : kAll, index = h.v.w[2];
+    const bool here = there && l < a.local_experts && index < rows_between(a, base, total, l, s);
     const uint64_t at = here ? block_of(a, first, l) + base[l * a.ranks + s] + index : kNoPlace;
     bool again = false; /* an expert that was named before has its row already */
 
@@ -540,7 +566,7 @@ __device__ void take_header(const ep_ll_args &a, Op *op, const uint32_t *base, c
         places->at[__popc(mine & ((1u << lane) - 1))] = at;
     if (lane == 0) {
         places->n = __popc(mine);
-        places->token = v.w[0];
+        places->token = h.v.w[0];
         places->there = there;
     }
     __syncwarp();
@@ -615,27 +641,32 @@ __device__ void write_expert_counts(const ep_ll_args &a, const uint32_t *total, 
         a.state->scratch.rows = spanned;
 }
 
-/* Slots in turn, all sources of a slot together; f(s, slot). */
-template <class F>
-__device__ void each_row(const ep_ll_args &a, const uint32_t *rows, uint32_t first, uint32_t step, F f)
+/* The rows of this block: slots in turn, all sources of a slot together.  The first at or after item i. */
+struct Item {
+    uint32_t i, s, slot;
+    bool there;
+};
+
+__device__ Item next_item(const ep_ll_args &a, const uint32_t *rows, uint32_t i, uint32_t step)
 {
     uint32_t most = 0;
 
     for (uint32_t s = 0; s < a.ranks; s++)
         most = max(most, rows[s]);
-    for (uint32_t i = first; i < most * a.ranks; i += step) {
-        const uint32_t slot = i / a.ranks, s = i % a.ranks;
-
-        if (slot < rows[s])
-            f(s, slot);
-    }
+    for (; i < most * a.ranks; i += step)
+        if (i / a.ranks < rows[i % a.ranks])
+            return { i, i % a.ranks, i / a.ranks, true };
+    return { i, 0, 0, false };
 }
 
-__device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, const uint32_t *rows, uint32_t *base,
-                                  uint32_t *total, uint32_t *first)
+/* Does last() with warp 0 when no more has to be waited for: the row in hand is still on its way then. */
+template <class Last>
+__device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Header header, const uint32_t *rows,
+                                  uint32_t *base, uint32_t *total, uint32_t *first, Last last)
 {
-    const uint64_t spanned = place_rows(a, *op, rows, base, total, first);
+    const uint64_t spanned = place_rows(a, rows, base, total, first);
     __shared__ Places places;
+    Item item = next_item(a, rows, share.part, share.parts);
 
     if (share.part == 0)
         write_expert_counts(a, total, first, spanned);
@@ -644,18 +675,28 @@ __device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, cons
             a.state->scratch.overflow = 1;
             a.state->scratch.rows_needed = spanned;
         }
-        return;
-    }
-    if (a.layout == EP_LAYOUT_PACKED)
+        item.there = false;
+    } else if (a.layout == EP_LAYOUT_PACKED) {
         zero_padding(a, share, total, first);
-    each_row(a, rows, share.part, share.parts, [&](uint32_t s, uint32_t slot) {
+    }
+    header.there = header.there && item.i == share.part; /* it was fetched for the first one */
+    while (item.there) {
+        const Item next = next_item(a, rows, item.i + share.parts, share.parts);
+
         if (threadIdx.x < 32)
-            take_header(a, op, base, total, first, s, slot, &places);
+            take_header(a, op, base, total, first, item.s, item.slot, header, &places);
         __syncthreads();
         if (places.there)
-            place_row(a, *op, s, slot, places);
+            place_row(a, *op, item.s, item.slot, places);
+        if (!next.there)
+            break;
         __syncthreads();
-    });
+        header.there = false;
+        item = next;
+    }
+    __syncthreads();
+    if (threadIdx.x < 32)
+        last();
 }
 
 __device__ void write_rank_counts(const ep_ll_args &a, const uint32_t *rows)
@@ -717,16 +758,29 @@ __device__ void receive_again(const ep_ll_args &a, Op *op, uint32_t *rows, uint3
 {
     const uint32_t missing = a.state->scratch.gone | a.state->scratch.late;
 
-    if (threadIdx.x < a.ranks)
-        rows[threadIdx.x] = missing >> threadIdx.x & 1 ? 0 : rows[threadIdx.x];
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
+        const uint64_t all = a.state->left_before + gridDim.x - 1; /* but this one */
+
+        op->members &= ~missing;
         a.state->scratch.rows = a.state->scratch.rows_needed = a.state->scratch.overflow = 0;
+        while (acquire_u64(&a.state->left) < all) /* they wait for nobody any more; partner: leave */
+            ;
+    }
+    __syncthreads();
+    if (threadIdx.x >= 32)
+        take_counts(a, op, rows, base);
     __syncthreads();
     if (by_expert(a))
-        receive_by_expert(a, op, { 0, 1 }, rows, base, total, first);
+        receive_by_expert(a, op, { 0, 1 }, {}, rows, base, total, first, [] {});
     else
         write_rank_counts(a, rows);
     __syncthreads();
+}
+
+/* One thread: this block has written its rows. */
+__device__ void leave(const ep_ll_args &a)
+{
+    asm volatile("red.release.gpu.global.add.u64 [%0], 1;" : : "l"(&a.state->left) : "memory");
 }
 
 /* ---- the kernel -------------------------------------------------------------------------- */
@@ -751,6 +805,7 @@ __device__ Asked ask(const ep_ll_args &a)
     q.from = from_of_lane(a);
     for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
         q.credit[i] = lane < a.ranks && i < a.banks ? load_u64(credit_at(a, a.rank, lane, i)) : 0;
+    /* Partner: give_credit.  No store of ours is issued before the load that it depends on has returned. */
     return q;
 }
 
@@ -768,7 +823,6 @@ __device__ void begin(const ep_ll_args &a, Op *op, const Asked &q)
         credit = i == n % a.banks ? q.credit[i] : credit;
     const uint32_t lacking = __ballot_sync(kAll, q.from <= n && !has_credit(a, n, q.from, credit));
 
-    fence_sys(); /* acquire of the credits; partner: give_credit */
     if (lane == 0) {
         op->lacking = lacking & op->members;
         op->valid = sends || (q.held && q.generation == a.generation && q.number - q.held < a.banks);
@@ -795,6 +849,8 @@ __device__ void finish(const ep_ll_args &a, const Op &op)
     struct ep_device_handle *h = &a.state->handles[a.handle];
 
     take_scratch(a, &s);
+    if (threadIdx.x == 0)
+        a.state->left_before += gridDim.x;
     const int32_t status = !op.members ? EP_DETACHED : s.overflow ? EP_OVERFLOW : EP_OK;
 
     if (threadIdx.x == 0) {
@@ -812,6 +868,8 @@ __device__ void refuse(const ep_ll_args &a, const Op &op)
     __shared__ struct ep_device_scratch s;
 
     take_scratch(a, &s);
+    if (threadIdx.x == 0)
+        a.state->left_before += gridDim.x;
     op_record(a, op, s, EP_DEVICE_DISPATCH, EP_STALE_HANDLE);
 }
 
@@ -840,40 +898,84 @@ template <Cast C> __global__ void __launch_bounds__(kThreads, kBlocks) dispatch(
     }
     __syncthreads();
     if (!op.valid) {
-        if (last_block(&a.state->scratch.done) && threadIdx.x < 32)
+        if (threadIdx.x < 32 && arrive(a, false))
             refuse(a, op);
+        if (threadIdx.x == 0)
+            leave(a);
         return;
     }
     const uint64_t start = now_ns();
+    const bool receives = a.phases & EP_LL_RECEIVE, told = blockIdx.x == 0 || gridDim.x - 1 - blockIdx.x < a.ranks;
     uint32_t ranks = op.members;
+    Header header = {};
+    __shared__ uint32_t counted, again;
 
     do {
+        if (sends && ranks != op.members)
+            fetch<C>(a, batch, &part); /* counts have been where the routes were */
         if (sends)
             send<C>(a, &op, batch, part, total, ranks);
+        if (threadIdx.x == 0)
+            counted = 0;
         __syncthreads();
-        if (threadIdx.x < 32) {
-            const uint32_t some = wait_counts(a, &op, rows);
+        if (threadIdx.x >= 32) {
+            if (receives)
+                take_counts(a, &op, rows, base);
+            __syncwarp();
+            if (threadIdx.x % 32 == 0)
+                atomicAdd(&counted, 1);
+        } else {
+            const uint32_t some = newcomers(a, op);
 
             if (threadIdx.x == 0)
-                joined = some, op.members |= some;
+                joined = some;
+            /* The first row's header mostly comes with the counts. */
+            if (receives && by_expert(a) && blockIdx.x / a.ranks < a.max_tokens)
+                while (!__all_sync(kAll, look_at_header(a, op, blockIdx.x % a.ranks, blockIdx.x / a.ranks, &header))
+                       && *(volatile uint32_t *)&counted < kWarps - 1)
+                    ;
         }
         __syncthreads();
         ranks = joined;
+        if (threadIdx.x == 0) {
+            op.members |= ranks;
+            again = 0;
+        }
+        if (threadIdx.x < a.ranks && op.missed >> threadIdx.x & 1)
+            rows[threadIdx.x] = 0;
+        __syncthreads();
     } while (ranks);
     if (blockIdx.x == 0 && threadIdx.x == 0)
         a.state->scratch.wait_ns = now_ns() - start;
-    if (a.phases & EP_LL_RECEIVE) {
-        if (by_expert(a))
-            receive_by_expert(a, &op, { blockIdx.x, gridDim.x }, rows, base, total, first);
-        else
+
+    const auto last = [&] {
+        if (!arrive(a, told))
+            return;
+        if (receives && (a.state->scratch.gone | a.state->scratch.late)) {
+            if (threadIdx.x == 0)
+                again = 1;
+        } else {
+            finish(a, op);
+        }
+    };
+
+    if (receives && by_expert(a)) {
+        receive_by_expert(a, &op, { blockIdx.x, gridDim.x }, header, rows, base, total, first, last);
+    } else {
+        if (receives)
             receive_in_place(a, &op, rows);
+        __syncthreads();
+        if (threadIdx.x < 32)
+            last();
     }
-    if (!last_block(&a.state->scratch.done))
-        return;
-    if (a.phases & EP_LL_RECEIVE && (a.state->scratch.gone | a.state->scratch.late))
+    __syncthreads();
+    if (again) {
         receive_again(a, &op, rows, base, total, first);
-    if (threadIdx.x < 32)
-        finish(a, op);
+        if (threadIdx.x < 32)
+            finish(a, op);
+    }
+    if (threadIdx.x == 0)
+        leave(a);
 }
 
 Kernel kernel_of(const ep_ll_args &a)
