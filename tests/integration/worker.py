@@ -23,8 +23,8 @@ LAYOUT = struct.Struct("=IHHIIIIQQ16s256s")
 
 class Frame:
     def __init__(self, data):
-        (self.magic, self.version, self.type, self.status, self.event, self.rank, _, self.epoch, self.value,
-         self.ticket, text) = LAYOUT.unpack(data)
+        (self.magic, self.version, self.type, self.status, self.event, self.rank, self.count, self.epoch,
+         self.value, self.ticket, text) = LAYOUT.unpack(data)
         self.text = text.split(b"\0")[0].decode()
 
     def __repr__(self):

@@ -1,0 +1,189 @@
+"""ep-server on GPUs, black box, with the double of the cuda backend: no GPU is needed.
+
+What it has of GPU memory is shared memory, so a worker of these tests can map it and play the kernels.
+"""
+
+import mmap
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+import unittest
+
+import harness
+import rawrpc
+import worker
+
+MODULE = os.path.join(os.path.dirname(harness.BIN), "unit", "ep_cuda_double.so")
+GROUP = ["ep-admin", "group", "create", "moe", "--ranks=4", "--experts=8", "--hidden=64", "--top-k=2",
+         "--ll-max-tokens=16", "--arena=1MiB"]
+
+DIRECT, SERVER = 2, 1
+MEMORY, STATE, WINDOW = 6, 1, 2
+WINDOW_MAGIC, STATE_MAGIC = 0x31574e4957534550, 0x3154535645445045
+FROM, BEGUN = 128, 448 # in kernels/device_state.h
+NEVER = 2**64 - 1
+
+
+def fields(path, rank, executor=0):
+    """The fields of a ClaimReply, by number."""
+    return rawrpc.fields(rawrpc.call(
+        path, "ep.v1.Attach/Claim",
+        rawrpc.field(1, "moe") + rawrpc.field(2, rank) + rawrpc.field(3, "test_gpus")
+        + rawrpc.field(4, worker.WINDOW_VERSION) + rawrpc.field(5, worker.VERSION) + rawrpc.field(7, executor)))
+
+
+def word(memory, at, value=None):
+    if value is not None:
+        struct.pack_into("=Q", memory, at, value)
+    return struct.unpack_from("=Q", memory, at)[0]
+
+
+class Worker(worker.Worker):
+    """Attached, with all its memory mapped: windows[rank], state."""
+
+    def __init__(self, path, rank, executor=0):
+        self.claim = fields(path, rank, executor)
+        self.fd, self.rank, self.windows, self.state = -1, rank, {}, None
+        self.socket = harness.connect_unix(self.claim[3].decode(), socket.SOCK_SEQPACKET)
+        self.socket.send(worker.pack(worker.HELLO, self.claim[1]))
+        welcome = self.frame()
+        assert welcome.type == worker.WELCOME, welcome
+        self.windows[rank] = self.map(welcome.value)
+        for _ in range(welcome.count):
+            self.take(self.frame())
+
+    def take(self, frame):
+        assert frame.type == MEMORY and frame.count in (STATE, WINDOW), frame
+        if frame.count == STATE:
+            self.state = self.map(frame.value)
+        else:
+            self.windows[frame.rank] = self.map(frame.value)
+
+    def map(self, size):
+        memory = mmap.mmap(self.fd, size)
+        self._close_window()
+        return memory
+
+    def since(self, rank):
+        return word(self.state, FROM + 8 * rank)
+
+
+@unittest.skipUnless(os.path.exists(MODULE), "the double of the cuda backend is not built")
+class GpusTest(harness.TestCase):
+    def serve(self, *flags):
+        self.server = self.start_server("--backend=auto", *flags, env={"EP_CUDA_MODULE": MODULE})
+        self.admin(*GROUP[1:])
+
+    def admin(self, *arguments, code=0):
+        result = self.run_cmd(["ep-admin", *arguments], server=self.server)
+        self.assertEqual(result.code, code, result)
+        return result
+
+    def rank_state(self, rank):
+        group = self.admin("group", "get", "moe", "--output=json").json()
+        return group["status"]["ranks"][rank]["state"]
+
+    def spawn_worker(self, rank):
+        """A process of its own, which says when it is attached."""
+        script = ("import sys, test_gpus\n"
+                  "w = test_gpus.Worker(sys.argv[1], int(sys.argv[2]))\n"
+                  "print('attached', flush=True)\n"
+                  "sys.stdin.readline()\n")
+        process = subprocess.Popen([sys.executable, "-c", script, self.server.socket, str(rank)], text=True,
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                   cwd=os.path.dirname(os.path.abspath(__file__)))
+        self.addCleanup(process.wait)
+        self.addCleanup(process.stdin.close)
+        self.addCleanup(process.stdout.close)
+        self.addCleanup(process.kill)
+        self.assertEqual(process.stdout.readline(), "attached\n")
+        return process
+
+    # -- what the node is --
+
+    def test_auto_takes_the_gpus(self):
+        self.serve("--memory=1GiB")
+        node = self.admin("node", "get", "--output=json").json()
+        self.assertEqual([(d["name"], d["backend"]) for d in node["devices"]],
+                         [("GPU-fixture-0", "BACKEND_CUDA"), ("GPU-fixture-1", "BACKEND_CUDA")])
+        self.assertIn("reaches 1 of 1 other GPUs, no MPS", node["devices"][0]["detail"])
+        self.assertEqual([d["groups"] for d in node["devices"]], [1, 1])
+        self.assertEqual(int(node["memory_budget_bytes"]), 2 << 30)
+        self.assertIn("gpu=GPU-fixture-1", self.server.log())
+
+    def test_what_gpus_cannot_do_is_refused(self):
+        self.serve()
+        ht = self.run_cmd(["ep-admin", "group", "create", "ht", "--ranks=2", "--experts=8", "--hidden=64",
+                           "--top-k=2", "--modes=ht"], server=self.server)
+        self.assertEqual(ht.code, 1, ht)
+        self.assertIn("modes has ht: it is not there yet on the cuda backend", ht.err)
+        with self.assertRaises(rawrpc.RpcError) as caught:
+            fields(self.server.socket, 0, SERVER)
+        self.assertIn("executor is server: it is not there yet", caught.exception.text)
+
+    def test_mps_that_is_not_there(self):
+        result = self.run_cmd(["ep-server", "--socket=" + self.path("s"), "--state-dir=" + self.path("d"),
+                               "--mps=require"], env={"EP_CUDA_MODULE": MODULE})
+        self.assertEqual(result.code, 1, result)
+        self.assertIn("mps is require: there is no MPS server for GPU-fixture-0", result.err)
+
+    def test_groups_are_there_again_after_a_restart(self):
+        self.serve()
+        self.assertEqual(self.server.stop(), 0)
+        self.server = self.start_server("--backend=cuda", env={"EP_CUDA_MODULE": MODULE})
+        group = self.admin("group", "get", "moe", "--output=json").json()
+        self.assertEqual((group["status"]["phase"], int(group["status"]["epoch"])), ("PHASE_READY", 2))
+        with Worker(self.server.socket, 0) as w:
+            self.assertEqual(word(w.windows[0], 16), 2) # epoch
+
+    # -- workers --
+
+    def test_a_direct_worker_gets_all_its_memory(self):
+        self.serve()
+        with Worker(self.server.socket, 2, DIRECT) as w:
+            self.assertEqual((w.claim[8], w.claim[9], len(w.claim[10])), (2, DIRECT, 16))
+            self.assertEqual(sorted(w.windows), [0, 1, 2, 3])
+            for rank, window in w.windows.items():
+                self.assertEqual((word(window, 0), struct.unpack_from("=I", window, 12)[0]), (WINDOW_MAGIC, rank))
+            self.assertEqual((word(w.state, 0), len(w.state)), (STATE_MAGIC, w.claim[11]))
+            self.assertEqual([w.since(rank) for rank in range(5)], [1, 1, 1, 1, NEVER])
+
+    def test_peers_see_each_others_windows(self):
+        self.serve()
+        with Worker(self.server.socket, 0) as a, Worker(self.server.socket, 3) as b:
+            a.windows[3][-1] = 7
+            self.assertEqual(b.windows[3][-1], 7)
+
+    def test_a_killed_worker_is_absent_for_the_kernels_of_its_peers(self):
+        self.serve()
+        took = []
+        with Worker(self.server.socket, 0) as w:
+            for i in range(5):
+                process = self.spawn_worker(1)
+                began = 100 * (i + 1)
+                word(w.state, BEGUN, began)
+                start = time.monotonic()
+                process.kill()
+                harness.wait_until(lambda: w.since(1) == NEVER, "the rank absent", interval=0.0002)
+                took.append(time.monotonic() - start)
+                process.wait()
+                harness.wait_until(lambda: self.rank_state(1) == "RANK_STATE_ABSENT", "the rank free")
+                with Worker(self.server.socket, 1) as again:
+                    self.assertEqual(w.since(1), began + 1) # the first number that nobody has begun
+                    self.assertEqual(word(again.state, BEGUN), began)
+        self.assertLess(sorted(took)[2], 0.05 * harness.SCALE, took)
+
+    def test_numbers_begin_again_when_all_have_left(self):
+        self.serve()
+        for _ in range(2):
+            with Worker(self.server.socket, 0) as w:
+                self.assertEqual((w.since(0), word(w.state, BEGUN)), (1, 0))
+                word(w.state, BEGUN, 5)
+            harness.wait_until(lambda: self.rank_state(0) == "RANK_STATE_EXPECTED", "a new start")
+
+
+if __name__ == "__main__":
+    harness.main()
