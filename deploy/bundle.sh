@@ -19,7 +19,7 @@ TEXT
 most_bytes=$((48 * 1024 * 1024))
 newest_glibc=2.39 # of Ubuntu 24.04
 
-programs=(bin/ep-server bin/ep-admin bin/ep-bench bin/hello_dispatch bin/worker gpu/ll_device)
+programs=(bin/ep-server bin/ep-admin bin/ep-bench bin/hello_dispatch bin/worker gpu/ll_device gpu/ll_bench)
 # What every machine has, in the version of its own kernel, C library and driver.
 of_the_system='^(ld-linux.*|lib(c|m|pthread|dl|rt|resolv|util|anl|nsl|gcc_s|cuda|nvidia-.*))\.so'
 
@@ -56,7 +56,7 @@ done
 cp "$root/build/lib/libep_cuda.so" "$out/lib/"
 cp -P "$root"/build/client/lib/libepclient.so* "$out/lib/"
 cp "$root/tests/data/text.txt" "$out/data/"
-cp "$root/tests/gpu/run.sh" "$out/"
+cp "$root/tests/gpu/run.sh" "$root/tests/gpu/bench.sh" "$out/"
 
 # ---- libraries ----
 mapfile -t needed < <(ldd "$out"/bin/* "$out"/lib/*.so | awk '$2 == "=>" && $3 ~ /^\// { print $1, $3 }' | sort -u)

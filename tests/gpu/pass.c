@@ -58,8 +58,8 @@ static void shape_inputs(struct pass *pass)
 
 static ep_status open_inputs(struct pass *pass, struct ep_error *error)
 {
-    const struct routing_spec spec = { .kind = ROUTING_UNIFORM };
     const struct shape *s = pass->shape;
+    struct routing_spec spec;
     const struct routing_shape shape = { .ranks = pass->config.ranks,
                                          .experts = s->experts,
                                          .top_k = s->top_k,
@@ -69,8 +69,10 @@ static ep_status open_inputs(struct pass *pass, struct ep_error *error)
         .mode = EP_MODE_LL, .layout = s->layout, .dtype = s->dtype, .tokens = s->tokens
     };
     struct routing *routing;
-    ep_status status = routing_open(&spec, &shape, &routing, error);
+    ep_status status = routing_parse(s->routing ? s->routing : "uniform", &spec, error);
 
+    if (status == EP_OK)
+        status = routing_open(&spec, &shape, &routing, error);
     if (status != EP_OK)
         return status;
     status = inputs_open(&pass->config, &of, routing, &pass->inputs, error);

@@ -20,6 +20,7 @@ struct shape {
     uint32_t banks;                 /* 0: 2 */
     uint32_t alignment;             /* packed; 0: 1 */
     uint32_t index_bytes;           /* 0: 4 */
+    const char *routing;            /* as ep-bench's --routing; NULL: uniform */
     double drop;                    /* share of choices that are -1 */
     bool bad_ids;                   /* some choices name no expert that exists */
     bool repeats;                   /* some tokens name an expert twice */

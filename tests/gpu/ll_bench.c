@@ -1,0 +1,186 @@
+/*
+ * ll_bench: how long LL ops take, beside what peers need, what is aimed at, and what the wire allows.
+ *
+ * All ranks in one process, one per GPU, launching the kernels themselves: what executor `direct` does
+ * without the client library around it.  Without a GPU it says so and exits with 77.
+ */
+#include <getopt.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "bars.h"
+#include "ll_time.h"
+
+enum { EXIT_FAILED = 1, EXIT_USAGE = 2, EXIT_SKIPPED = 77 };
+
+struct options {
+    uint32_t gpus, pairs; /* gpus 0: all */
+    uint32_t sharing;     /* ranks on each GPU */
+    bool verify;
+};
+
+/* ---- cases --------------------------------------------------------------------------- */
+
+#define MODEL .experts = 256, .hidden = 7168, .top_k = 8, .max_tokens = 128
+#define EM    .layout = EP_LAYOUT_EXPERT_MAJOR
+#define RM    .layout = EP_LAYOUT_RANK_MAJOR
+
+static const struct shape shapes[] = {
+    { EM, .dtype = BENCH_BF16, .tokens = 128, MODEL },
+    { EM, .dtype = BENCH_BF16, .tokens = 64, MODEL },
+    { EM, .dtype = BENCH_BF16, .tokens = 32, MODEL },
+    { EM, .dtype = BENCH_BF16, .tokens = 8, MODEL },
+    { EM, .dtype = BENCH_BF16, .tokens = 1, MODEL },
+    { RM, .dtype = BENCH_BF16, .tokens = 128, MODEL },
+    { RM, .dtype = BENCH_BF16, .tokens = 64, MODEL },
+    { RM, .dtype = BENCH_BF16, .tokens = 32, MODEL },
+    { RM, .dtype = BENCH_BF16, .tokens = 8, MODEL },
+    { RM, .dtype = BENCH_BF16, .tokens = 1, MODEL },
+    { EM, .dtype = BENCH_FP8, .tokens = 128, MODEL },
+    { EM, .dtype = BENCH_BF16, .tokens = 128, .routing = "zipf:1.2", MODEL },
+    { EM, .dtype = BENCH_BF16, .tokens = 128, .routing = "hot:0", MODEL },
+};
+
+/* ---- the table ----------------------------------------------------------------------- */
+
+static void print_head(void)
+{
+    printf("\nus; pair: %s\n",
+           "chained in a CUDA graph, slowest rank, median.  alone: between events, and by the "
+           "GPU's clock (mean)");
+    printf("%-12s %-5s %-9s %4s | %7s | %15s %15s | %9s %5s %5s | %7s %6s %6s\n", "", "", "", "", "", "alone",
+           "", "", "", "", "peers'", "must", "");
+    printf("%-12s %-5s %-9s %4s | %7s | %15s %15s | %9s %5s %5s | %7s %6s %6s\n", "layout", "wire", "routing",
+           "T", "pair", "dispatch", "combine", "push x 2", "GB/s", "ratio", "best", "direct", "aim");
+}
+
+/* Of kernels alone, which the table has no column for. */
+static void print_foot(void)
+{
+    printf("\npush x 2: the dispatch's remote rows with plain stores, there and back; ratio: pair by that\n"
+           "kernel alone, 8 GPUs, T=128, must (aim): bf16 dispatch 38 (32), combine 42 (35), fp8 dispatch 25 "
+           "(19);"
+           " fewer GPUs: in proportion to the bytes on the wire\n");
+}
+
+static void print_peers(const struct bar *bar, double pair)
+{
+    float best;
+
+    if (!bar) {
+        printf(" | %7s %6s %6s\n", "-", "-", "-");
+        return;
+    }
+    best = bar->nccl_ep > 0 && bar->nccl_ep < bar->deepep ? bar->nccl_ep : bar->deepep;
+    printf(" | %7.1f %6.0f %6.0f %s\n", (double)best, (double)bar->direct, (double)bar->aim,
+           pair <= (double)bar->aim      ? "aim reached"
+           : pair <= (double)bar->direct ? "bar reached"
+                                         : "MISSED");
+}
+
+static void print_row(const struct shape *s, const struct ll_times *t, uint32_t gpus)
+{
+    const bool plain = s->dtype == BENCH_BF16 && !s->routing;
+    char dispatch[32], combine[32];
+
+    snprintf(dispatch, sizeof dispatch, "%.1f (%.1f)", t->dispatch, t->dispatch_kernel);
+    snprintf(combine, sizeof combine, "%.1f (%.1f)", t->combine, t->combine_kernel);
+    printf("%-12s %-5s %-9s %4u | %7.1f | %15s %15s", bench_layout_name(s->layout),
+           bench_dtypes[s->dtype].name, s->routing ? s->routing : "uniform", s->tokens, t->pair, dispatch,
+           combine);
+    if (t->push > 0)
+        printf(" | %9.1f %5.0f %5.2f", 2 * t->push, t->push_gbps, t->pair / (2 * t->push));
+    else
+        printf(" | %9s %5s %5s", "-", "-", "-");
+    print_peers(plain ? bar_find(gpus, s->layout, s->tokens) : NULL, t->pair);
+    fflush(stdout);
+}
+
+/* ---- the command line ---------------------------------------------------------------- */
+
+static void usage(FILE *to)
+{
+    fputs("usage: ll_bench [--gpus N] [--sharing N] [--pairs N] [--no-verify]\n"
+          "\n"
+          "  --gpus N      GPUs to use (default: all)\n"
+          "  --sharing N   ranks on each of them (default 1; figures are for 1)\n"
+          "  --pairs N     pairs in graphs that are timed (default 600)\n"
+          "  --no-verify   do not compare one pass of each case with the reference first\n",
+          to);
+}
+
+static bool parse(int argc, char **argv, struct options *o)
+{
+    static const struct option known[] = {
+        { "gpus", required_argument, NULL, 'g' },  { "sharing", required_argument, NULL, 's' },
+        { "pairs", required_argument, NULL, 'p' }, { "no-verify", no_argument, NULL, 'n' },
+        { "help", no_argument, NULL, 'h' },        { NULL, 0, NULL, 0 }
+    };
+    int c;
+
+    *o = (struct options){ .pairs = 600, .sharing = 1, .verify = true };
+    while ((c = getopt_long(argc, argv, "", known, NULL)) != -1) {
+        switch (c) {
+        case 'g': o->gpus = (uint32_t)strtoul(optarg, NULL, 10); break;
+        case 's': o->sharing = (uint32_t)strtoul(optarg, NULL, 10); break;
+        case 'p': o->pairs = (uint32_t)strtoul(optarg, NULL, 10); break;
+        case 'n': o->verify = false; break;
+        case 'h': usage(stdout); exit(0);
+        default: return false;
+        }
+    }
+    return optind == argc && o->pairs > 0 && o->sharing > 0;
+}
+
+static int run(const struct ep_cuda_api *api, const struct options *o)
+{
+    const uint32_t ranks = o->gpus * o->sharing;
+    int code = 0;
+
+    print_head();
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        struct ep_error error = EP_ERROR_INIT;
+        struct ll_times times;
+
+        if (ll_time(api, ranks, o->gpus, &shapes[i], o->pairs, o->verify, &times, &error) == EP_OK) {
+            print_row(&shapes[i], &times, o->sharing == 1 ? o->gpus : 0);
+            continue;
+        }
+        printf("%-12s %-5s %4u FAILED: %s\n", bench_layout_name(shapes[i].layout),
+               bench_dtypes[shapes[i].dtype].name, shapes[i].tokens, error.text);
+        code = EXIT_FAILED;
+    }
+    print_foot();
+    return code;
+}
+
+int main(int argc, char **argv)
+{
+    struct ep_error error = EP_ERROR_INIT;
+    const struct ep_cuda_api *api;
+    struct ep_cuda_device device;
+    struct options o;
+    uint32_t count = 0;
+
+    if (!parse(argc, argv, &o)) {
+        usage(stderr);
+        return EXIT_USAGE;
+    }
+    if (ep_cuda_open(&api, &error) != EP_OK) {
+        printf("no GPU here: %s\n", error.text);
+        return EXIT_SKIPPED;
+    }
+    if (api->device_count(&count, &error) != EP_OK || api->device_info(0, &device, &error) != EP_OK) {
+        fprintf(stderr, "%s\n", error.text);
+        return EXIT_FAILED;
+    }
+    o.gpus = o.gpus ? o.gpus : count;
+    if (o.gpus > count || o.gpus * o.sharing > WORLD_MAX_RANKS) {
+        fprintf(stderr, "%u GPUs with %u ranks each: there are %u GPUs, and at most %u ranks\n", o.gpus,
+                o.sharing, count, (uint32_t)WORLD_MAX_RANKS);
+        return EXIT_USAGE;
+    }
+    printf("%u x %s, %u ranks, driver %u, %s MPS; H 7168, K 8, E 256\n", o.gpus, device.name,
+           o.gpus * o.sharing, device.driver, device.mps ? "with" : "without");
+    return run(api, &o);
+}
