@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define MODULE "libep_cuda.so"
 
@@ -24,7 +25,12 @@ static bool own_folder(char *folder, size_t size)
     return snprintf(folder, size, "%.*s", (int)(slash - info.dli_fname + 1), info.dli_fname) < (int)size;
 }
 
-/* Why the last one that was there could not be loaded is what the user has to know. */
+/* Why the one that is there cannot be loaded is what the user has to know; else where it was looked for. */
+static bool says_more(const char *folder, const char *path)
+{
+    return failure.status == EP_OK || (*folder && access(path, F_OK) == 0);
+}
+
 static void *try_load(const char *folder, const char *name)
 {
     char path[1024];
@@ -36,7 +42,8 @@ static void *try_load(const char *folder, const char *name)
     if (!module) {
         const char *why = dlerror();
 
-        ep_error_set(&failure, EP_UNAVAILABLE, "no cuda backend: %.400s", why ? why : path);
+        if (says_more(folder, path))
+            ep_error_set(&failure, EP_UNAVAILABLE, "no cuda backend: %.360s", why ? why : path);
     }
     return module;
 }
