@@ -468,6 +468,18 @@ static char *own(const char *text)
     return copy;
 }
 
+#define BUCKETS (sizeof ((struct ep_op_counters *)NULL)->buckets / sizeof(uint64_t))
+
+static void fill_buckets(const struct ep_op_counters *op, Ep__V1__OpStats *stats)
+{
+    uint64_t sorted = 0;
+
+    stats->busy_buckets = group_allocate(BUCKETS, sizeof *stats->busy_buckets);
+    for (size_t i = 0; i < BUCKETS; i++)
+        sorted += stats->busy_buckets[i] = load(&op->buckets[i]);
+    stats->n_busy_buckets = sorted || !stats->count ? BUCKETS : 0;
+}
+
 static Ep__V1__OpStats *op_stats(enum ep_op_class class, const struct ep_op_counters *op)
 {
     Ep__V1__OpStats *stats = group_allocate(1, sizeof *stats);
@@ -482,10 +494,7 @@ static Ep__V1__OpStats *op_stats(enum ep_op_class class, const struct ep_op_coun
     stats->busy_us = load(&op->busy_ns) / EP_NS_PER_US;
     stats->wait_us = load(&op->wait_ns) / EP_NS_PER_US;
     stats->max_wait_us = load(&op->max_wait_ns) / EP_NS_PER_US;
-    stats->n_busy_buckets = sizeof op->buckets / sizeof *op->buckets;
-    stats->busy_buckets = group_allocate(stats->n_busy_buckets, sizeof *stats->busy_buckets);
-    for (size_t i = 0; i < stats->n_busy_buckets; i++)
-        stats->busy_buckets[i] = load(&op->buckets[i]);
+    fill_buckets(op, stats);
     return stats;
 }
 
