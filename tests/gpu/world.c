@@ -15,6 +15,15 @@
 
 /* ---- open and close ------------------------------------------------------------------ */
 
+/*
+ * Streams that share one of the GPU's queues wait for each other.  With the driver's eight queues a rank's
+ * kernel, waiting for a peer on the same GPU, could stand before what that peer's thread needs to go on.
+ */
+void world_prepare(void)
+{
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+}
+
 static ep_status share(struct world *world, struct ep_cuda_memory *memory, uint32_t owner,
                        struct ep_error *error)
 {
@@ -145,7 +154,8 @@ struct job {
     struct world_rank *rank;
     world_fn fn;
     void *arg;
-    ep_status status;
+    uint32_t *failures; /* of all jobs so far */
+    uint32_t failure;   /* which of them this job's is, from 1; 0: it has not failed */
     struct ep_error error;
 };
 
@@ -153,19 +163,23 @@ static void *do_job(void *arg)
 {
     struct job *job = arg;
 
-    job->status = job->fn(job->rank, job->arg, &job->error);
+    if (job->fn(job->rank, job->arg, &job->error) != EP_OK) {
+        job->failure = __atomic_add_fetch(job->failures, 1, __ATOMIC_RELAXED);
+        (void)world_leave(job->rank->world, job->rank->rank, NULL); /* peers need not wait for its next op */
+    }
     return NULL;
 }
 
 ep_status world_each(struct world *world, uint32_t mask, world_fn fn, void *arg, struct ep_error *error)
 {
     struct job *jobs = calloc(world->ranks, sizeof *jobs);
+    uint32_t failures = 0;
     ep_status status = EP_OK;
 
     if (!jobs)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for threads");
     for (uint32_t r = 0; r < world->ranks; r++) {
-        jobs[r] = (struct job){ .rank = &world->rank[r], .fn = fn, .arg = arg };
+        jobs[r] = (struct job){ .rank = &world->rank[r], .fn = fn, .arg = arg, .failures = &failures };
         if (mask >> r & 1 && pthread_create(&jobs[r].thread, NULL, do_job, &jobs[r]) != 0) {
             fprintf(stderr, "no thread for rank %u\n", r); /* its peers would wait for it */
             _exit(1);
@@ -175,8 +189,8 @@ ep_status world_each(struct world *world, uint32_t mask, world_fn fn, void *arg,
         if (!(mask >> r & 1))
             continue;
         pthread_join(jobs[r].thread, NULL);
-        if (status == EP_OK && jobs[r].status != EP_OK)
-            status = ep_error_set(error, jobs[r].status, "rank %u: %.320s", r, jobs[r].error.text);
+        if (jobs[r].failure == 1)
+            status = ep_error_set(error, jobs[r].error.status, "rank %u: %.320s", r, jobs[r].error.text);
     }
     free(jobs);
     return status;

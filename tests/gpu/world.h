@@ -39,6 +39,9 @@ struct world_options {
     struct ep_placement placement; /* the world's from here on, also when opening fails */
 };
 
+/* Before the cuda backend is opened, while there is one thread. */
+void world_prepare(void);
+
 ep_status world_open(const struct ep_cuda_api *api, const struct world_options *options, struct world **out,
                      struct ep_error *error);
 void world_close(struct world *world); /* NULL is allowed */
@@ -48,7 +51,7 @@ static inline uint32_t world_all(const struct world *world)
     return (uint32_t)((1ull << world->ranks) - 1);
 }
 
-/* fn on a thread for each rank of the mask; the first failure in the order of ranks. */
+/* fn on a thread for each rank of the mask; the first failure.  A rank that fails leaves. */
 typedef ep_status (*world_fn)(struct world_rank *rank, void *arg, struct ep_error *error);
 ep_status world_each(struct world *world, uint32_t mask, world_fn fn, void *arg, struct ep_error *error);
 
