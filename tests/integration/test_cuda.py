@@ -1,0 +1,139 @@
+"""Ranks on GPUs, where there is none: server, library and tools with a module that computes on CPUs.
+
+The module (tests/cuda_double) stands in for libep_cuda.so.  An address of its "GPU" memory cannot be followed, so a
+program that takes it for its own dies.  The kernels themselves are tested where GPUs are (tests/gpu).
+"""
+import json
+import os
+import unittest
+
+import harness
+
+MODULE = os.path.join(os.path.dirname(harness.BIN), "unit", "libep_cuda_double.so")
+ENV = {"EP_CUDA_MODULE": MODULE}
+LAYOUTS = {"expert-major", "rank-major", "packed"}
+ALL_DTYPES = "bf16,fp16,fp32,fp8,fp8-given"
+SPEC = ["--ranks=3", "--experts=12", "--hidden=256", "--top-k=2", "--wait=20s"]
+QUICK = ["--hidden=256", "--experts=16", "--top-k=4", "--modes=ll"]
+
+
+@unittest.skipUnless(os.path.exists(MODULE), "no %s" % MODULE)
+class CudaTest(harness.TestCase):
+    def bench(self, *flags, code=0, env=None, **more):
+        result = self.run_cmd(["ep-bench", *flags], env=dict(ENV, **(env or {})), timeout=120.0, **more)
+        for word in harness.COMPLAINTS + ("wait status", "left behind"):
+            self.assertNotIn(word, result.err, result)
+        self.assertEqual(result.code, code, result)
+        return result
+
+    def bench_json(self, *flags, **more):
+        report = json.loads(self.bench("--output=json", "--backend=cuda", *flags, **more).out)
+        self.assertEqual((report["backend"], report["executor"]), ("cuda", "direct"))
+        return report
+
+    def start(self, *flags, **more):
+        return self.start_server("--backend=cuda", *flags, env=ENV, **more)
+
+    def create(self, server, *flags):
+        result = self.run_cmd(["ep-admin", "group", "create", "moe", *SPEC, *flags], server=server)
+        self.assertEqual(result.code, 0, result)
+
+    def workers(self, server, ranks, *flags):
+        return [self.spawn(["worker", "--group=moe", "--rank=%d" % r, "--pause-ms=5", "--once", *flags], env=ENV,
+                           server=server) for r in ranks]
+
+    def says(self, process, text):
+        harness.wait_until(lambda: text in process.out(),
+                           lambda: "%r in what it says:\n%s%s" % (text, process.out(), process.log()), timeout=20.0)
+
+
+class BenchTest(CudaTest):
+    def test_every_combination_is_right(self):
+        report = self.bench_json("--spawn", "--ranks=3", "--experts=20", "--hidden=320", "--top-k=6", "--modes=ll",
+                                 "--tokens=0,7", "--dtypes=" + ALL_DTYPES, "--zero-rank=1", "--drop=0.3",
+                                 "--alignment=8", "--iters=3", "--warmup=1")
+        self.assertTrue(report["ok"], report)
+        self.assertEqual({(c["layout"], c["dtype"]) for c in report["cases"]},
+                         {(l, d) for l in LAYOUTS for d in ALL_DTYPES.split(",")})
+        self.assertTrue(all(c["verified"] and c["graph_pair_us"] is None for c in report["cases"]), report)
+
+    def test_a_graph_of_pairs_gives_the_same(self):
+        report = self.bench_json("--spawn", *QUICK, "--tokens=4", "--iters=20", "--graph=6")
+        self.assertTrue(report["ok"], report)
+        self.assertTrue(all(c["graph_pair_us"] > 0 for c in report["cases"]), report)
+
+    def test_a_killed_worker_costs_the_others_nothing(self):
+        report = self.bench_json("--spawn", *QUICK, "--ranks=3", "--tokens=4", "--iters=20", "--kill=1@1")
+        self.assertTrue(report["ok"], report)
+        kill = report["kill"]
+        self.assertTrue(kill["done"] and kill["masked_verified"], kill)
+        self.assertEqual((kill["ops_finished"], kill["ops_failed"]), (kill["ops_expected"], 0))
+
+    def test_what_the_backend_lacks_is_left_out(self):
+        result = self.bench("--spawn", "--backend=cuda", "--hidden=256", "--experts=16", "--top-k=4", "--tokens=2",
+                            "--iters=2", "--output=csv")
+        self.assertIn("ht: left out", result.err)
+        lines = result.out.strip().split("\n")
+        self.assertEqual(len(lines), 1 + len(LAYOUTS))
+        self.assertTrue(all(line.startswith("ll,") and line.endswith("cuda,direct") for line in lines[1:]), lines)
+        self.assertIn("cuda backend has ll only",
+                      self.bench("--spawn", "--backend=cuda", "--modes=ht", code=1).err)
+
+    def test_the_backend_asked_for_is_the_one_used(self):
+        server = self.start()
+        self.assertIn("this ep-server runs ranks on cuda", self.bench("--backend=host", code=1, server=server).err)
+        self.create(server)
+        self.assertIn("group moe is on cuda",
+                      self.bench("--backend=host", "--group=moe", code=2, server=server).err)
+
+    def test_a_worker_without_the_module(self):
+        server = self.start()
+        self.create(server)
+        result = self.bench("--group=moe", "--modes=ll", "--tokens=1", code=1, server=server,
+                            env={"EP_CUDA_MODULE": self.path("nothing.so")})
+        self.assertIn("the group's backend is cuda: no cuda backend", result.err)
+
+
+class WorkerTest(CudaTest):
+    def test_the_examples_run_unchanged(self):
+        server = self.start()
+        self.create(server)
+        result = self.run_cmd(["hello_dispatch", "moe"], env=ENV, server=server)
+        self.assertEqual(result.code, 0, result)
+        self.assertIn("all results are right", result.out)
+
+    def test_a_dead_workers_rank_is_taken_again(self):
+        server = self.start()
+        self.create(server)
+        workers = self.workers(server, range(3))
+        for worker in workers:
+            self.says(worker, "absent 0, failures 0")
+        workers[2].kill()
+        self.says(workers[0], "rank 2 lost")
+        self.says(workers[0], "absent 1, failures 0")
+        again = self.workers(server, [2])[0]
+        self.says(workers[0], "rank 2 joined")
+        self.says(again, "absent 0, failures 0")
+        for worker in (workers[0], workers[1], again):
+            self.assertNotRegex(worker.out(), r"[1-9]\d* wrong")
+
+    def test_a_lost_server_ends_the_workers(self):
+        server = self.start()
+        self.create(server, "--timeout-ms=60000")
+        workers = self.workers(server, range(3))
+        for worker in workers:
+            self.says(worker, "absent 0")
+        server.kill()
+        for worker in workers:  # ops that wait do not wait for their timeout
+            self.assertEqual(worker.wait(timeout=20.0), 4, worker.log())
+            self.says(worker, "the server is gone")
+
+    def test_a_late_rank_is_named(self):
+        server = self.start()
+        self.create(server, "--timeout-ms=200")
+        worker = self.workers(server, [0])[0]
+        self.says(worker, "was late: LL 1 waited 200 ms for its rows")
+
+
+if __name__ == "__main__":
+    harness.main()
