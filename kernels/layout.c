@@ -143,7 +143,7 @@ static wide lay_bank(struct ep_layout_map *map)
     map->bank.combine_flags = region(&end, lines);
     map->bank.credits = region(&end, lines);
     map->bank.counts = region(&end, (wide)l->ranks * map->counts_bytes);
-    map->bank.combine_numbers = region(&end, slots * sizeof(uint32_t));
+    map->bank.combine_numbers = region(&end, slots * EP_COMBINE_PARTS * sizeof(uint32_t));
     map->bank.places = region(&end, slots * map->places_bytes);
     map->bank.headers = region(&end, slots * map->header_bytes);
     map->bank.scales = region(&end, slots * map->scales_bytes);

@@ -12,7 +12,8 @@
  *                                       only in bank 0, so that one look tells all
  *         counts            [R][1+L]    src s: rows it sends, and to each local expert; GPUs only, three
  *                                       in 16 bytes, with the number
- *         combine numbers   [R][T_ll]   peer d: the number whose partial is there; GPUs only
+ *         combine numbers   [R][T_ll]   peer d: the number whose partial is there, for each of its parts;
+ *                                       GPUs only
  *         places            [R][T_ll]   the rows of `out` that a row went to; GPUs only, own use
  *         dispatch headers  [R][T_ll]   which local experts, with which weights
  *         dispatch scales   [R][T_ll]   fp8 only
@@ -57,6 +58,7 @@ extern "C" {
 #define EP_MAX_HANDLES 64u
 #define EP_MAX_LL_BANKS 4u
 #define EP_RESULT_TEXT 160u
+#define EP_COMBINE_PARTS 2u /* that GPUs cut a partial into, each announced for itself */
 
 /* ---- sizes ------------------------------------------------------------------ */
 

@@ -2,6 +2,9 @@
  * LL combine: each rank sums a token's rows over its own experts in fp32, rounds once and pushes the partial
  * to the token's source; the source sums partials in the order of ranks as they land.  ll_device.cuh has the
  * protocol.
+ *
+ * Rows are cut into parts that different blocks work on, each announced for itself: more under way when there
+ * are few tokens.
  */
 #include "ll_device.cuh"
 
@@ -79,16 +82,28 @@ struct Terms {
     float weight[EP_MAX_TOP_K];
 };
 
+/* 16 byte pieces [from, to) of a row. */
+struct Range {
+    uint32_t from, to;
+};
+
+__device__ Range range_of(const ep_ll_args &a, uint32_t part)
+{
+    const uint32_t pieces = a.row_bytes / 16, each = (pieces + EP_COMBINE_PARTS - 1) / EP_COMBINE_PARTS;
+
+    return { min(part * each, pieces), min((part + 1) * each, pieces) };
+}
+
 /* Pieces [at, at + kUnder) of a thread: terms j .. j + kTerms - 1 are fetched, then added in their order. */
 template <class T, bool kWeighted, uint32_t kUnder, uint32_t kTerms>
-__device__ void add_terms(const Terms &terms, uint32_t j, uint32_t at, uint32_t pieces, Vec (*v)[kUnder],
+__device__ void add_terms(const Terms &terms, uint32_t j, uint32_t at, uint32_t end, Vec (*v)[kUnder],
                           float (*sum)[Format<T>::n])
 {
 #pragma unroll
     for (uint32_t k = 0; k < kTerms; k++)
 #pragma unroll
         for (uint32_t i = 0; i < kUnder; i++)
-            if (j + k < terms.n && at + i * kThreads < pieces)
+            if (j + k < terms.n && at + i * kThreads < end)
                 v[k][i] = load_row(terms.row[j + k] + (uint64_t)(at + i * kThreads) * 16);
 #pragma unroll
     for (uint32_t k = 0; k < kTerms; k++) {
@@ -109,23 +124,22 @@ __device__ void add_terms(const Terms &terms, uint32_t j, uint32_t at, uint32_t 
 
 /* The sum of the terms to `to`, by all threads.  One term with weight 1 is a copy, bit for bit. */
 template <class T, bool kWeighted>
-__device__ void sum_rows(const ep_ll_args &a, const Terms &terms, const uint8_t *bias, uint8_t *to)
+__device__ void sum_rows(const Terms &terms, Range range, const uint8_t *bias, uint8_t *to)
 {
     constexpr uint32_t kElements = Format<T>::n, kUnder = 2, kTerms = 4; /* what a thread has under way */
-    const uint32_t pieces = a.row_bytes / 16;
     const bool copies = terms.n == 1 && !bias && (!kWeighted || terms.weight[0] == 1.0f);
 
-    for (uint32_t at = threadIdx.x; at < pieces; at += kUnder * kThreads) {
+    for (uint32_t at = range.from + threadIdx.x; at < range.to; at += kUnder * kThreads) {
         float sum[kUnder][kElements] = {};
         Vec v[kTerms][kUnder];
 
         for (uint32_t j = 0; j < terms.n; j += kTerms)
-            add_terms<T, kWeighted, kUnder, kTerms>(terms, j, at, pieces, v, sum);
+            add_terms<T, kWeighted, kUnder, kTerms>(terms, j, at, range.to, v, sum);
 #pragma unroll
         for (uint32_t i = 0; i < kUnder; i++) {
             const uint64_t byte = (uint64_t)(at + i * kThreads) * 16;
 
-            if (at + i * kThreads >= pieces)
+            if (at + i * kThreads >= range.to)
                 continue;
             if (bias) {
                 float x[kElements];
@@ -196,6 +210,9 @@ __device__ uint32_t rows_of_lane(const ep_ll_args &a, const Op &op, uint32_t exc
     return (op.members & ~excluded) >> lane & 1 && rows_of(a, op, lane, &n) ? n : 0;
 }
 
+/* The one block that tells what the op has done: it has little else to do when there are few tokens. */
+__device__ bool tells() { return blockIdx.x == gridDim.x / 2; }
+
 /* Partials that a block has pushed and not announced. */
 constexpr uint32_t kUnannounced = 8;
 struct Pushed {
@@ -216,16 +233,34 @@ __device__ void announce(const Op &op, Pushed *pushed)
         pushed->n = 0;
 }
 
+/* Where the number of a part of token t's partial from rank d is kept. */
+__device__ uint32_t *number_at(const ep_ll_args &a, uint32_t where, uint64_t bank, uint32_t d, uint32_t t,
+                               uint32_t part)
+{
+    return (uint32_t *)item_at(a, where, bank, a.bank.combine_numbers, d, t, EP_COMBINE_PARTS * 4) + part;
+}
+
+/* A block's share of the partials: the parts of a row together, all sources of a slot together, the next rank
+ * first, so that not all push to the same one. */
+struct Item {
+    uint32_t part, s, slot;
+};
+
+__device__ Item item_of(const ep_ll_args &a, uint32_t i)
+{
+    return { i % EP_COMBINE_PARTS, (i / EP_COMBINE_PARTS + a.rank + 1) % a.ranks, i / EP_COMBINE_PARTS / a.ranks };
+}
+
 template <class T>
-__device__ void push_partial(const ep_ll_args &a, const Op &op, uint32_t s, const Terms &terms, Pushed *pushed)
+__device__ void push_partial(const ep_ll_args &a, const Op &op, const Item &item, const Terms &terms,
+                             Pushed *pushed)
 {
     if (terms.token == kAll)
         return;
-    sum_rows<T, true>(a, terms, nullptr,
-                      item_at(a, s, op.bank, a.bank.combine_rows, a.rank, terms.token, a.combine_row_bytes));
+    sum_rows<T, true>(terms, range_of(a, item.part), nullptr,
+                      item_at(a, item.s, op.bank, a.bank.combine_rows, a.rank, terms.token, a.combine_row_bytes));
     if (threadIdx.x == 0)
-        pushed->number[pushed->n++] =
-            (uint32_t *)item_at(a, s, op.bank, a.bank.combine_numbers, a.rank, terms.token, 4);
+        pushed->number[pushed->n++] = number_at(a, item.s, op.bank, a.rank, terms.token, item.part);
 }
 
 template <class T>
@@ -234,39 +269,40 @@ __device__ void push_partials(const ep_ll_args &a, const Op &op, uint32_t exclud
     __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS];
     __shared__ Pushed pushed;
     uint32_t most = 0, sent = 0, under_way = 0;
-    Header header;
-    /* The rows in turn, the next rank's first, so that not all push to the same one. */
-    const auto source = [&](uint32_t i) { return (i + a.rank + 1) % a.ranks; };
 
-    if (threadIdx.x == 0)
-        pushed.n = 0;
     if (threadIdx.x < 32) {
-        if (blockIdx.x / a.ranks < a.max_tokens) /* beside the counts: the header tells whether it holds */
-            header = load_header(a, op, source(blockIdx.x), blockIdx.x / a.ranks);
+        const Item item = item_of(a, blockIdx.x);
+        Header header;
+
+        pushed.n = 0;
+        if (item.slot < a.max_tokens) /* at once with the counts, which tell whether there is such a row */
+            header = load_header(a, op, item.s, item.slot);
         rows[threadIdx.x] = rows_of_lane(a, op, excluded);
+        __syncwarp();
+        if (item.slot < rows[item.s])
+            find_terms(a, op, header, item.s, item.slot, terms);
     }
     __syncthreads();
     for (uint32_t s = 0; s < a.ranks; s++) {
         most = max(most, rows[s]);
         sent += s == a.rank ? 0 : rows[s];
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0)
+    if (tells() && threadIdx.x == 0)
         a.state->scratch.wire_bytes = (uint64_t)sent * a.row_bytes;
-    for (uint32_t i = blockIdx.x; i < most * a.ranks; i += gridDim.x) {
-        const uint32_t slot = i / a.ranks, s = source(i);
+    for (uint32_t i = blockIdx.x; i < most * a.ranks * EP_COMBINE_PARTS; i += gridDim.x) {
+        const Item item = item_of(a, i);
 
-        if (slot >= rows[s])
+        if (item.slot >= rows[item.s])
             continue;
-        if (threadIdx.x < 32) {
-            if (i != blockIdx.x)
-                header = load_header(a, op, s, slot);
-            find_terms(a, op, header, s, slot, terms);
+        if (i != blockIdx.x) {
+            __syncthreads(); /* the terms before are done with */
+            if (threadIdx.x < 32)
+                find_terms(a, op, load_header(a, op, item.s, item.slot), item.s, item.slot, terms);
+            __syncthreads();
         }
-        __syncthreads();
-        push_partial<T>(a, op, s, *terms, &pushed);
+        push_partial<T>(a, op, item, *terms, &pushed);
         if (++under_way % kUnannounced == 0)
             announce(op, &pushed);
-        __syncthreads();
     }
     announce(op, &pushed);
 }
@@ -283,16 +319,16 @@ __device__ uint32_t ranks_of(int32_t route)
     return __reduce_or_sync(kAll, route >= 0 ? 1u << ((route & ~EP_DEVICE_ROUTE_AGAIN) >> 16) : 0);
 }
 
-/* Warp 0: waits for the partials of token t; those that come are the terms, in the order of ranks. */
-__device__ void find_partials(const ep_ll_args &a, Op *op, uint32_t t, uint32_t ranks, Terms *terms)
+/* Warp 0: waits for a part of the partials of token t; those that come are the terms, in the order of ranks. */
+__device__ void find_partials(const ep_ll_args &a, Op *op, uint32_t t, uint32_t part, uint32_t ranks, Terms *terms)
 {
     const uint32_t lane = threadIdx.x;
     bool comes = (ranks & op->members & ~op->missed) >> lane & 1;
 
     if (comes) {
-        const uint32_t *number = (const uint32_t *)item_at(a, a.rank, op->bank, a.bank.combine_numbers, lane, t, 4);
+        const uint32_t *number = number_at(a, a.rank, op->bank, lane, t, part);
         /* A rank that has given the credit without a partial will send none. */
-        const uint64_t *credit = credit_at(a, a.rank, lane, op->number);
+        const uint64_t *credit = credit_at(a, a.rank, lane, bank_of(a, op->number));
         const Wait end = wait_for(
             a, *op, lane, [&] { return acquire_u32(number) == op->wire; }, /* partner: push_partial */
             [&] { return load_u64(credit) >= op->number; });
@@ -311,24 +347,27 @@ __device__ void find_partials(const ep_ll_args &a, Op *op, uint32_t t, uint32_t 
     __syncwarp();
 }
 
-/* Tokens of a block are counted from the last block, as rows are from the first: with small batches no
- * block has both.  Does last() with warp 0 when no more has to be waited for. */
+/* Parts of tokens are counted from the last block, as rows are from the first: with small batches no block
+ * has both.  Does last() with warp 0 when no more has to be waited for. */
+__device__ uint32_t first_sum() { return gridDim.x - 1 - blockIdx.x; }
+
 template <class T, class Last>
 __device__ void sum_partials(const ep_ll_args &a, Op *op, int32_t route, Terms *terms, Last last)
 {
-    const uint32_t t0 = gridDim.x - 1 - blockIdx.x;
+    const uint32_t sums = a.tokens * EP_COMBINE_PARTS;
 
-    for (uint32_t t = t0; t < a.tokens; t += gridDim.x) {
+    for (uint32_t i = first_sum(); i < sums; i += gridDim.x) {
+        const uint32_t t = i / EP_COMBINE_PARTS, part = i % EP_COMBINE_PARTS;
         const uint64_t row = (uint64_t)t * a.row_bytes;
 
         if (threadIdx.x < 32) {
-            if (t != t0)
+            if (i != first_sum())
                 route = load_route(a, t);
-            find_partials(a, op, t, ranks_of(route), terms);
+            find_partials(a, op, t, part, ranks_of(route), terms);
         }
         __syncthreads();
-        sum_rows<T, false>(a, *terms, a.bias ? a.bias + row : nullptr, a.out + row);
-        if (t + gridDim.x >= a.tokens)
+        sum_rows<T, false>(*terms, range_of(a, part), a.bias ? a.bias + row : nullptr, a.out + row);
+        if (i + gridDim.x >= sums)
             break;
         __syncthreads();
     }
@@ -373,7 +412,7 @@ template <class T> __global__ void __launch_bounds__(kThreads, kBlocks) combine(
     int32_t route = -1;
 
     if (threadIdx.x < 32) {
-        route = load_route(a, gridDim.x - 1 - blockIdx.x);
+        route = load_route(a, first_sum() / EP_COMBINE_PARTS);
         const int32_t status = begin(a, &op, &excluded);
 
         if (threadIdx.x == 0)
@@ -389,7 +428,7 @@ template <class T> __global__ void __launch_bounds__(kThreads, kBlocks) combine(
         }
     }
     const auto last = [&] {
-        if (arrive(a, blockIdx.x == 0))
+        if (arrive(a, tells()))
             finish(a, op, begun);
     };
 

@@ -135,8 +135,12 @@ __device__ inline uint64_t now_ns()
     return t;
 }
 
-/* The number as flags carry it: never 0, which means "never". */
-__device__ inline uint32_t wire_number(uint64_t n) { return (uint32_t)((n - 1) % 0xffffffffull) + 1; }
+/* The number as flags carry it: never 0, which means "never".  Division of 64 bits takes its time, and numbers
+ * that need it are rare. */
+__device__ inline uint32_t wire_number(uint64_t n)
+{
+    return n >> 32 ? (uint32_t)((n - 1) % 0xffffffffull) + 1 : (uint32_t)n;
+}
 
 /* ---- an op ------------------------------------------------------------------------ */
 
@@ -150,10 +154,11 @@ struct Op {
     uint32_t valid;   /* the handle may be used */
 };
 
-__device__ inline uint64_t bank_at(const ep_ll_args &a, uint64_t n)
+__device__ inline uint32_t bank_of(const ep_ll_args &a, uint64_t n)
 {
-    return a.ll + n % a.banks * a.bank_bytes;
+    return n >> 32 ? (uint32_t)(n % a.banks) : (uint32_t)n % a.banks;
 }
+__device__ inline uint64_t bank_at(const ep_ll_args &a, uint64_t n) { return a.ll + bank_of(a, n) * a.bank_bytes; }
 
 /* Place of an item of region [r] of a bank, in `where`'s window. */
 __device__ inline uint8_t *item_at(const ep_ll_args &a, uint32_t where, uint64_t bank, uint64_t region, uint32_t r,
@@ -166,10 +171,10 @@ __device__ inline uint8_t *line_at(const ep_ll_args &a, uint32_t where, uint64_t
     return a.window[where] + bank + region + (uint64_t)r * EP_LINE;
 }
 
-/* Where d's credits are kept in `where`'s window. */
-__device__ inline uint64_t *credit_at(const ep_ll_args &a, uint32_t where, uint32_t d, uint64_t n)
+/* Where d's credits are kept in `where`'s window, one for each bank. */
+__device__ inline uint64_t *credit_at(const ep_ll_args &a, uint32_t where, uint32_t d, uint32_t bank)
 {
-    return (uint64_t *)line_at(a, where, a.ll, a.bank.credits, d) + n % a.banks;
+    return (uint64_t *)line_at(a, where, a.ll, a.bank.credits, d) + bank;
 }
 
 /* Warp 0: number n begins, with these members. */
@@ -242,14 +247,15 @@ __device__ inline void miss(const ep_ll_args &a, Op *op, uint32_t peer, Wait why
 __device__ inline void give_credit(const ep_ll_args &a, uint64_t m)
 {
     const uint32_t lane = threadIdx.x % 32;
-    uint64_t *released = &a.state->released[m % a.banks];
+    const uint32_t bank = bank_of(a, m);
+    uint64_t *released = &a.state->released[bank];
 
     __syncwarp();
     if (m == 0 || *(volatile uint64_t *)released >= m)
         return;
     fence_sys(); /* release; partner: the wait for credit */
     if (lane < a.ranks)
-        store_u64(credit_at(a, lane, a.rank, m), m);
+        store_u64(credit_at(a, lane, a.rank, bank), m);
     __syncwarp();
     if (lane == 0)
         *(volatile uint64_t *)released = m;

@@ -334,7 +334,7 @@ __device__ void wait_credit(const ep_ll_args &a, Op *op, uint32_t ranks)
     const uint32_t lane = threadIdx.x;
 
     if (ranks >> lane & 1) {
-        const uint64_t *credit = credit_at(a, a.rank, lane, op->number), *from = &a.state->from[lane];
+        const uint64_t *credit = credit_at(a, a.rank, lane, bank_of(a, op->number)), *from = &a.state->from[lane];
         const Wait end = wait_for(a, *op, lane, [&] {
             return has_credit(a, op->number, load_u64(from), acquire_u64(credit)); /* partner: give_credit */
         });
@@ -668,10 +668,10 @@ __device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Head
     __shared__ Places places;
     Item item = next_item(a, rows, share.part, share.parts);
 
-    if (share.part == 0)
+    if (share.part == share.parts / 2)
         write_expert_counts(a, total, first, spanned);
     if (spanned > a.out_rows) {
-        if (share.part == 0 && threadIdx.x == 0) {
+        if (share.part == share.parts / 2 && threadIdx.x == 0) {
             a.state->scratch.overflow = 1;
             a.state->scratch.rows_needed = spanned;
         }
@@ -744,8 +744,8 @@ __device__ void receive_in_place(const ep_ll_args &a, Op *op, const uint32_t *ro
                 a.out_weights[at * a.top_k + part - 1] = here ? __uint_as_float(v.w[1]) : 0.0f;
         }
     }
-    fence_sys(); /* acquire; partner: push_headers.  Whoever reads the rows comes later in the stream */
-    if (blockIdx.x == 0)
+    /* Who reads the rows comes later in the stream, and starts with nothing cached. */
+    if (blockIdx.x == gridDim.x / 2)
         write_rank_counts(a, rows);
 }
 
@@ -820,7 +820,7 @@ __device__ void begin(const ep_ll_args &a, Op *op, const Asked &q)
         atomicMax((unsigned long long *)&a.state->begun, (unsigned long long)n);
     op_begin(a, op, n, __ballot_sync(kAll, q.from <= n), q.timeout_ns);
     for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
-        credit = i == n % a.banks ? q.credit[i] : credit;
+        credit = i == bank_of(a, n) ? q.credit[i] : credit;
     const uint32_t lacking = __ballot_sync(kAll, q.from <= n && !has_credit(a, n, q.from, credit));
 
     if (lane == 0) {
@@ -905,7 +905,7 @@ template <Cast C> __global__ void __launch_bounds__(kThreads, kBlocks) dispatch(
         return;
     }
     const uint64_t start = now_ns();
-    const bool receives = a.phases & EP_LL_RECEIVE, told = blockIdx.x == 0 || gridDim.x - 1 - blockIdx.x < a.ranks;
+    const bool receives = a.phases & EP_LL_RECEIVE, told = blockIdx.x == gridDim.x / 2 || gridDim.x - 1 - blockIdx.x < a.ranks;
     uint32_t ranks = op.members;
     Header header = {};
     __shared__ uint32_t counted, again;
@@ -916,7 +916,7 @@ template <Cast C> __global__ void __launch_bounds__(kThreads, kBlocks) dispatch(
         if (sends)
             send<C>(a, &op, batch, part, total, ranks);
         if (threadIdx.x == 0)
-            counted = 0;
+            counted = again = 0;
         __syncthreads();
         if (threadIdx.x >= 32) {
             if (receives)
@@ -937,15 +937,16 @@ template <Cast C> __global__ void __launch_bounds__(kThreads, kBlocks) dispatch(
         }
         __syncthreads();
         ranks = joined;
-        if (threadIdx.x == 0) {
-            op.members |= ranks;
-            again = 0;
+        if (ranks | op.missed) {
+            __syncthreads();
+            if (threadIdx.x == 0)
+                op.members |= ranks;
+            if (threadIdx.x < a.ranks && op.missed >> threadIdx.x & 1)
+                rows[threadIdx.x] = 0;
+            __syncthreads();
         }
-        if (threadIdx.x < a.ranks && op.missed >> threadIdx.x & 1)
-            rows[threadIdx.x] = 0;
-        __syncthreads();
     } while (ranks);
-    if (blockIdx.x == 0 && threadIdx.x == 0)
+    if (blockIdx.x == gridDim.x / 2 && threadIdx.x == 0)
         a.state->scratch.wait_ns = now_ns() - start;
 
     const auto last = [&] {

@@ -199,9 +199,9 @@ static void fill_op(const struct ep_cuda_rank *rank, const struct ep_op *op, str
  * As many blocks as there is work for: one that has none only costs.  The rows that come are not known
  * here; ranks mostly have batches of like size.
  */
-static uint32_t blocks_for(const struct ep_cuda_rank *rank, uint32_t most, uint32_t tokens)
+static uint32_t blocks_for(const struct ep_cuda_rank *rank, uint32_t most, uint32_t tokens, uint32_t parts)
 {
-    const uint64_t want = (uint64_t)(tokens + 1) * rank->base.ranks;
+    const uint64_t want = (uint64_t)(tokens + 1) * rank->base.ranks * parts;
     const uint32_t least = rank->sms < most ? rank->sms : most;
 
     return want < least ? least : want < most ? (uint32_t)want : most;
@@ -215,9 +215,11 @@ static int launch(struct ep_cuda_rank *rank, const struct ep_op *op, uint32_t ph
     args.phases = phases;
     switch (op->kind) {
     case EP_OP_DISPATCH:
-        return ep_ll_dispatch(&args, blocks_for(rank, rank->dispatch_blocks, op->tokens), rank->shared_bytes, stream);
+        return ep_ll_dispatch(&args, blocks_for(rank, rank->dispatch_blocks, op->tokens, 1), rank->shared_bytes,
+                              stream);
     case EP_OP_COMBINE:
-        return ep_ll_combine(&args, blocks_for(rank, rank->combine_blocks, op->tokens), rank->shared_bytes, stream);
+        return ep_ll_combine(&args, blocks_for(rank, rank->combine_blocks, op->tokens, EP_COMBINE_PARTS),
+                             rank->shared_bytes, stream);
     default:
         return ep_ll_release(&args, stream);
     }

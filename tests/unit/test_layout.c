@@ -69,7 +69,7 @@ static void regions_of_a_bank_are_disjoint(void **state)
         { m.bank.combine_flags, m.bank.combine_flags + lines },
         { m.bank.credits, m.bank.credits + lines },
         { m.bank.counts, m.bank.counts + 8ull * m.counts_bytes },
-        { m.bank.combine_numbers, m.bank.combine_numbers + slots * 4 },
+        { m.bank.combine_numbers, m.bank.combine_numbers + slots * EP_COMBINE_PARTS * 4 },
         { m.bank.places, m.bank.places + slots * m.places_bytes },
         { m.bank.headers, m.bank.headers + slots * m.header_bytes },
         { m.bank.scales, m.bank.scales + slots * m.scales_bytes },
