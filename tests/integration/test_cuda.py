@@ -1,6 +1,6 @@
 """Ranks on GPUs, where there is none: server, library and tools with a module that computes on CPUs.
 
-The module (tests/cuda_double) stands in for libep_cuda.so.  An address of its "GPU" memory cannot be followed, so a
+The module (tests/cuda_cpu) stands in for libep_cuda.so.  An address of its "GPU" memory cannot be followed, so a
 program that takes it for its own dies.  The kernels themselves are tested where GPUs are (tests/gpu).
 """
 import json
@@ -9,7 +9,7 @@ import unittest
 
 import harness
 
-MODULE = os.path.join(os.path.dirname(harness.BIN), "unit", "libep_cuda_double.so")
+MODULE = os.path.join(os.path.dirname(harness.BIN), "unit", "libep_cuda_cpu.so")
 ENV = {"EP_CUDA_MODULE": MODULE}
 LAYOUTS = {"expert-major", "rank-major", "packed"}
 ALL_DTYPES = "bf16,fp16,fp32,fp8,fp8-given"

@@ -2,7 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "double.h"
+#include "cuda_cpu.h"
 #include "ep_clock.h"
 #include "ep_reference.h"
 
@@ -10,9 +10,9 @@ enum { AGAIN = 1 }; /* ep_route.index: the expert of an earlier choice of the to
 
 /* One op on its way. */
 struct run {
-    struct double_rank *r;
+    struct cpu_rank *r;
     const struct ep_op *op;
-    struct double_handle *handle;
+    struct cpu_handle *handle;
     struct ep_device_handle *shared;
     uint64_t number, deadline_ns, members, missed;
     uint64_t bank; /* offset from a window's start */
@@ -39,7 +39,7 @@ static bool copy_placement(const struct ep_placement *from, struct ep_placement 
     return status == EP_OK;
 }
 
-bool double_rank_init(struct double_rank *r, const struct ep_placement *placement)
+bool cpu_rank_init(struct cpu_rank *r, const struct ep_placement *placement)
 {
     const struct ep_limits *l = &r->map.limits;
     const size_t choices = (size_t)l->ll_max_tokens * l->top_k;
@@ -47,7 +47,7 @@ bool double_rank_init(struct double_rank *r, const struct ep_placement *placemen
     if (!copy_placement(placement, &r->placement))
         return false;
     for (uint32_t h = 0; h < EP_MAX_HANDLES; h++) {
-        struct double_handle *handle = &r->handle[h];
+        struct cpu_handle *handle = &r->handle[h];
 
         handle->home = malloc(choices * sizeof *handle->home);
         handle->local = malloc(choices * sizeof *handle->local);
@@ -60,7 +60,7 @@ bool double_rank_init(struct double_rank *r, const struct ep_placement *placemen
     return true;
 }
 
-void double_rank_fini(struct double_rank *r)
+void cpu_rank_fini(struct cpu_rank *r)
 {
     for (uint32_t h = 0; h < EP_MAX_HANDLES; h++) {
         free(r->handle[h].home);
@@ -254,7 +254,7 @@ static void read_choices(struct run *c)
     }
 }
 
-static bool is_again(const struct double_handle *handle, uint32_t first, uint32_t k)
+static bool is_again(const struct cpu_handle *handle, uint32_t first, uint32_t k)
 {
     for (uint32_t j = 0; j < k; j++)
         if (handle->home[first + j] == handle->home[first + k]
@@ -266,7 +266,7 @@ static bool is_again(const struct double_handle *handle, uint32_t first, uint32_
 /* Token t's row to rank d, if it has any choice there. */
 static bool send_row(struct run *c, uint32_t t, uint32_t d, uint32_t slot)
 {
-    const struct double_handle *handle = c->handle;
+    const struct cpu_handle *handle = c->handle;
     const struct ep_layout_map *map = &c->r->map;
     const uint64_t input = (uint64_t)map->limits.hidden * ep_ref_bytes((ep_dtype)c->op->input_dtype);
     const uint8_t *x = (const uint8_t *)at(c, c->op->x) + t * input;
@@ -385,10 +385,10 @@ static void put_by_expert(struct run *c, uint64_t *next)
     for (uint32_t s = 0; s < c->r->ranks; s++)
         for (uint32_t i = 0; i < c->handle->arrived[s]; i++) {
             const struct ep_row_header *header = header_of(c, s, i);
-            struct double_arrival *arrival = &c->handle->arrival[s * c->r->map.limits.ll_max_tokens + i];
+            struct cpu_arrival *arrival = &c->handle->arrival[s * c->r->map.limits.ll_max_tokens + i];
             uint64_t where[EP_MAX_TOP_K];
 
-            *arrival = (struct double_arrival){ .token = header->token };
+            *arrival = (struct cpu_arrival){ .token = header->token };
             for (uint32_t k = 0; k < c->op->top_k; k++) {
                 const struct ep_route *route = &header->route[k];
 
@@ -462,7 +462,7 @@ static void receive_in_place(struct run *c)
             const uint64_t position = (uint64_t)s * l->ll_max_tokens + i;
             const struct ep_row_header *header = header_of(c, s, i);
 
-            c->handle->arrival[position] = (struct double_arrival){ .token = header->token, .n = 1,
+            c->handle->arrival[position] = (struct cpu_arrival){ .token = header->token, .n = 1,
                                                                     .position = { position }, .weight = { 1 } };
             put_row(c, s, i, position);
             for (uint32_t k = 0; k < c->op->top_k; k++) {
@@ -530,7 +530,7 @@ static void combine_send(struct run *c, float *sum)
 
     for (uint32_t s = 0; s < l->ranks; s++) {
         for (uint32_t i = 0; in(c->members, s) && i < c->handle->arrived[s]; i++) {
-            const struct double_arrival *arrival = &c->handle->arrival[(uint64_t)s * l->ll_max_tokens + i];
+            const struct cpu_arrival *arrival = &c->handle->arrival[(uint64_t)s * l->ll_max_tokens + i];
 
             memset(sum, 0, l->hidden * sizeof *sum);
             for (uint32_t n = 0; n < arrival->n; n++)
@@ -547,7 +547,7 @@ static void combine_send(struct run *c, float *sum)
     give_credit(c, c->number);
 }
 
-static bool sent_to(const struct double_handle *handle, uint32_t t, uint32_t d)
+static bool sent_to(const struct cpu_handle *handle, uint32_t t, uint32_t d)
 {
     for (uint32_t k = 0; k < handle->top_k; k++)
         if (handle->home[t * handle->top_k + k] == (int32_t)d)
@@ -633,7 +633,7 @@ static void write_record(struct run *c, uint32_t part)
         __atomic_fetch_add(&state->failures, 1, __ATOMIC_SEQ_CST);
 }
 
-static void run(struct double_rank *r, const struct ep_op *op, bool sends, bool receives)
+static void run(struct cpu_rank *r, const struct ep_op *op, bool sends, bool receives)
 {
     struct run c = { .r = r, .op = op, .handle = &r->handle[op->handle], .shared = &r->state->handles[op->handle] };
     const bool dispatch = op->kind == EP_OP_DISPATCH;
@@ -648,7 +648,7 @@ static void run(struct double_rank *r, const struct ep_op *op, bool sends, bool 
     write_record(&c, dispatch ? EP_DEVICE_DISPATCH : EP_DEVICE_COMBINE);
 }
 
-void double_execute(struct double_rank *r, const struct ep_op *op)
+void cpu_execute(struct cpu_rank *r, const struct ep_op *op)
 {
     if (op->kind == EP_OP_COMPLETE) {
         run(r, &r->half[op->handle], false, true);

@@ -2,7 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "double.h"
+#include "cuda_cpu.h"
 #include "ep_clock.h"
 
 enum { QUEUE = 8192, GRAPH_OPS = 1024, RANKS = 64, WORDS_BYTES = 32768 };
@@ -19,7 +19,7 @@ struct work {
 };
 
 struct ep_cuda_rank {
-    struct double_rank rank;
+    struct cpu_rank rank;
     uint32_t device;
     pthread_t thread;
     uint64_t head, tail; /* next to put, next to run */
@@ -77,7 +77,7 @@ static void run_one(struct ep_cuda_rank *rank)
     if (work.mark)
         work.mark->ns = ep_clock_ns();
     else
-        double_execute(&rank->rank, &work.op);
+        cpu_execute(&rank->rank, &work.op);
     pthread_mutex_lock(&lock);
     rank->tail++;
     pthread_cond_broadcast(&changed);
@@ -103,7 +103,7 @@ static void *run_queue(void *arg)
 static ep_status fill(const struct ep_cuda_rank_options *options, struct ep_cuda_rank *rank,
                       struct ep_error *error)
 {
-    struct double_rank *r = &rank->rank;
+    struct cpu_rank *r = &rank->rank;
 
     rank->device = options->device;
     r->rank = options->rank;
@@ -112,7 +112,7 @@ static ep_status fill(const struct ep_cuda_rank_options *options, struct ep_cuda
     r->state = cuda_fixture_host(options->state);
     for (uint32_t i = 0; i < r->ranks; i++)
         r->window[i] = cuda_fixture_host(options->windows[i]);
-    return double_rank_init(r, options->placement) ? EP_OK
+    return cpu_rank_init(r, options->placement) ? EP_OK
                                                    : ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
 }
 
@@ -125,7 +125,7 @@ static ep_status rank_open(const struct ep_cuda_rank_options *options, struct ep
     if (!rank)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
     if (fill(options, rank, error) != EP_OK) {
-        double_rank_fini(&rank->rank);
+        cpu_rank_fini(&rank->rank);
         free(rank);
         return error->status;
     }
@@ -155,7 +155,7 @@ static void rank_close(struct ep_cuda_rank *rank)
         if (ranks[i] == rank)
             ranks[i] = NULL;
     pthread_mutex_unlock(&lock);
-    double_rank_fini(&rank->rank);
+    cpu_rank_fini(&rank->rank);
     free(rank);
 }
 

@@ -1,7 +1,7 @@
 /*
  * A cuda backend without GPUs that is right: a module like libep_cuda.so, whose "GPU" memory is memfds and
  * whose ops run on threads of the process.  Server, library and tools work with it as they do with GPUs
- * (EP_CUDA_MODULE=.../libep_cuda_double.so), and whoever follows an address of GPU memory dies of SIGSEGV.
+ * (EP_CUDA_MODULE=.../libep_cuda_cpu.so), and whoever follows an address of GPU memory dies of SIGSEGV.
  *
  * It computes what the kernels compute, slowly, by a protocol of its own in the same windows; it says
  * nothing about kernels/cuda.
@@ -9,43 +9,43 @@
  *     module.c   the table: cuda_fixture's memory; streams, events and graphs as queues of ops
  *     ll.c       an LL op
  */
-#ifndef DOUBLE_H
-#define DOUBLE_H
+#ifndef CUDA_CPU_H
+#define CUDA_CPU_H
 
 #include "cuda_fixture.h"
 
 /* A row that came: where the dispatch laid it out, with which weights. */
-struct double_arrival {
+struct cpu_arrival {
     uint32_t token, n;
     uint64_t position[EP_MAX_TOP_K]; /* by expert; rank-major: one */
     float weight[EP_MAX_TOP_K];
 };
 
-struct double_handle {
+struct cpu_handle {
     int32_t *home, *local; /* [T_ll * K]; -1: nowhere */
     float *weight;
     uint32_t tokens, top_k;
     uint64_t members;      /* of the dispatch */
     uint32_t *arrived;     /* [R] rows */
-    struct double_arrival *arrival; /* [R][T_ll] */
+    struct cpu_arrival *arrival; /* [R][T_ll] */
 };
 
 /* One rank, as its thread sees it: all pointers are the host's. */
-struct double_rank {
+struct cpu_rank {
     uint32_t rank, ranks;
     struct ep_layout_map map;
     struct ep_placement placement;
     uint8_t *window[EP_DEVICE_MAX_RANKS];
     struct ep_device_state *state;
     uint64_t sequence;
-    struct double_handle handle[EP_MAX_HANDLES];
+    struct cpu_handle handle[EP_MAX_HANDLES];
     struct ep_op half[EP_MAX_HANDLES]; /* the send-only op that a complete finishes */
 };
 
-bool double_rank_init(struct double_rank *rank, const struct ep_placement *placement);
-void double_rank_fini(struct double_rank *rank);
+bool cpu_rank_init(struct cpu_rank *rank, const struct ep_placement *placement);
+void cpu_rank_fini(struct cpu_rank *rank);
 
 /* Runs an op to its end and writes its record. */
-void double_execute(struct double_rank *rank, const struct ep_op *op);
+void cpu_execute(struct cpu_rank *rank, const struct ep_op *op);
 
 #endif
