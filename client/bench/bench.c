@@ -21,7 +21,12 @@ const char *bench_mode_name(ep_mode mode)
 
 const char *bench_executor_name(uint32_t executor)
 {
-    return executor == EP_EXECUTOR_DIRECT ? "direct" : executor == EP_EXECUTOR_SERVER ? "server" : "?";
+    switch ((ep_executor)executor) {
+    case EP_EXECUTOR_AUTO: return "auto";
+    case EP_EXECUTOR_SERVER: return "server";
+    case EP_EXECUTOR_DIRECT: return "direct";
+    }
+    return "?";
 }
 
 const char *bench_layout_name(ep_layout layout)

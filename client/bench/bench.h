@@ -69,6 +69,7 @@ struct bench_config {
     char group[128];  /* empty: one of our own */
     bool spawn;
     enum bench_backend backend;
+    uint32_t executor; /* ep_executor that is asked for */
     uint32_t graph;                         /* pairs in a CUDA graph; 0: none is timed */
     uint32_t ranks, experts, hidden, top_k; /* 0: not given */
     uint32_t alignment;                     /* of packed */

@@ -16,6 +16,7 @@ enum {
     KEY_GROUP,
     KEY_SPAWN,
     KEY_BACKEND,
+    KEY_EXECUTOR,
     KEY_RANKS,
     KEY_EXPERTS,
     KEY_HIDDEN,
@@ -54,6 +55,8 @@ static const struct argp_option flags[] = {
       "start an ep-server for this run, on sockets in a temporary directory, and stop it", 1 },
     { "backend", KEY_BACKEND, "NAME", 0,
       "auto, host or cuda: of the server with --spawn, else what it must have (default auto)", 1 },
+    { "executor", KEY_EXECUTOR, "NAME", 0,
+      "auto, server or direct: who runs the ops, the server or the worker itself (default auto)", 1 },
     { NULL, 0, NULL, 0, "Sizes:", 2 },
     { "ranks", KEY_RANKS, "R", 0, "worker processes, 1 to 64 (default 2)", 2 },
     { "experts", KEY_EXPERTS, "E", 0, "experts in all (default 64)", 2 },
@@ -267,6 +270,16 @@ static ep_status backend(const char *text, enum bench_backend *out, struct ep_er
     return ep_error_set(error, EP_INVALID_ARGUMENT, "--backend %s: must be auto, host or cuda", text);
 }
 
+static ep_status executor(const char *text, uint32_t *out, struct ep_error *error)
+{
+    for (uint32_t i = EP_EXECUTOR_AUTO; i <= EP_EXECUTOR_DIRECT; i++)
+        if (strcmp(text, bench_executor_name(i)) == 0) {
+            *out = i;
+            return EP_OK;
+        }
+    return ep_error_set(error, EP_INVALID_ARGUMENT, "--executor %s: must be auto, server or direct", text);
+}
+
 static ep_status alignment(const char *text, uint32_t *out, struct ep_error *error)
 {
     ep_status status = number32("alignment", text, 1, 1 << 20, out, error);
@@ -290,6 +303,7 @@ static ep_status take_flag(struct parse *parse, int key, const char *text)
     case KEY_GROUP: return string("group", text, config->group, sizeof config->group, error);
     case KEY_SPAWN: config->spawn = true; return EP_OK;
     case KEY_BACKEND: return backend(text, &config->backend, error);
+    case KEY_EXECUTOR: return executor(text, &config->executor, error);
     case KEY_RANKS: return number32("ranks", text, 1, BENCH_MAX_RANKS, &config->ranks, error);
     case KEY_EXPERTS: return number32("experts", text, 1, 65536, &config->experts, error);
     case KEY_HIDDEN: return number32("hidden", text, 1, 1 << 20, &config->hidden, error);

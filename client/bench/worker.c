@@ -39,7 +39,8 @@ static ep_status join(struct worker *worker, bool retry, struct ep_error *error)
 {
     ep_join_options options = { .size = sizeof options,
                                 .group = worker->config->group,
-                                .rank = (int32_t)worker->rank };
+                                .rank = (int32_t)worker->rank,
+                                .executor = (ep_executor)worker->config->executor };
     uint64_t first = ep_clock_ns(), start;
     ep_status status;
 

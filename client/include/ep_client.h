@@ -295,8 +295,8 @@ EP_API ep_status ep_sync(ep_rank *rank, int32_t timeout_ms);
 EP_API ep_status ep_handle_wait(ep_handle *handle, int32_t timeout_ms);
 
 /* Makes the wait that the rank's thread is in, or the next one, return EP_CANCELLED: ep_sync(),
- * ep_handle_wait(), ep_event_next(), or a call that waits for a free slot.  Any thread,
- * async-signal-safe. */
+ * ep_handle_wait(), ep_event_next(), or on the host backend a call that waits for a free slot or a copy.
+ * Any thread, async-signal-safe. */
 EP_API void ep_rank_interrupt(ep_rank *rank);
 
 /* What became of the handle's last finished dispatch or combine, as far as a wait has seen it.  For a

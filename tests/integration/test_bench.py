@@ -46,6 +46,13 @@ class BenchCase(harness.TestCase):
 
 
 class Verification(BenchCase):
+    def test_the_executor_asked_for_must_exist(self):
+        result = self.bench("--spawn", *QUICK, "--tokens=1", "--executor=direct")
+        self.assertNotEqual(result.code, 0)
+        self.assertIn("direct", result.err)
+        report = self.bench_json("--spawn", *QUICK, "--tokens=1", "--executor=server", "--backend=host")
+        self.assertEqual((report["backend"], report["executor"]), ("host", "server"))
+
     def test_every_combination_of_an_odd_shape_is_right(self):
         report = self.bench_json("--spawn", *ODD, "--tokens=77", "--dtypes=" + ALL_DTYPES, "--zero-rank=1",
                                  "--drop=0.3", "--alignment=8", "--iters=4", "--warmup=1")

@@ -86,6 +86,13 @@ class BenchTest(CudaTest):
         self.assertIn("group moe is on cuda",
                       self.bench("--backend=host", "--group=moe", code=2, server=server).err)
 
+    def test_the_executor_asked_for_must_exist(self):
+        server = self.start()
+        self.create(server)
+        self.assertIn("executor", self.bench("--group=moe", "--executor=server", code=1, server=server).err)
+        report = self.bench_json("--group=moe", "--executor=direct", "--tokens=1", "--iters=2", server=server)
+        self.assertTrue(report["ok"], report)
+
     def test_a_worker_without_the_module(self):
         server = self.start()
         self.create(server)

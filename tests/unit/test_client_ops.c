@@ -555,6 +555,61 @@ static void handles_are_limited(void **state)
     destroy(f);
 }
 
+/* ---- copies ---------------------------------------------------------------------------------------- */
+
+static void *dispatch_late(void *arg)
+{
+    struct lane *l = arg;
+    const ep_dispatch_args d = dispatch_args(l, EP_MODE_LL, EP_LAYOUT_EXPERT_MAJOR);
+
+    usleep(20000);
+    ok(ep_dispatch(l->handle, &d, NULL));
+    ok(ep_sync(l->rank, 20000));
+    return NULL;
+}
+
+/* A batch that is written anew after its dispatch: what travels is the old one. */
+static void copies_come_after_the_ops_before_them(void **state)
+{
+    struct fixture *f = make();
+    struct lane l[RANKS] = { make_lane(f, 0), make_lane(f, 1) };
+    const ep_dispatch_args d = dispatch_args(&l[0], EP_MODE_LL, EP_LAYOUT_EXPERT_MAJOR);
+    float mine[LL_TOKENS * HIDDEN] = { 0 };
+    int32_t counts[LOCAL];
+    pthread_t thread;
+
+    (void)state;
+    ok(ep_dispatch(l[0].handle, &d, NULL));
+    pthread_create(&thread, NULL, dispatch_late, &l[1]);
+    ok(ep_write(l[0].rank, l[0].x, mine, sizeof mine, NULL));
+    ok(ep_read(l[0].rank, counts, l[0].counts, sizeof counts, NULL));
+    assert_int_equal(counts[0] + counts[1], LL_TOKENS * K);
+    for (int i = 0; i < LL_TOKENS * HIDDEN; i++)
+        assert_true(l[0].x[i] == 0);
+    for (int row = 0; row < counts[0]; row++)
+        assert_true(l[0].out[row * HIDDEN] != 0);
+    pthread_join(thread, NULL);
+    destroy(f);
+}
+
+static void bad_copies_are_named(void **state)
+{
+    struct fixture *f = make();
+    struct lane l = make_lane(f, 0);
+    float mine[4];
+    int stream;
+
+    (void)state;
+    refused(ep_write(NULL, l.x, mine, 4, NULL), EP_INVALID_ARGUMENT, "rank is NULL");
+    refused(ep_write(l.rank, l.x, mine, 4, &stream), EP_INVALID_ARGUMENT, "stream is given");
+    refused(ep_write(l.rank, mine, mine, 4, NULL), EP_INVALID_ARGUMENT, "to does not point into");
+    refused(ep_read(l.rank, mine, mine, 4, NULL), EP_INVALID_ARGUMENT, "from does not point into");
+    refused(ep_read(l.rank, mine, l.x, 4096, NULL), EP_INVALID_ARGUMENT, "from has 256 bytes");
+    ok(ep_read(l.rank, mine, l.x, 16, NULL));
+    assert_true(mine[0] == l.x[0]);
+    destroy(f);
+}
+
 /* ---- failures -------------------------------------------------------------------------------------- */
 
 static void a_failure_is_told_once(void **state)
@@ -785,6 +840,8 @@ int main(void)
         cmocka_unit_test(bad_combine_arguments_are_named),
         cmocka_unit_test(newer_structs_are_taken_when_they_ask_for_nothing_new),
         cmocka_unit_test(handles_are_limited),
+        cmocka_unit_test(copies_come_after_the_ops_before_them),
+        cmocka_unit_test(bad_copies_are_named),
         cmocka_unit_test(a_failure_is_told_once),
         cmocka_unit_test(a_wait_has_a_deadline),
         cmocka_unit_test(a_wait_can_be_interrupted),
