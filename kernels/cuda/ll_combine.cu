@@ -210,9 +210,6 @@ __device__ uint32_t rows_of_lane(const ep_ll_args &a, const Op &op, uint32_t exc
     return (op.members & ~excluded) >> lane & 1 && rows_of(a, op, lane, &n) ? n : 0;
 }
 
-/* The one block that tells what the op has done: it has little else to do when there are few tokens. */
-__device__ bool tells() { return blockIdx.x == gridDim.x / 2; }
-
 /* Partials that a block has pushed and not announced. */
 constexpr uint32_t kUnannounced = 8;
 struct Pushed {
@@ -466,6 +463,12 @@ Kernel kernel_of(const ep_ll_args &a)
 
 int combine_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm)
 {
+    cudaFuncAttributes attributes;
+    /* Loads its code: that must not come first while a peer's kernel waits for this rank. */
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, release);
+
+    if (error != cudaSuccess)
+        return error;
     return fit({ combine<__nv_bfloat16>, combine<__half>, combine<float> }, shared_bytes, blocks_per_sm);
 }
 

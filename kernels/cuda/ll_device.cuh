@@ -146,7 +146,9 @@ __device__ inline uint32_t wire_number(uint64_t n)
 
 /* What the blocks of an op have in common; in shared memory. */
 struct Op {
-    uint64_t number, deadline, bank; /* bank: offset from a window's start */
+    uint64_t number, bank; /* bank: offset from a window's start */
+    uint64_t timeout_ns;
+    uint64_t deadline; /* of its waits; 0 until one of them looks at the clock, which takes its time */
     uint32_t wire;    /* wire_number(number) */
     uint32_t members; /* mask of the ranks that take part */
     uint32_t missed;  /* of them, those that this block waits for no more */
@@ -177,20 +179,22 @@ __device__ inline uint64_t *credit_at(const ep_ll_args &a, uint32_t where, uint3
     return (uint64_t *)line_at(a, where, a.ll, a.bank.credits, d) + bank;
 }
 
+/* The one block that tells what the op has done: it has little else to do when there are few tokens. */
+__device__ inline bool tells() { return blockIdx.x == gridDim.x / 2; }
+
 /* Warp 0: number n begins, with these members. */
 __device__ inline void op_begin(const ep_ll_args &a, Op *op, uint64_t n, uint32_t members, uint64_t timeout_ns)
 {
     if (threadIdx.x == 0) {
-        const uint64_t start = now_ns();
-
         op->number = n;
         op->wire = wire_number(n);
         op->bank = bank_at(a, n);
         op->members = members >> a.rank & 1 ? members : 0; /* who is out himself sends nothing */
         op->missed = op->lacking = 0;
-        op->deadline = start + timeout_ns;
-        if (blockIdx.x == 0)
-            a.state->scratch.start_ns = start;
+        op->timeout_ns = timeout_ns;
+        op->deadline = 0;
+        if (tells())
+            a.state->scratch.start_ns = now_ns();
     }
     __syncwarp();
 }
@@ -205,9 +209,19 @@ __device__ inline uint64_t from_of_lane(const ep_ll_args &a)
 
 enum class Wait { there, gone, late };
 
+/* All waits of a block's op have one bound, from the first that takes long. */
+__device__ inline bool is_late(Op &op)
+{
+    const uint64_t now = now_ns();
+    const unsigned long long mine = now + op.timeout_ns;
+    const uint64_t deadline = atomicCAS((unsigned long long *)&op.deadline, 0ull, mine);
+
+    return deadline && now > deadline;
+}
+
 /* Until there() holds, `peer` has given_up() or takes part no more, or the op's time is over. */
 template <class There, class GivenUp>
-__device__ inline Wait wait_for(const ep_ll_args &a, const Op &op, uint32_t peer, There there, GivenUp given_up)
+__device__ inline Wait wait_for(const ep_ll_args &a, Op &op, uint32_t peer, There there, GivenUp given_up)
 {
     for (uint32_t look = 1;; look++) {
         if (there())
@@ -218,12 +232,12 @@ __device__ inline Wait wait_for(const ep_ll_args &a, const Op &op, uint32_t peer
             fence_sys(); /* acquire: what it did before is there by now */
             return there() ? Wait::there : Wait::gone;
         }
-        if (now_ns() > op.deadline)
+        if (is_late(op))
             return Wait::late;
     }
 }
 template <class There>
-__device__ inline Wait wait_for(const ep_ll_args &a, const Op &op, uint32_t peer, There there)
+__device__ inline Wait wait_for(const ep_ll_args &a, Op &op, uint32_t peer, There there)
 {
     return wait_for(a, op, peer, there, [] { return false; });
 }

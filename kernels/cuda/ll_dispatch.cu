@@ -745,7 +745,7 @@ __device__ void receive_in_place(const ep_ll_args &a, Op *op, const uint32_t *ro
         }
     }
     /* Who reads the rows comes later in the stream, and starts with nothing cached. */
-    if (blockIdx.x == gridDim.x / 2)
+    if (tells())
         write_rank_counts(a, rows);
 }
 
@@ -893,7 +893,7 @@ template <Cast C> __global__ void __launch_bounds__(kThreads, kBlocks) dispatch(
         fetch<C>(a, batch, &part);
     if (threadIdx.x < 32) {
         begin(a, &op, asked);
-        if (sends && blockIdx.x == gridDim.x / 2)
+        if (sends && tells())
             give_up_old(a, op.number);
     }
     __syncthreads();
@@ -904,8 +904,8 @@ template <Cast C> __global__ void __launch_bounds__(kThreads, kBlocks) dispatch(
             leave(a);
         return;
     }
-    const uint64_t start = now_ns();
-    const bool receives = a.phases & EP_LL_RECEIVE, told = blockIdx.x == gridDim.x / 2 || gridDim.x - 1 - blockIdx.x < a.ranks;
+    const uint64_t start = tells() ? now_ns() : 0;
+    const bool receives = a.phases & EP_LL_RECEIVE, told = tells() || gridDim.x - 1 - blockIdx.x < a.ranks;
     uint32_t ranks = op.members;
     Header header = {};
     __shared__ uint32_t counted, again;
@@ -946,7 +946,7 @@ template <Cast C> __global__ void __launch_bounds__(kThreads, kBlocks) dispatch(
             __syncthreads();
         }
     } while (ranks);
-    if (blockIdx.x == gridDim.x / 2 && threadIdx.x == 0)
+    if (tells() && threadIdx.x == 0)
         a.state->scratch.wait_ns = now_ns() - start;
 
     const auto last = [&] {
