@@ -605,7 +605,19 @@ static void combine(struct run *c, bool sends, bool receives)
 
 /* ---- an op ---------------------------------------------------------------------------------------------- */
 
-static void write_record(struct run *c, uint32_t part)
+/* The receiving half of a send-only op tells of both. */
+static void add_half(struct ep_device_record *record, const struct ep_device_record *half)
+{
+    if (half->number != record->number || half->generation != record->generation)
+        return;
+    record->dropped += half->dropped;
+    record->wire_bytes += half->wire_bytes;
+    record->logical_bytes += half->logical_bytes;
+    record->wait_ns += half->wait_ns;
+    record->start_ns -= half->end_ns - half->start_ns;
+}
+
+static void write_record(struct run *c, uint32_t part, bool second_half)
 {
     struct ep_device_state *state = c->r->state;
     struct ep_device_counters *counters = &state->counters[part];
@@ -617,7 +629,6 @@ static void write_record(struct run *c, uint32_t part)
     c->record.arrived = c->members & ~c->missed;
     c->record.end_ns = ep_clock_ns();
     c->record.sequence = ++state->scratch.sequence;
-    state->records[c->op->handle][part] = c->record;
     counters->count++;
     counters->errors += c->record.status != EP_OK;
     counters->timeouts += c->record.status == EP_TIMEOUT;
@@ -625,6 +636,9 @@ static void write_record(struct run *c, uint32_t part)
     counters->wire_bytes += c->record.wire_bytes;
     counters->busy_ns += c->record.end_ns - c->record.start_ns;
     counters->wait_ns += c->record.wait_ns;
+    if (second_half)
+        add_half(&c->record, &state->records[c->op->handle][part]);
+    state->records[c->op->handle][part] = c->record;
     if (c->record.status != EP_OK && state->failures == 0) {
         state->failure = c->record;
         state->failure_op = part;
@@ -645,7 +659,7 @@ static void run(struct cpu_rank *r, const struct ep_op *op, bool sends, bool rec
         dispatch_receive(&c);
     if (c.members && !dispatch)
         combine(&c, sends, receives);
-    write_record(&c, dispatch ? EP_DEVICE_DISPATCH : EP_DEVICE_COMBINE);
+    write_record(&c, dispatch ? EP_DEVICE_DISPATCH : EP_DEVICE_COMBINE, receives && !sends);
 }
 
 void cpu_execute(struct cpu_rank *r, const struct ep_op *op)
