@@ -60,18 +60,18 @@ __device__ int64_t choice(const ep_ll_args &a, uint32_t i)
     return a.index_bytes == 4 ? ((const int32_t *)a.topk)[i] : ((const int64_t *)a.topk)[i];
 }
 
-/* The first n choices of the batch. */
-__device__ void read_routes(const ep_ll_args &a, int32_t *route, uint32_t n)
+/* The first n choices of the batch; meanwhile() is what the first warp does. */
+template <class Meanwhile>
+__device__ void read_routes(const ep_ll_args &a, int32_t *route, uint32_t n, Meanwhile meanwhile)
 {
-    if (a.cached) {
-        for (uint32_t i = threadIdx.x; i < n; i += kThreads)
-            route[i] = a.routing[i];
-        __syncthreads();
-        return;
-    }
-    for (uint32_t i = threadIdx.x; i < n; i += kThreads)
-        route[i] = route_of(a, choice(a, i), i / a.top_k);
+    if (threadIdx.x < 32)
+        meanwhile();
+    else
+        for (uint32_t i = threadIdx.x - 32; i < n; i += kThreads - 32)
+            route[i] = a.cached ? a.routing[i] : route_of(a, choice(a, i), i / a.top_k);
     __syncthreads();
+    if (a.cached)
+        return;
     for (uint32_t i = threadIdx.x; i < n; i += kThreads) {
         const uint32_t first = i / a.top_k * a.top_k;
         const int32_t mine = route[i];
@@ -407,8 +407,9 @@ template <Cast C> struct Part {
     Row<C> row;       /* the first pieces of t0's */
 };
 
-/* Tokens are counted from the last block, after those that make counts. */
-template <Cast C> __device__ void fetch(const ep_ll_args &a, const Batch &b, Part<C> *part)
+/* Tokens are counted from the last block, after those that make counts.  The first warp does meanwhile(). */
+template <Cast C, class Meanwhile>
+__device__ void fetch(const ep_ll_args &a, const Batch &b, Part<C> *part, Meanwhile meanwhile)
 {
     const uint32_t blocks = gridDim.x, from_end = blocks - 1 - blockIdx.x;
 
@@ -419,9 +420,11 @@ template <Cast C> __device__ void fetch(const ep_ll_args &a, const Batch &b, Par
         part->weight = load_weight(a, part->t0);
     }
     if (part->counts)
-        read_routes(a, b.route, a.tokens * a.top_k);
+        read_routes(a, b.route, a.tokens * a.top_k, meanwhile);
     else if (part->t0 < a.tokens)
-        read_routes(a, b.route, (part->t0 + (a.tokens - 1 - part->t0) / blocks * blocks + 1) * a.top_k);
+        read_routes(a, b.route, (part->t0 + (a.tokens - 1 - part->t0) / blocks * blocks + 1) * a.top_k, meanwhile);
+    else if (threadIdx.x < 32)
+        meanwhile();
 }
 
 /* To the ranks in `ranks`. */
@@ -785,47 +788,34 @@ __device__ void leave(const ep_ll_args &a)
 
 /* ---- the kernel -------------------------------------------------------------------------- */
 
-/* What warp 0 of each block has to know at the beginning: asked for at once, one round trip to memory, while
- * the others fetch routes and rows. */
-struct Asked {
-    uint64_t number, held, timeout_ns, from, credit[EP_MAX_LL_BANKS];
-    uint32_t generation;
-};
-
-__device__ Asked ask(const ep_ll_args &a)
-{
-    const uint32_t lane = threadIdx.x;
-    const struct ep_device_handle *h = &a.state->handles[a.handle];
-    Asked q;
-
-    q.number = load_u64(&a.state->number);
-    q.held = load_u64(&h->number);
-    q.generation = load_u32(&h->generation);
-    q.timeout_ns = load_u64(&a.state->timeout_ns);
-    q.from = from_of_lane(a);
-    for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
-        q.credit[i] = lane < a.ranks && i < a.banks ? load_u64(credit_at(a, a.rank, lane, i)) : 0;
-    /* Partner: give_credit.  No store of ours is issued before the load that it depends on has returned. */
-    return q;
-}
-
-__device__ void begin(const ep_ll_args &a, Op *op, const Asked &q)
+/* Warp 0 of each block, while the others read routes.  All that it has to know is asked for at once: one round
+ * trip to memory. */
+__device__ void begin(const ep_ll_args &a, Op *op)
 {
     const uint32_t lane = threadIdx.x;
     const bool sends = a.phases & EP_LL_SEND;
-    const uint64_t n = sends ? q.number + 1 : q.held;
-    uint64_t credit = 0;
+    const struct ep_device_handle *h = &a.state->handles[a.handle];
+    const uint64_t number = load_u64(&a.state->number), held = load_u64(&h->number);
+    const uint32_t generation = load_u32(&h->generation);
+    const uint64_t timeout_ns = load_u64(&a.state->timeout_ns), from = from_of_lane(a);
+    uint64_t credits[EP_MAX_LL_BANKS], credit = 0;
+
+    for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
+        credits[i] = lane < a.ranks && i < a.banks ? load_u64(credit_at(a, a.rank, lane, i)) : 0;
+
+    const uint64_t n = sends ? number + 1 : held;
 
     if (sends && lane == 0)
         atomicMax((unsigned long long *)&a.state->begun, (unsigned long long)n);
-    op_begin(a, op, n, __ballot_sync(kAll, q.from <= n), q.timeout_ns);
+    op_begin(a, op, n, __ballot_sync(kAll, from <= n), timeout_ns);
     for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
-        credit = i == bank_of(a, n) ? q.credit[i] : credit;
-    const uint32_t lacking = __ballot_sync(kAll, q.from <= n && !has_credit(a, n, q.from, credit));
+        credit = i == bank_of(a, n) ? credits[i] : credit;
+    /* Partner: give_credit.  No store of ours is issued before the load that it depends on has returned. */
+    const uint32_t lacking = __ballot_sync(kAll, from <= n && !has_credit(a, n, from, credit));
 
     if (lane == 0) {
         op->lacking = lacking & op->members;
-        op->valid = sends || (q.held && q.generation == a.generation && q.number - q.held < a.banks);
+        op->valid = sends || (held && generation == a.generation && number - held < a.banks);
     }
     __syncwarp();
 }
@@ -885,17 +875,16 @@ template <Cast C> __global__ void __launch_bounds__(kThreads, kBlocks) dispatch(
     const Batch batch = { (int32_t *)shared, slot, index, weight, to };
     const bool sends = a.phases & EP_LL_SEND;
     Part<C> part;
-    Asked asked;
-
-    if (threadIdx.x < 32)
-        asked = ask(a);
-    if (sends)
-        fetch<C>(a, batch, &part);
-    if (threadIdx.x < 32) {
-        begin(a, &op, asked);
+    const auto open = [&] {
+        begin(a, &op);
         if (sends && tells())
             give_up_old(a, op.number);
-    }
+    };
+
+    if (sends)
+        fetch<C>(a, batch, &part, open);
+    else if (threadIdx.x < 32)
+        open();
     __syncthreads();
     if (!op.valid) {
         if (threadIdx.x < 32 && arrive(a, false))
@@ -912,7 +901,7 @@ template <Cast C> __global__ void __launch_bounds__(kThreads, kBlocks) dispatch(
 
     do {
         if (sends && ranks != op.members)
-            fetch<C>(a, batch, &part); /* counts have been where the routes were */
+            fetch<C>(a, batch, &part, [] {}); /* counts have been where the routes were */
         if (sends)
             send<C>(a, &op, batch, part, total, ranks);
         if (threadIdx.x == 0)
