@@ -421,6 +421,18 @@ __device__ inline void count(struct ep_device_counters *c, const struct ep_devic
     atomicMax((unsigned long long *)&c->max_wait_ns, (unsigned long long)r.wait_ns);
 }
 
+/* What the sending half of an op has told, to the record of its receiving half. */
+__device__ inline void add_half(const struct ep_device_record &half, struct ep_device_record *r)
+{
+    if (half.number != r->number || half.generation != r->generation)
+        return;
+    r->dropped += half.dropped;
+    r->wire_bytes += half.wire_bytes;
+    r->logical_bytes += half.logical_bytes;
+    r->wait_ns += half.wait_ns;
+    r->start_ns -= half.end_ns - half.start_ns;
+}
+
 /* Warp 0 of the last block: the record, the counters, the first failure. */
 __device__ inline void op_record(const ep_ll_args &a, const Op &op, const struct ep_device_scratch &s,
                                  uint32_t part, int32_t status)
@@ -451,6 +463,8 @@ __device__ inline void op_record(const ep_ll_args &a, const Op &op, const struct
             st->failure = r;
             st->failure_op = part;
         }
+        if (!(a.phases & EP_LL_SEND))
+            add_half(st->records[a.handle][part], &r);
     }
     __syncwarp();
     ((uint32_t *)&st->records[a.handle][part])[lane] = ((const uint32_t *)&r)[lane];
