@@ -56,7 +56,7 @@ done
 cp "$root/build/lib/libep_cuda.so" "$out/lib/"
 cp -P "$root"/build/client/lib/libepclient.so* "$out/lib/"
 cp "$root/tests/data/text.txt" "$out/data/"
-cp "$root/tests/gpu/run.sh" "$root/tests/gpu/bench.sh" "$out/"
+cp "$root"/tests/gpu/*.sh "$out/"
 
 # ---- libraries ----
 mapfile -t needed < <(ldd "$out"/bin/* "$out"/lib/*.so | awk '$2 == "=>" && $3 ~ /^\// { print $1, $3 }' | sort -u)

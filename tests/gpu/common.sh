@@ -1,0 +1,66 @@
+# What run.sh, product.sh, bench.sh and sanitize.sh share; sourced by them.
+# shellcheck shell=bash disable=SC2034 # they use what is set here
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+# Programs lie together in the folder of deploy/bundle.sh, and apart in build/.
+if [[ -d $here/bin ]]; then
+    bin=$here/bin gpu_bin=$here/bin text=$here/data/text.txt
+else
+    bin=$here/../../build/bin gpu_bin=$here/../../build/gpu text=$here/../data/text.txt
+fi
+
+# need PROGRAM...: they are there, or this is the end.
+need() {
+    local program
+    for program; do
+        [[ -x $program ]] || { echo "${program##*/} is neither in $here/bin nor in build/: build first" >&2; exit 2; }
+    done
+}
+
+# Sets gpus, if it is empty, to all there are. Ends with 77 where there is none.
+count_gpus() {
+    if [[ -z $gpus && -n ${CUDA_VISIBLE_DEVICES-} ]]; then
+        gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)
+    elif [[ -z $gpus ]]; then
+        gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+    fi
+    if ((gpus == 0)); then
+        echo 'no GPU here: nvidia-smi lists none'
+        exit 77
+    fi
+    # Servers take all GPUs that they see.
+    export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-$(seq -s , 0 $((gpus - 1)))}
+}
+
+# Makes the folder for complete output; one that nobody asked for is gone at the end.
+open_logs() {
+    if [[ -n $logs ]]; then
+        mkdir -p "$logs"
+    else
+        logs=$(mktemp -d)
+        trap 'rm -rf "$logs"' EXIT
+    fi
+}
+
+passed=0 failed=0 skipped=0
+
+# The last line of every script here; returns whether nothing failed.
+closing_line() {
+    echo "$passed passed, $failed failed$( ((skipped)) && echo ", $skipped skipped")"
+    ((failed == 0))
+}
+
+# add_closing_line LOG: adds what the last such line of a log says; false when there is none.
+add_closing_line() {
+    local line p f s
+    line=$(grep -E '^[0-9]+ passed, [0-9]+ failed(, [0-9]+ skipped)?$' "$1" | tail -n 1)
+    [[ -n $line ]] || return 1
+    read -r p _ f _ s _ <<<"$line"
+    passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + ${s:-0}))
+}
+
+# why CODE LIMIT_S: how a program ended.
+why() {
+    echo "ended with $1$( (($1 == 124 || $1 == 137)) && echo ", after $2 s")"
+}

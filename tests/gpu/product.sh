@@ -1,0 +1,305 @@
+#!/usr/bin/env bash
+# The whole product on GPUs: a server, workers that are processes of their own, ep-admin and ep-bench. Runs
+# from the tree and from the folder that deploy/bundle.sh makes.
+set -uo pipefail
+# shellcheck source-path=SCRIPTDIR
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+usage() {
+    cat <<'TEXT'
+usage: product.sh [--gpus N] [--ranks N] [--quick] [--filter TEXT] [--logs DIR]
+
+Runs a server of its own and workers beside it: every layout and format, examples, processes that are killed.
+Prints a line per step and, at the end, `N passed, N failed`. Exits with 77 where there is no GPU.
+
+  --gpus N       use N GPUs (default: all that nvidia-smi lists)
+  --ranks N      ranks of the groups (default: one per GPU, two on a single one)
+  --quick        small shapes only, for GPUs that are shared or played by a CPU (EP_CUDA_MODULE)
+  --filter TEXT  only steps whose name has TEXT in it
+  --logs DIR     keep complete output there
+TEXT
+}
+
+bench_limit_s=240
+says_limit_s=30 # a worker says something once a second
+gone_limit_s=20 # far below the timeout of the group whose workers are to notice
+group_timeout_ms=60000
+lost_code=4 # EP_SERVER_LOST
+
+gpus='' ranks='' quick=0 filter='' logs=''
+while (($#)); do
+    case $1 in
+    --gpus) gpus=${2:?--gpus needs a number}; shift ;;
+    --ranks) ranks=${2:?--ranks needs a number}; shift ;;
+    --filter) filter=${2:?--filter needs a text}; shift ;;
+    --logs) logs=${2:?--logs needs a folder}; shift ;;
+    --quick) quick=1 ;;
+    --help | -h) usage; exit 0 ;;
+    *) usage >&2; exit 2 ;;
+    esac
+    shift
+done
+need "$bin/ep-server" "$bin/ep-admin" "$bin/ep-bench" "$bin/hello_dispatch" "$bin/worker"
+count_gpus
+ranks=${ranks:-$((gpus > 1 ? gpus : 2))}
+last=$((ranks - 1))
+# Processes that share a GPU take turns of milliseconds while others wait for them.
+((ranks > gpus)) && quick=1
+open_logs
+
+# ---- steps ----------------------------------------------------------------------------------------
+
+# step NAME FUNCTION [ARGUMENT...]: in a process of its own, which ends what it has started.
+step() {
+    local name=$1 log=$logs/${1//[^a-zA-Z0-9]/-}.log began=$EPOCHREALTIME code
+    shift
+    [[ $name == *"$filter"* ]] || return
+    ( set_up; trap tear_down EXIT; "$@" ) >"$log" 2>&1
+    code=$?
+    printf '%s %s (%.1f s)\n' "$( ((code == 0)) && echo 'ok  ' || echo FAIL)" "$name" \
+        "$(awk "BEGIN { print $EPOCHREALTIME - $began }")"
+    if ((code == 0)); then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+        tail -n 12 "$log" | cut -c 1-400 | sed 's/^/     /'
+    fi
+}
+
+# step_if_not_quick NAME FUNCTION [ARGUMENT...]
+step_if_not_quick() {
+    if ((!quick)); then
+        step "$@"
+    elif [[ $1 == *"$filter"* ]]; then
+        echo "skip $1: only small shapes, as --quick was given or several processes share a GPU"
+        skipped=$((skipped + 1))
+    fi
+}
+
+# In the step's process: a folder, and no process yet.
+set_up() {
+    step_dir=$(mktemp -d)
+    started=()
+    export EP_SERVER=unix:$step_dir/ep.sock
+}
+
+tear_down() {
+    ((${#started[@]} == 0)) || kill -KILL "${started[@]}" 2>/dev/null
+    wait
+    rm -rf "$step_dir"
+}
+
+complain() {
+    echo "$*"
+    tail -n 5 "$step_dir"/*.out 2>/dev/null
+    exit 1
+}
+
+# ---- a server -------------------------------------------------------------------------------------
+
+# Starts one, with what a former one left in its state; sets server to its process.
+start_server() {
+    local ports=$step_dir/ports
+    rm -f "$ports"
+    "$bin/ep-server" --backend=cuda --socket="$step_dir/ep.sock" --state-dir="$step_dir/state" \
+        --port-file="$ports" --log-level=warn >>"$step_dir/server.out" 2>&1 &
+    server=$!
+    started+=("$server")
+    for ((i = 0; i < 10 * says_limit_s; i++)); do
+        [[ -s $ports ]] && return
+        kill -0 "$server" 2>/dev/null || break
+        sleep 0.1
+    done
+    complain 'the server does not start'
+}
+
+# A server with the group "moe".
+serve() {
+    start_server
+    timeout --kill-after=5 "$says_limit_s" "$bin/ep-admin" group create moe --ranks="$ranks" --experts=$((4 * ranks)) \
+        --hidden=1024 --top-k=2 --modes=ll --ll-max-tokens=32 --arena=64MiB --wait=20s "$@" || complain 'no group'
+}
+
+# ---- workers --------------------------------------------------------------------------------------
+
+# start_worker NAME RANK [OPTION...]: its process is worker[NAME], what it says in NAME.out.
+declare -A worker
+start_worker() {
+    local name=$1 rank=$2
+    shift 2
+    "$bin/worker" --group=moe --rank="$rank" --pause-ms=2 "$@" >"$step_dir/$name.out" 2>&1 &
+    worker[$name]=$!
+    started+=("${worker[$name]}")
+}
+
+start_workers() { # FIRST LAST [OPTION...]: named for their ranks
+    local rank first=$1 end=$2
+    shift 2
+    for ((rank = first; rank <= end; rank++)); do
+        start_worker "$rank" "$rank" "$@"
+    done
+}
+
+# says NAME TEXT: waits until it has said that, the last time it was asked excepted.
+says() {
+    local name=$1 text=$2
+    for ((i = 0; i < 10 * says_limit_s; i++)); do
+        tail -n "+${heard[$name]:-1}" "$step_dir/$name.out" | grep -qF -- "$text" && break
+        sleep 0.1
+    done
+    ((i < 10 * says_limit_s)) || complain "worker $name never says '$text'"
+    heard[$name]=$(($(wc -l <"$step_dir/$name.out") + 1))
+}
+declare -A heard
+
+none_wrong() {
+    ! grep -E '[1-9][0-9]* wrong' "$step_dir"/*.out || complain 'results are wrong'
+}
+
+# leaves NAME CODE: it ends by itself, in time, with that code.
+leaves() {
+    local process=${worker[$1]} code
+    for ((i = 0; i < 20 * gone_limit_s; i++)); do
+        kill -0 "$process" 2>/dev/null || break
+        sleep 0.05
+    done
+    ((i < 20 * gone_limit_s)) || complain "worker $1 has not ended after $gone_limit_s s"
+    wait "$process"
+    code=$?
+    ((code == $2)) || complain "worker $1 ended with $code, not $2"
+}
+
+# ---- what the steps do ----------------------------------------------------------------------------
+
+run_bench() {
+    timeout --kill-after=10 "$bench_limit_s" "$bin/ep-bench" --spawn --backend=cuda --modes=ll --ranks="$ranks" --verify "$@"
+    local code=$?
+    ((code == 0)) || echo "ep-bench $(why "$code" "$bench_limit_s")"
+    return "$code"
+}
+
+# The peers finish all their ops, none fails, and a new worker takes the rank.
+run_kill() {
+    local report=$step_dir/report.out want
+    run_bench "$@" --kill="$last@1" --output=json >"$report" || { cat "$report"; return 1; }
+    sed -n '/"kill"/,/}/p' "$report"
+    for want in '"ok": true' '"done": true' '"masked_verified": true' '"ops_failed": 0'; do
+        grep -qF "$want" "$report" || complain "its report has no $want"
+    done
+}
+
+run_hello() {
+    serve
+    timeout --kill-after=5 60 "$bin/hello_dispatch" moe | tee "$step_dir/hello.out"
+    grep -qF 'all results are right' "$step_dir/hello.out"
+}
+
+run_workers() {
+    serve
+    start_workers 0 "$last" --seconds=5
+    local rank
+    for ((rank = 0; rank < ranks; rank++)); do
+        says "$rank" 'absent 0, failures 0'
+        says "$rank" 'absent 0, failures 0'
+    done
+    for ((rank = 0; rank < ranks; rank++)); do
+        leaves "$rank" 0
+    done
+    none_wrong
+}
+
+run_killed_worker() {
+    serve --timeout-ms="$group_timeout_ms"
+    start_workers 0 "$last"
+    says 0 'absent 0, failures 0'
+    local victim=$last round
+    for round in 1 2 3; do
+        kill -KILL "${worker[$victim]}"
+        says 0 "rank $last lost"
+        says 0 'absent 1, failures 0'
+        victim=again-$round
+        start_worker "$victim" "$last"
+        says 0 "rank $last joined"
+        says "$victim" 'absent 0, failures 0'
+        says 0 'absent 0, failures 0'
+    done
+    none_wrong
+}
+
+# Ops wait for a peer when the server dies: all ranks but one have a worker.
+run_server_killed_in_op() {
+    serve --timeout-ms="$group_timeout_ms"
+    start_workers 0 $((last - 1)) --once
+    says 0 attached
+    sleep 1 # into the op
+    kill -KILL "$server"
+    for ((rank = 0; rank < last; rank++)); do
+        leaves "$rank" "$lost_code"
+    done
+}
+
+run_server_killed() {
+    serve --timeout-ms="$group_timeout_ms"
+    start_workers 0 "$last" --once
+    says 0 'absent 0, failures 0'
+    kill -KILL "$server"
+    for ((rank = 0; rank < ranks; rank++)); do
+        leaves "$rank" "$lost_code"
+    done
+    none_wrong
+}
+
+# Workers that wait for their server go on when it is back, in its next epoch.
+run_server_returns() {
+    serve
+    start_workers 0 "$last"
+    says 0 'absent 0, failures 0'
+    kill -KILL "$server"
+    says 0 'the server is gone'
+    start_server
+    for ((rank = 0; rank < ranks; rank++)); do
+        says "$rank" 'epoch 2: absent 0, failures 0'
+    done
+    none_wrong
+}
+
+run_late() {
+    serve --timeout-ms=300
+    start_workers 0 $((last - 1))
+    says 0 'was late'
+    grep -F "rank $last was late" "$step_dir/0.out" || complain 'another rank is named'
+}
+
+# ---- all of them ----------------------------------------------------------------------------------
+
+all_dtypes=bf16,fp16,fp32,fp8,fp8-given
+odd=(--experts=37 --hidden=2880 --top-k=5 --alignment=8)
+model=(--experts=256 --hidden=7168 --top-k=8 --iters=20)
+small=(--experts=16 --hidden=256 --top-k=4)
+if ((quick)); then
+    odd=(--experts=37 --hidden=528 --top-k=5 --alignment=8)
+fi
+
+echo "$ranks ranks on $gpus GPUs$( ((quick)) && echo ', small shapes')"
+step 'odd shape, all layouts and formats' run_bench "${odd[@]}" --tokens=1,77 --dtypes=$all_dtypes --iters=4 --warmup=1
+step 'odd shape, a rank without tokens, choices of no expert' run_bench "${odd[@]}" --tokens=0,13 --dtypes=$all_dtypes \
+    --zero-rank="$last" --drop=0.3 --iters=4 --warmup=1
+step_if_not_quick 'H 7168, K 8, E 256, T 128, all layouts and formats' run_bench "${model[@]}" --tokens=128 --dtypes=$all_dtypes
+step_if_not_quick 'H 7168, K 8, E 256, graphs of 20 pairs' run_bench "${model[@]}" --tokens=1,7,64 --graph=20
+step 'graphs of 20 pairs' run_bench "${small[@]}" --tokens=4 --iters=40 --graph=20
+for routing in zipf:1.2 hot:3 deepseek-v3 "text:$text"; do
+    step "routing ${routing%%:*}" run_bench "${small[@]}" --tokens=24 --iters=4 --routing="$routing"
+done
+for layout in expert-major rank-major packed; do
+    step "kill -9 of a worker in a sweep, $layout" run_kill "${small[@]}" --layouts="$layout" --tokens=4,24 --iters=100
+done
+step_if_not_quick 'kill -9 of a worker in a sweep, H 7168, K 8, E 256' run_kill "${model[@]}" --layouts=expert-major \
+    --dtypes=fp8 --tokens=32,128
+step 'hello_dispatch' run_hello
+step 'workers' run_workers
+step 'kill -9 of workers, again and again' run_killed_worker
+step 'kill -9 of the server, between ops' run_server_killed
+step 'kill -9 of the server, ops wait for a peer' run_server_killed_in_op
+step 'kill -9 of the server, which returns' run_server_returns
+step 'a rank that is late is named' run_late
+closing_line
