@@ -458,7 +458,7 @@ __device__ inline void op_record(const ep_ll_args &a, const Op &op, const struct
         r.end_ns = now_ns();
         r.wait_ns = s.wait_ns;
         r.arrived = op.members & ~(s.late | s.gone);
-        count(&st->counters[part], r, a.tokens);
+        count(&st->counters[part], r, a.phases & EP_LL_SEND ? a.tokens : 0);
         if (r.status != EP_OK && st->failures++ == 0) {
             st->failure = r;
             st->failure_op = part;
