@@ -1,11 +1,67 @@
-/* What the server writes into a rank's state before its first op. */
+/* What groups the kernels can do, and what the server writes into a rank's state before its first op. */
 #include "device_state.h"
 
+#include <stdbool.h>
 #include <string.h>
 
 #include "ep_kernels.h"
 
 #define TABLE_ALIGN 256u
+
+/* ---- limits ------------------------------------------------------------------------ */
+
+/* Of ep_device_shared_bytes(), what does not depend on the tokens: totals and first rows of the experts. */
+static uint64_t expert_words(const struct ep_limits *l)
+{
+    return 2ull * l->local_experts + 1;
+}
+
+uint64_t ep_device_shared_bytes(const struct ep_limits *l)
+{
+    const uint64_t choices = (uint64_t)l->ll_max_tokens * l->top_k;
+    const uint64_t bases = (uint64_t)l->local_experts * l->ranks;
+
+    return ((choices > bases ? choices : bases) + expert_words(l)) * sizeof(uint32_t);
+}
+
+_Static_assert(EP_DEVICE_MAX_SHARED_BYTES / sizeof(uint32_t) < EP_DEVICE_MAX_LOCAL,
+               "who fits into shared memory has less local experts than a route can name");
+
+/* Not even one token would do. */
+static bool too_many_experts(const struct ep_limits *l)
+{
+    struct ep_limits least = *l;
+
+    least.ll_max_tokens = 1;
+    return ep_device_shared_bytes(&least) > EP_DEVICE_MAX_SHARED_BYTES;
+}
+
+static uint32_t most_tokens(const struct ep_limits *l)
+{
+    return (uint32_t)((EP_DEVICE_MAX_SHARED_BYTES / sizeof(uint32_t) - expert_words(l)) / l->top_k);
+}
+
+ep_status ep_device_check(const struct ep_limits *l, struct ep_error *error)
+{
+    if (l->ranks > EP_DEVICE_MAX_RANKS)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "ranks is %u: the cuda backend has at most %u in a group",
+                            l->ranks, EP_DEVICE_MAX_RANKS);
+    if (!(l->modes >> EP_MODE_LL & 1))
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "modes: the cuda backend has ll only");
+    if (too_many_experts(l))
+        return ep_error_set(error, EP_INVALID_ARGUMENT,
+                            "experts is %u, up to %u on a rank, with %u ranks: where their rows begin takes more than "
+                            "the %u bytes of shared memory that a kernel of the cuda backend has; ask for fewer experts",
+                            l->experts, l->local_experts, l->ranks, EP_DEVICE_MAX_SHARED_BYTES);
+    if (ep_device_shared_bytes(l) > EP_DEVICE_MAX_SHARED_BYTES)
+        return ep_error_set(error, EP_INVALID_ARGUMENT,
+                            "ll_max_tokens is %u: with top_k %u must be at most %u on the cuda backend, whose kernels "
+                            "keep a rank's routing in %u bytes of shared memory",
+                            l->ll_max_tokens, l->top_k, most_tokens(l), EP_DEVICE_MAX_SHARED_BYTES);
+    return EP_OK;
+}
+
+/* ---- state ------------------------------------------------------------------------- */
 
 static uint64_t align_up(uint64_t n)
 {

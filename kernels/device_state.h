@@ -15,6 +15,7 @@
 #ifndef EP_DEVICE_STATE_H
 #define EP_DEVICE_STATE_H
 
+#include "ep_error.h"
 #include "window.h"
 
 #ifdef __cplusplus
@@ -112,10 +113,21 @@ EP_STATIC_ASSERT(offsetof(struct ep_device_state, from) == 128, "ep_device_state
 #define EP_DEVICE_ROUTE_AGAIN 0x40000000
 #define EP_DEVICE_MAX_LOCAL 65536u
 
+/* Of a multiprocessor's shared memory, what a block of a kernel may take. */
+#define EP_DEVICE_MAX_SHARED_BYTES (96u * 1024u)
+
 /* ---- host code (device_state.c) ------------------------------------------------- */
 
 struct ep_layout_map;
 struct ep_placement;
+
+/*
+ * Can the kernels do a group of these limits, which ep_layout_compute() has found good?  EP_INVALID_ARGUMENT
+ * names the one that they cannot, and what would do.  Asked when a group is made, and again by who launches.
+ */
+ep_status ep_device_check(const struct ep_limits *limits, struct ep_error *error);
+/* Shared memory that a block takes for them: a token's choices, or where rows of the experts begin. */
+uint64_t ep_device_shared_bytes(const struct ep_limits *limits);
 
 /* Where the tables behind struct ep_device_state begin, from its start. */
 struct ep_device_tables {

@@ -84,7 +84,7 @@ struct ep_cuda_api {
                       struct ep_error *error);
 
     /* ---- ops ---- */
-    /* EP_INVALID_ARGUMENT names the limit that the kernels cannot do. */
+    /* EP_INVALID_ARGUMENT as of ep_device_check(). */
     ep_status (*rank_open)(const struct ep_cuda_rank_options *options, struct ep_cuda_rank **out,
                            struct ep_error *error);
     /* Waits for its work on the module's own stream only. */

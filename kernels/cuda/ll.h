@@ -53,17 +53,9 @@ struct ep_ll_args {
     struct ep_source *sources;
 };
 
-/* Shared memory of a block, bytes. */
-static inline uint32_t ep_ll_shared_bytes(uint32_t max_tokens, uint32_t top_k, uint32_t ranks,
-                                          uint32_t local_experts)
-{
-    const uint32_t choices = max_tokens * top_k, bases = local_experts * ranks;
-
-    return ((choices > bases ? choices : bases) + 2 * local_experts + 1) * (uint32_t)sizeof(uint32_t);
-}
-
 /* Blocks of a kernel that one multiprocessor holds at a time.  All blocks of a launch must run at once: they
- * wait for peers, whose blocks wait for ours.  Returns a cudaError_t, as all of these do. */
+ * wait for peers, whose blocks wait for ours.  shared_bytes: ep_device_shared_bytes().  Returns a cudaError_t,
+ * as all of these do. */
 int ep_ll_prepare(uint32_t shared_bytes, uint32_t *dispatch_blocks, uint32_t *combine_blocks);
 
 int ep_ll_dispatch(const struct ep_ll_args *args, uint32_t blocks, uint32_t shared_bytes, void *stream);

@@ -7,9 +7,6 @@
 
 #include "ll.h"
 
-/* Of a multiprocessor's shared memory, what a block of ours may take. */
-#define MAX_SHARED_BYTES (96u * 1024u)
-
 struct ep_cuda_rank {
     uint32_t device;
     struct ep_layout_map map;
@@ -21,27 +18,6 @@ struct ep_cuda_rank {
 };
 
 /* ---- open ------------------------------------------------------------------------- */
-
-static ep_status check(const struct ep_cuda_rank_options *o, struct ep_error *error)
-{
-    const struct ep_limits *l = &o->map->limits;
-    const uint32_t shared = ep_ll_shared_bytes(l->ll_max_tokens, l->top_k, l->ranks, l->local_experts);
-
-    if (l->ranks > EP_DEVICE_MAX_RANKS)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "ranks is %u: the cuda backend has at most %u in a group",
-                            l->ranks, EP_DEVICE_MAX_RANKS);
-    if (l->local_experts >= EP_DEVICE_MAX_LOCAL)
-        return ep_error_set(error, EP_INVALID_ARGUMENT,
-                            "local_experts is %u: the cuda backend has less than %u on a rank", l->local_experts,
-                            EP_DEVICE_MAX_LOCAL);
-    if (!(l->modes >> EP_MODE_LL & 1))
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "modes: the cuda backend has LL only");
-    if (shared > MAX_SHARED_BYTES)
-        return ep_error_set(error, EP_INVALID_ARGUMENT,
-                            "ll_max_tokens is %u with top_k %u: their routing takes %u bytes of shared memory, "
-                            "a block has %u", l->ll_max_tokens, l->top_k, shared, MAX_SHARED_BYTES);
-    return EP_OK;
-}
 
 /* Expert e on the rank that holds it when the first E mod R ranks hold one more than the others. */
 static bool is_contiguous(const struct ep_placement *p)
@@ -118,12 +94,12 @@ static ep_status size_grids(const struct ep_cuda_rank_options *o, struct ep_cuda
 ep_status ep_cuda_rank_open(const struct ep_cuda_rank_options *options, struct ep_cuda_rank **out,
                             struct ep_error *error)
 {
-    const struct ep_limits *l = &options->map->limits;
+    const struct ep_limits *limits = &options->map->limits;
     struct ep_error unused = EP_ERROR_INIT;
     struct ep_cuda_rank *rank;
 
     error = error ? error : &unused;
-    if (check(options, error) != EP_OK)
+    if (ep_device_check(limits, error) != EP_OK)
         return error->status;
     rank = calloc(1, sizeof *rank);
     if (!rank)
@@ -131,7 +107,7 @@ ep_status ep_cuda_rank_open(const struct ep_cuda_rank_options *options, struct e
     rank->device = options->device;
     rank->map = *options->map;
     ep_device_state_tables(options->map, options->placement, &rank->tables);
-    rank->shared_bytes = ep_ll_shared_bytes(l->ll_max_tokens, l->top_k, l->ranks, l->local_experts);
+    rank->shared_bytes = (uint32_t)ep_device_shared_bytes(limits);
     fill_base(options, rank);
     if (size_grids(options, rank, error) != EP_OK) {
         free(rank);

@@ -394,6 +394,8 @@ static ep_status settle_sizes(struct ep_settled *settled, const struct ep_spec_b
     status = ep_spec_layout(limits, default_arena, &settled->map, error);
     if (status)
         return status;
+    if (is_cuda(bounds) && (status = ep_device_check(&settled->map.limits, error)))
+        return status;
     spec->arena_bytes = settled->map.limits.arena_bytes;
     settled->rank_bytes = ep_spec_rank_bytes(&settled->map, &settled->placement, bounds);
     if (default_arena)

@@ -342,10 +342,9 @@ ep_status ep_team_cuda_create(const struct ep_team_options *options, struct ep_t
     struct cuda_team *team;
     ep_status status;
 
-    if (n > EP_DEVICE_MAX_RANKS)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "ranks is %u: must be at most %u on the cuda backend", n,
-                            EP_DEVICE_MAX_RANKS);
-    status = check_reach(options, n, error);
+    status = ep_device_check(&options->map->limits, error);
+    if (!status)
+        status = check_reach(options, n, error);
     if (status)
         return status;
     team = calloc(1, sizeof *team);

@@ -120,6 +120,10 @@ class GpusTest(harness.TestCase):
                            "--top-k=2", "--modes=ht"], server=self.server)
         self.assertEqual(ht.code, 1, ht)
         self.assertIn("modes has ht: it is not there yet on the cuda backend", ht.err)
+        for command in (["create", "big", *GROUP[4:]], ["create", "big", *GROUP[4:], "--dry-run"], ["update", "moe"]):
+            big = self.run_cmd(["ep-admin", "group", *command, "--ll-max-tokens=60000"], server=self.server)
+            self.assertEqual(big.code, 2, big)
+            self.assertIn("ll_max_tokens is 60000: with top_k 2 must be at most ", big.err)
         with self.assertRaises(rawrpc.RpcError) as caught:
             fields(self.server.socket, 0, SERVER)
         self.assertIn("executor is server: it is not there yet", caught.exception.text)
