@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 #define EP_DEVICE_STATE_MAGIC 0x3154535645445045ull /* "EPDEVST1" */
-#define EP_DEVICE_STATE_VERSION 1u
+#define EP_DEVICE_STATE_VERSION 2u
 #define EP_DEVICE_MAX_RANKS 32u /* of one NVLink domain */
 
 /* First number in which nobody takes part: the rank is absent. */
@@ -55,7 +55,10 @@ EP_STATIC_ASSERT(sizeof(struct ep_device_handle) == 48, "ep_device_handle is sha
 
 struct ep_device_counters {
     uint64_t count, errors, timeouts, tokens, wire_bytes, busy_ns, wait_ns, max_wait_ns;
+    uint64_t dropped; /* routes: expert number out of range, or its rank absent */
+    uint64_t reserved[7];
 };
+EP_STATIC_ASSERT(sizeof(struct ep_device_counters) == 128, "ep_device_counters is shared memory");
 
 enum { EP_DEVICE_DISPATCH, EP_DEVICE_COMBINE, EP_DEVICE_PARTS };
 

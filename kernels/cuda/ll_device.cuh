@@ -418,6 +418,8 @@ __device__ inline void count(struct ep_device_counters *c, const struct ep_devic
     add(&c->wire_bytes, r.wire_bytes);
     add(&c->busy_ns, r.end_ns - r.start_ns);
     add(&c->wait_ns, r.wait_ns);
+    if (r.dropped)
+        add(&c->dropped, r.dropped);
     atomicMax((unsigned long long *)&c->max_wait_ns, (unsigned long long)r.wait_ns);
 }
 

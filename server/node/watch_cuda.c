@@ -105,6 +105,7 @@ static ep_status look(struct watch *watch, struct ep_error *error)
         return status;
     for (int part = 0; part < EP_DEVICE_PARTS; part++) {
         count(&watch->options.counters->op[classes[part]], &tally.counters[part], &r->seen[part]);
+        add_new(&watch->options.counters->dropped_routes, tally.counters[part].dropped, r->seen[part].dropped);
         r->seen[part] = tally.counters[part];
     }
     if (is_new) {

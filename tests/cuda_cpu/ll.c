@@ -636,6 +636,7 @@ static void write_record(struct run *c, uint32_t part, bool second_half)
     counters->wire_bytes += c->record.wire_bytes;
     counters->busy_ns += c->record.end_ns - c->record.start_ns;
     counters->wait_ns += c->record.wait_ns;
+    counters->dropped += c->record.dropped;
     if (second_half)
         add_half(&c->record, &state->records[c->op->handle][part]);
     state->records[c->op->handle][part] = c->record;

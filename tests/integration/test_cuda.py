@@ -38,6 +38,9 @@ class CudaTest(harness.TestCase):
         result = self.run_cmd(["ep-admin", "group", "create", "moe", *SPEC, *flags], server=server)
         self.assertEqual(result.code, 0, result)
 
+    def admin_json(self, server, *words):
+        return self.run_cmd(["ep-admin", *words, "--output=json"], server=server).json()
+
     def workers(self, server, ranks, *flags):
         return [self.spawn(["worker", "--group=moe", "--rank=%d" % r, "--pause-ms=5", "--once", *flags], env=ENV,
                            server=server) for r in ranks]
@@ -121,6 +124,8 @@ class WorkerTest(CudaTest):
         again = self.workers(server, [2])[0]
         self.says(workers[0], "rank 2 joined")
         self.says(again, "absent 0, failures 0")
+        ranks = self.admin_json(server, "group", "get", "moe")["status"]["ranks"]
+        self.assertGreater(int(ranks[0]["dropped_routes"]), 0)  # what it had for rank 2 meanwhile
         for worker in (workers[0], workers[1], again):
             self.assertNotRegex(worker.out(), r"[1-9]\d* wrong")
 

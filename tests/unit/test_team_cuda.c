@@ -374,8 +374,12 @@ static void counters_of_kernels_are_added_up(void **state)
     const struct ep_op_counters *dispatch = &f->counters.op[EP_CLASS_LL_DISPATCH];
 
     start(f, 1);
-    c[EP_DEVICE_DISPATCH] = (struct ep_device_counters){ 5, 1, 1, 40, 4096, 1000, 300, 200 };
+    c[EP_DEVICE_DISPATCH] = (struct ep_device_counters){
+        .count = 5, .errors = 1, .timeouts = 1, .tokens = 40, .wire_bytes = 4096, .busy_ns = 1000, .wait_ns = 300,
+        .max_wait_ns = 200, .dropped = 7,
+    };
     c[EP_DEVICE_COMBINE].count = 3;
+    c[EP_DEVICE_COMBINE].dropped = 2;
     ep_executor_refresh(f->executor);
     ep_executor_refresh(f->executor);
     assert_int_equal(dispatch->count, 5);
@@ -386,6 +390,7 @@ static void counters_of_kernels_are_added_up(void **state)
     assert_int_equal(dispatch->busy_ns, 1000);
     assert_int_equal(dispatch->wait_ns, 300);
     assert_int_equal(dispatch->max_wait_ns, 200);
+    assert_int_equal(f->counters.dropped_routes, 9);
     assert_int_equal(f->counters.op[EP_CLASS_LL_COMBINE].count, 3);
     c[EP_DEVICE_DISPATCH].count = 6;
     stop(f); /* what came since the last look counts too */
