@@ -114,8 +114,13 @@ struct ep_cuda_api {
 };
 
 /*
- * The module's functions, loaded once.  EP_UNAVAILABLE and why when there is no module, no driver or no
- * GPU.  Looked for in $EP_CUDA_MODULE, beside the object that asks, in ../lib of it, then as the loader does.
+ * The module's functions, loaded once.  The first call of a process starts the CUDA driver, if nothing else has
+ * done so, with CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment unless it is set: ranks of one GPU that share
+ * a hardware queue could wait for each other until their timeout.  A program that uses CUDA before, or whose
+ * other threads change or read the environment at that time, sets the variable itself when it begins.
+ *
+ * EP_UNAVAILABLE and why when there is no module, no driver or no GPU.  Looked for in $EP_CUDA_MODULE, beside
+ * the object that asks, in ../lib of it, then as the loader does.
  */
 ep_status ep_cuda_open(const struct ep_cuda_api **api, struct ep_error *error);
 

@@ -157,6 +157,11 @@ typedef struct ep_join_options {
  * last worker has left and may still write its memory; a rank that is free within half a second is
  * waited for.  EP_UNIMPLEMENTED: the executor asked for does not exist on the group's backend, or
  * this process cannot use GPUs.
+ *
+ * On cuda, the first join of a process starts the CUDA driver if nothing else has, and puts
+ * CUDA_DEVICE_MAX_CONNECTIONS=32 into the environment for it unless it is set.  Without it, streams of ranks
+ * that share a GPU may stand in each other's way.  A program that uses CUDA before its first join, or whose
+ * other threads use the environment meanwhile, sets it itself when it begins.
  */
 EP_API ep_status ep_join(ep_client *client, const ep_join_options *options, ep_rank **rank);
 

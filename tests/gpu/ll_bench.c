@@ -166,7 +166,6 @@ int main(int argc, char **argv)
         usage(stderr);
         return EXIT_USAGE;
     }
-    world_prepare();
     if (ep_cuda_open(&api, &error) != EP_OK) {
         printf("no GPU here: %s\n", error.text);
         return EXIT_SKIPPED;

@@ -296,7 +296,6 @@ int main(int argc, char **argv)
         return EXIT_USAGE;
     }
     setting.seed = o.seed;
-    world_prepare();
     if (ep_cuda_open(&setting.api, &error) != EP_OK) {
         printf("no GPU here: %s\n", error.text);
         return EXIT_SKIPPED;

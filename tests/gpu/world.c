@@ -15,15 +15,6 @@
 
 /* ---- open and close ------------------------------------------------------------------ */
 
-/*
- * Streams that share one of the GPU's queues wait for each other.  With the driver's eight queues a rank's
- * kernel, waiting for a peer on the same GPU, could stand before what that peer's thread needs to go on.
- */
-void world_prepare(void)
-{
-    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
-}
-
 static ep_status share(struct world *world, struct ep_cuda_memory *memory, uint32_t owner,
                        struct ep_error *error)
 {

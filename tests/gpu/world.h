@@ -39,9 +39,6 @@ struct world_options {
     struct ep_placement placement; /* the world's from here on, also when opening fails */
 };
 
-/* Before the cuda backend is opened, while there is one thread. */
-void world_prepare(void);
-
 ep_status world_open(const struct ep_cuda_api *api, const struct world_options *options, struct world **out,
                      struct ep_error *error);
 void world_close(struct world *world); /* NULL is allowed */
