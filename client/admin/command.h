@@ -39,7 +39,7 @@ struct ep_flag {
     const char *help;
     const char *field;                   /* the GroupSpec field that it sets */
     const char *const *choices;          /* CHOICE: NULL at the end */
-    const ProtobufCEnumDescriptor *type; /* ENUM, ENUMS */
+    const ProtobufCEnumDescriptor *type; /* ENUM, ENUMS; CHOICE with a field: what the choices are names of */
 };
 
 enum ep_argument_kind { EP_ARGUMENT_NONE, EP_ARGUMENT_GROUP, EP_ARGUMENT_NODE, EP_ARGUMENT_CHOICE };

@@ -4,6 +4,7 @@
 #include "ep/v1/common.pb-c.h"
 
 static const char *const outputs[] = { "table", "json", "yaml", NULL };
+static const char *const directs[] = { "same-uid", "any", "none", NULL }; /* ep.v1.Direct */
 static const char *const shells[] = { "bash", "zsh", NULL };
 
 const struct ep_exit_code ep_exit_codes[] = {
@@ -60,6 +61,10 @@ static const struct ep_flag spec_flags[] = {
       .field = "timeout_ms" },
     { "backend", 0, EP_FLAG_ENUM, "NAME", .help = "host or cuda (default: what the node has)",
       .field = "backend", .type = &ep__v1__backend__descriptor },
+    { "direct", 0, EP_FLAG_CHOICE, "WHO",
+      .help = "workers that may run their own ops on GPUs, for which they map the windows of their peers: "
+              "same-uid (those of the server's user, default), any or none",
+      .field = "direct", .choices = directs, .type = &ep__v1__direct__descriptor },
     { "placement", 0, EP_FLAG_FILE, "contiguous|FILE", .help = "which rank holds which expert",
       .field = "placement" },
     { "label", 'l', EP_FLAG_LABEL, "K=V", .help = "a label; may be repeated", .field = "labels" },
@@ -160,7 +165,7 @@ const struct ep_command ep_commands[] = {
       .argument = { EP_ARGUMENT_GROUP, "NAME", .optional = true },
       .flags = { update_flags, spec_flags },
       .details =
-          "timeout-ms and labels change at once. Anything else makes a new epoch: new workers join it, "
+          "timeout-ms, direct and labels change at once. Anything else makes a new epoch: new workers join it, "
           "attached ones stay where they are until they leave. --label adds or replaces one label, "
           "--label K- takes it away.",
       .example = "ep-admin group update moe --timeout-ms 2000 --revision 7" },

@@ -140,6 +140,20 @@ static void print_placement(const Ep__V1__GroupSpec *spec, FILE *out)
         ep_output_pair(out, "placement", "explicit, %zu homes", placement->n_homes);
 }
 
+/* Nothing where the backend has no such workers and nobody asked. */
+static void print_direct(const Ep__V1__GroupSpec *spec, FILE *out)
+{
+    static const char *const texts[] = {
+        [EP__V1__DIRECT__DIRECT_SAME_UID] = "same-uid: workers of the server's user run their own ops",
+        [EP__V1__DIRECT__DIRECT_ANY] = "any: every worker runs its own ops",
+        [EP__V1__DIRECT__DIRECT_NONE] = "none: no worker runs its own ops",
+    };
+    const unsigned direct = (unsigned)spec->direct;
+
+    if (direct < sizeof texts / sizeof *texts && texts[direct])
+        ep_output_pair(out, "direct", "%s", texts[direct]);
+}
+
 static void print_summary(const Ep__V1__Group *group, FILE *out)
 {
     const Ep__V1__GroupStatus *status = ep_group_status(group);
@@ -160,6 +174,7 @@ static void print_summary(const Ep__V1__Group *group, FILE *out)
     print_placement(spec, out);
     if (spec->backend)
         ep_output_pair(out, "backend", "%s", ep_text_enum(&ep__v1__backend__descriptor, (int)spec->backend));
+    print_direct(spec, out);
     print_labels(spec, out);
     ep_output_pair(out, "created", "%s (%s ago)", ep_text_time(status->created_us).s,
                    ep_text_age(status->created_us).s);

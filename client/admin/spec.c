@@ -387,6 +387,7 @@ static ep_status set_from_flag(json_t *spec, const struct ep_flag_value *value, 
         break;
     case EP_FLAG_ENUMS: json = enums_of_flag(value->flag, value->text); break;
     case EP_FLAG_ENUM:
+    case EP_FLAG_CHOICE:
         (void)ep_text_parse_enum(value->flag->type, value->text, &choice);
         json = json_string(protobuf_c_enum_descriptor_get_value(value->flag->type, choice)->name);
         break;

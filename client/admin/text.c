@@ -215,6 +215,17 @@ const char *ep_text_enum(const ProtobufCEnumDescriptor *type, int value)
     return found ? found->name + prefix_length(type) : "?";
 }
 
+/* Letter by letter, '-' for '_' as flags have it. */
+static bool same_name(const char *text, const char *name)
+{
+    while (*text && (tolower((unsigned char)*text) == tolower((unsigned char)*name) ||
+                     (*text == '-' && *name == '_'))) {
+        text++;
+        name++;
+    }
+    return *text == *name;
+}
+
 bool ep_text_parse_enum(const ProtobufCEnumDescriptor *type, const char *text, int *value)
 {
     size_t prefix = prefix_length(type);
@@ -222,7 +233,7 @@ bool ep_text_parse_enum(const ProtobufCEnumDescriptor *type, const char *text, i
     for (unsigned i = 0; i < type->n_values; i++) {
         const ProtobufCEnumValue *candidate = &type->values[i];
 
-        if (strcasecmp(text, candidate->name) == 0 || strcasecmp(text, candidate->name + prefix) == 0) {
+        if (same_name(text, candidate->name) || same_name(text, candidate->name + prefix)) {
             *value = candidate->value;
             return true;
         }

@@ -30,7 +30,7 @@ struct ep_text ep_text_clock(uint64_t wall_us); /* "12:00:01.123" */
 
 /*
  * Enum values without the prefix that the schema gives them: PHASE_READY is "READY" in tables
- * and "ready" on the command line, where the full name is understood as well.
+ * and "ready" on the command line, where the full name is understood as well, and "-" for "_".
  */
 const char *ep_text_enum(const ProtobufCEnumDescriptor *type, int value); /* "?" when unknown */
 bool ep_text_parse_enum(const ProtobufCEnumDescriptor *type, const char *text, int *value);

@@ -282,6 +282,24 @@ class GroupTest(AdminTest):
         self.assertGreater(after["status"]["epoch"], before["status"]["epoch"])
         self.refused("group", "update", "moe", says="nothing to change", server=server)
 
+    def test_direct_is_named_and_changes_at_once(self):
+        server = self.start_server("--backend=host", "--host-ranks=4")
+        self.create(server)
+        self.assertNotIn("direct", self.admin("group", "get", "moe", server=server).out)  # no use for it on CPUs
+        before = self.get(server)
+        for name, value in (("none", "NONE"), ("any", "ANY"), ("same-uid", "SAME_UID"), ("same_uid", "SAME_UID")):
+            if "_" in name:  # in files as in flags
+                self.admin("group", "update", "moe", "-f", "-", input="direct: " + name, server=server)
+            else:
+                self.admin("group", "update", "moe", "--direct", name, server=server)
+            after = self.get(server)
+            self.assertEqual(after["spec"], dict(before["spec"], direct="DIRECT_" + value))
+            self.assertEqual(after["status"]["epoch"], before["status"]["epoch"])
+            self.assertRegex(self.admin("group", "get", "moe", server=server).out,
+                             r"(?m)^direct +%s: " % name.replace("_", "-"))
+        self.refused("group", "create", "b", *SPEC, "--direct=root", server=server,
+                     says="--direct is 'root': must be one of same-uid, any, none")
+
     def test_update_of_labels_touches_only_those_named(self):
         server = self.start_server("--host-ranks=4")
         self.create(server, "moe", "-l", "a=1", "-l", "b=2")
@@ -702,6 +720,7 @@ class CompletionTest(AdminTest):
         self.assertNotIn("--until", self.complete("group", "get", "-"))
         self.assertEqual(self.complete("group", "create", "--modes", ""), ["ll", "ht"])
         self.assertEqual(self.complete("group", "create", "--dtypes", "bf16,fp8"), ["bf16,fp8_e4m3"])
+        self.assertEqual(self.complete("group", "update", "--direct", ""), ["same-uid", "any", "none"])
         self.assertEqual(self.complete("group", "watch", "moe", "--until", "re"), ["ready", "reconfiguring"])
         self.assertEqual(self.complete("--output", "=", "y"), ["yaml"])  # as bash takes --output=y apart
         self.assertEqual(self.complete("-o", "j"), ["json"])

@@ -155,6 +155,18 @@ class GpusTest(harness.TestCase):
             self.assertEqual((word(w.state, 0), len(w.state)), (STATE_MAGIC, w.claim[11]))
             self.assertEqual([w.since(rank) for rank in range(5)], [1, 1, 1, 1, NEVER])
 
+    def test_direct_is_for_whom_the_group_says(self):
+        self.serve()
+        self.admin("group", "update", "moe", "--direct=none")
+        with self.assertRaises(rawrpc.RpcError) as caught:
+            fields(self.server.socket, 0, DIRECT)
+        self.assertIn("direct of group moe is none", caught.exception.text)
+        self.admin("group", "update", "moe", "--direct=any")
+        with Worker(self.server.socket, 0, DIRECT) as w:
+            self.assertEqual(len(w.windows), 4)
+        self.admin("group", "create", "other", *GROUP[4:], "--direct=none")
+        self.assertRegex(self.admin("group", "get", "other").out, r"(?m)^direct +none: ")
+
     def test_peers_see_each_others_windows(self):
         self.serve()
         with Worker(self.server.socket, 0) as a, Worker(self.server.socket, 3) as b:
