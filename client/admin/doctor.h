@@ -7,6 +7,7 @@
 #include <stddef.h>
 
 #include "admin.h"
+#include "ep_cuda.h"
 
 enum ep_finding_level { EP_FINDING_OK, EP_FINDING_WARN, EP_FINDING_FAIL };
 
@@ -29,6 +30,12 @@ __attribute__((format(printf, 5, 6))) void ep_report_add(struct ep_report *repor
                                                          const char *remedy, const char *format, ...);
 
 void ep_doctor_gpu(struct ep_report *report); /* first: what is needed depends on it */
+/* Of it: the GPUs that the cuda backend sees, on a machine that has `nodes` of them; the fabric manager. */
+void ep_doctor_cuda(struct ep_report *report, const struct ep_cuda_api *api, size_t nodes);
+void ep_doctor_fabric(struct ep_report *report);
+/* A function of a library that dlopen() has found, into the pointer that function_pointer points to. */
+bool ep_doctor_function(void *library, const char *name, void *function_pointer);
+
 void ep_doctor_host(struct ep_report *report);
 void ep_doctor_server(struct ep_report *report, struct ep_admin *admin);
 

@@ -2,6 +2,7 @@
 """ep-admin against real servers: every command, its output formats, exit codes, and how it fails."""
 
 import fcntl
+import glob
 import json
 import os
 import pty
@@ -21,6 +22,8 @@ import harness
 
 SPEC = ["--ranks", "2", "--experts", "8", "--hidden", "64", "--top-k", "2", "--ll-max-tokens", "8",
         "--ht-max-tokens", "16", "--arena", "1MiB", "--timeout-ms", "2000"]
+UNIT = os.path.join(os.path.dirname(harness.BIN), "unit")
+NO_GPUS = not glob.glob("/dev/nvidia[0-9]*")
 CERTS = os.path.join(harness.ROOT, "deploy", "certs.sh")
 
 
@@ -675,6 +678,38 @@ class DoctorTest(AdminTest):
         found = {f["check"]: f for f in self.admin("doctor", "-o", "json", server=server).json()["findings"]}
         self.assertEqual(found["node"]["status"], "warn")
         self.assertIn("tests", found["node"]["finding"])
+
+    def findings(self, env, code=0):
+        found = self.admin("doctor", "--host-only", "-o", "json", env=env, code=code).json()["findings"]
+        return {f["check"]: f for f in found}
+
+    @unittest.skipUnless(NO_GPUS, "here are GPUs")
+    def test_gpus_are_looked_at_through_the_backend(self):
+        found = self.findings({"EP_CUDA_MODULE": os.path.join(UNIT, "ep_cuda_double.so")})
+        self.assertIn("2 (Fixture, sm_90)", found["gpu"]["finding"])
+        self.assertEqual([found[c]["status"] for c in ("gpu", "cuda", "p2p", "mps", "fabric")], ["ok"] * 5)
+
+    def test_the_fabric_manager_is_asked_through_nvml(self):
+        for states, status, says in (("33", "ok", "is done with 2 of 2 GPUs"), ("00", "ok", "no fabric manager"),
+                                     ("31", "fail", "has not begun with 1 of 2 GPUs"),
+                                     ("32", "fail", "is not done with 1 of 2 GPUs"),
+                                     ("93", "fail", "has failed with 1 of 2 GPUs: Unknown Error"),
+                                     (None, "warn", "NVML does not start: Driver Not Loaded")):
+            env = {"EP_CUDA_MODULE": os.path.join(UNIT, "ep_cuda_double.so"),
+                   "LD_LIBRARY_PATH": os.path.join(UNIT, "nvml")}
+            if states:
+                env["EP_NVML_FABRIC"] = states
+            fabric = self.findings(env, code=6 if status == "fail" else 0)["fabric"]
+            self.assertEqual(fabric["status"], status, fabric)
+            self.assertIn(says, fabric["finding"])
+            self.assertEqual(bool(fabric["remedy"]), status != "ok")
+
+    @unittest.skipUnless(NO_GPUS, "here are GPUs")
+    def test_a_module_that_is_not_there_is_no_failure_without_gpus(self):
+        found = self.findings({"EP_CUDA_MODULE": "/nowhere/libep_cuda.so"})
+        self.assertEqual(found["cuda"]["status"], "ok")
+        self.assertIn("not needed without GPUs", found["cuda"]["finding"])
+        self.assertIn("/nowhere/libep_cuda.so", found["cuda"]["finding"])
 
     def test_low_limits_are_named(self):
         done = subprocess.run(["bash", "-c", "ulimit -n 128; exec %s doctor --host-only" % harness.binary("ep-admin")],
