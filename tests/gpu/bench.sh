@@ -1,30 +1,196 @@
 #!/usr/bin/env bash
 # Speed on GPUs.  Runs from the tree and from the folder that deploy/bundle.sh makes.
 set -uo pipefail
+# shellcheck source-path=SCRIPTDIR
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 usage() {
     cat <<'TEXT'
-usage: bench.sh [--gpus N] [--pairs N] [--no-verify]
+usage: bench.sh [--gpus N] [--no-verify] [--only processes|kernels] [--json FILE] [--quick] [--logs DIR]
 
-Prints how long LL ops take on all GPUs (or N), one rank on each, beside what peers need and what the wire
-allows. Exits with 77 where there is no GPU. `ll_bench --help` says what the other options are.
+One rank on each of all GPUs (or N). First through real processes, a server and a worker for each rank: pairs
+of dispatch and combine, attaching, a killed worker, memory. Then the kernels alone, beside what the wire
+allows. Each beside the peers' figures and the bars of tests/gpu/bars.h. Exits with 77 where there is no GPU.
+
+  --gpus N     use N GPUs (default: all that nvidia-smi lists)
+  --no-verify  do not compare results with the reference first
+  --only PART  this part only
+  --json FILE  add each figure to it, a JSON object a line
+  --quick      a small shape: whether this script works; figures say nothing
+  --logs DIR   keep complete output there
 TEXT
 }
 
-limit_s=540
+pairs_limit_s=150 kill_limit_s=60 kernels_limit_s=240
+deaths=5 # each with a server and workers of its own
 
-case " $* " in
-*' --help '* | *' -h '*) usage; exit 0 ;;
-esac
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-for bin in "$here/bin" "$here/../../build/gpu"; do
-    [[ -x $bin/ll_bench ]] && break
+gpus='' verify=--verify only='' json='' quick=0 logs=''
+while (($#)); do
+    case $1 in
+    --gpus) gpus=${2:?--gpus needs a number}; shift ;;
+    --only) only=${2:?--only needs a part}; shift ;;
+    --json) json=${2:?--json needs a file}; shift ;;
+    --logs) logs=${2:?--logs needs a folder}; shift ;;
+    --no-verify) verify=--no-verify ;;
+    --quick) quick=1 ;;
+    --help | -h) usage; exit 0 ;;
+    *) usage >&2; exit 2 ;;
+    esac
+    shift
 done
-[[ -x $bin/ll_bench ]] || { echo "ll_bench is neither in $here/bin nor in build/gpu: build first" >&2; exit 2; }
+need "$gpu_bin/ll_bench" "$bin/ep-bench" "$bin/ep-server" "$bin/ep-admin"
+count_gpus
+open_logs
+json=${json:-/dev/null}
+code=0
+
+model=(--experts=256 --hidden=7168 --top-k=8)
+times=(--iters=1000 --warmup=50 --graph=20)
+((quick)) && model=(--experts=16 --hidden=256 --top-k=4) times=(--iters=20 --warmup=2 --graph=4)
+"$gpu_bin/ll_bench" --bars >"$logs/bars" || exit 2
+
+# A program that fails costs its own figures only, and the exit status.
+fail() { # WHAT CODE LIMIT_S LOG
+    echo "$1 FAILED: $(why "$2" "$3")"
+    tail -n 5 "$4" | cut -c 1-400
+    code=1
+}
+
+# run_bench NAME LIMIT_S ARGUMENT...: ep-bench; what it prints is in NAME.out.
+run_bench() {
+    local name=$1 limit=$2
+    shift 2
+    timeout --kill-after=10 "$limit" "$bin/ep-bench" --spawn --backend=cuda --modes=ll --ranks="$gpus" "${model[@]}" \
+        "$verify" "$@" >"$logs/$name.out" 2>"$logs/$name.err" || { fail "$name" $? "$limit" "$logs/$name.err"; return 1; }
+}
+
+# ---- pairs ----------------------------------------------------------------------------------------
+
+# Of ep-bench's CSV: a line for each case beside its bar, also as JSON.
+pairs_table() {
+    awk -F, -v gpus="$gpus" -v json="$json" '
+    FNR == NR { if ($1 == "pair" && $2 == gpus) bar[$3, $4] = $5 "," $6 "," $7; next }
+    FNR == 1 { for (i = 1; i <= NF; i++) at[$i] = i; next }
+    {
+        layout = $at["layout"]; tokens = $at["tokens"]; graph = $at["graph_pair_us"]
+        words = ""
+        split(((layout, tokens) in bar && $at["dtype"] == "bf16") ? bar[layout, tokens] : "-,-,-", b, ",")
+        if (b[1] != "-") words = graph <= b[3] ? "aim reached" : graph <= b[2] ? "bar reached" : "MISSED"
+        printf "%-12s %-5s %4d | %7.1f %7.1f | %8.1f %8.1f | %8.1f | %7s %6s %6s %s\n", layout, $at["dtype"], tokens,
+            graph, $at["pair_us"], $at["dispatch_p50_us"], $at["combine_p50_us"], $at["service_us"], b[1], b[2], b[3], words
+        printf "{\"what\": \"pair\", \"gpus\": %d, \"layout\": \"%s\", \"dtype\": \"%s\", \"tokens\": %d, " \
+            "\"graph_pair_us\": %s, \"eager_pair_us\": %s, \"dispatch_us\": %s, \"combine_us\": %s, \"verified\": \"%s\"}\n",
+            gpus, layout, $at["dtype"], tokens, graph, $at["pair_us"], $at["dispatch_p50_us"], $at["combine_p50_us"],
+            $at["verified"] >>json
+    }' "$logs/bars" "$1"
+}
+
+pairs() {
+    printf '\nThrough real processes, us, slowest rank.  graph: a pair in a CUDA graph of 20; eager: period of pairs that follow\n'
+    printf 'each other; each: between marks in the stream; host: what a lone pair costs beside its ops\n'
+    printf '%-12s %-5s %4s | %7s %7s | %8s %8s | %8s | %7s %6s %6s\n' layout wire T graph eager dispatch combine host \
+        peers must aim
+    run_bench pairs-expert-major "$pairs_limit_s" --layouts=expert-major --tokens=128,64,32,8,1 "${times[@]}" --output=csv &&
+        pairs_table "$logs/pairs-expert-major.out"
+    run_bench pairs-rank-major "$pairs_limit_s" --layouts=rank-major --tokens=128,8,1 "${times[@]}" --output=csv &&
+        pairs_table "$logs/pairs-rank-major.out"
+    run_bench pairs-fp8 "$pairs_limit_s" --layouts=expert-major --dtypes=fp8 --tokens=128 "${times[@]}" --output=csv &&
+        pairs_table "$logs/pairs-fp8.out"
+}
+
+# ---- figures --------------------------------------------------------------------------------------
+
+# figure NAME TEXT VALUE...: their median and largest; the largest is held against the bar of that name.
+figure() {
+    local name=$1 text=$2
+    shift 2
+    printf '%s\n' "$@" | sort -g | awk -F, -v gpus="$gpus" -v json="$json" -v name="$name" -v text="$text" '
+    FNR == NR { if ($1 == "figure" && $2 == name) { must = $3; aim = $4 } next }
+    { value[FNR] = $1; n = FNR }
+    END {
+        most = value[n]; median = value[int((n + 1) / 2)]
+        words = must == "" ? "" : most <= aim ? "aim reached" : most <= must ? "bar reached" : "MISSED"
+        printf "%-62s %8.2f %8.2f | %6s %6s %s\n", text, median, most, must == "" ? "-" : must, must == "" ? "-" : aim, words
+        printf "{\"what\": \"%s\", \"gpus\": %d, \"n\": %d, \"median\": %s, \"most\": %s}\n", name, gpus, n, median, most >>json
+    }' "$logs/bars" -
+}
+
+# number FILE NAME: of an object in JSON that has a member a line.
+number() { awk -F'[:, ]+' -v name="\"$2\"" '$2 == name { print $3; exit }' "$1"; }
+
+# thousandth FILE NAME: us as ms.
+thousandth() { awk -v us="$(number "$1" "$2")" 'BEGIN { print us / 1000 }'; }
+
+deaths() {
+    local i longest=() attach=() join=()
+    if ((gpus < 2)); then
+        echo 'a killed worker: skipped, two GPUs are needed'
+        return
+    fi
+    for ((i = 1; i <= deaths; i++)); do
+        # In the second case: first ops load kernels.
+        run_bench "death-$i" "$kill_limit_s" --layouts=expert-major --tokens=32,128 --iters=200 --kill=1@1 --no-verify \
+            --output=json || return
+        longest+=("$(thousandth "$logs/death-$i.out" longest_op_us)")
+        attach+=("$(thousandth "$logs/death-$i.out" attach_us)")
+        join+=("$(thousandth "$logs/death-$i.out" join_us)")
+    done
+    figure kill_ms "kill -9 of a worker: its peers' longest op, ms" "${longest[@]}"
+    figure attach_ms 'a new worker attaches to the running group, ms' "${attach[@]}"
+    figure join_ms '  of this ep_join alone' "${join[@]}"
+}
+
+# What a group would have, on a server of our own.
+window_bytes() { # RANKS
+    timeout --kill-after=5 30 "$bin/ep-admin" group create window --ranks="$1" "${model[@]}" --modes=ll \
+        --ll-max-tokens=128 --arena=1MiB --dry-run --output=json >"$logs/window-$1.json" 2>"$logs/window-$1.err" &&
+        echo $(($(number "$logs/window-$1.json" window_bytes) - $(number "$logs/window-$1.json" arena_bytes)))
+}
+
+windows() {
+    local dir bytes ranks
+    dir=$(mktemp -d)
+    export EP_SERVER=unix:$dir/ep.sock
+    if start_server "$dir"; then
+        for ranks in $( ((gpus == 8)) || echo "$gpus") 8; do
+            if bytes=$(window_bytes "$ranks"); then
+                figure "$( ((ranks == 8)) && echo window_mib || echo "window_mib_of_$ranks")" \
+                    "window of a rank without its arena, T=128, $ranks ranks, MiB" "$(awk "BEGIN { print $bytes / 1048576 }")"
+            else
+                fail 'group create --dry-run' 1 30 "$logs/window-$ranks.err"
+            fi
+        done
+    else
+        fail ep-server 1 30 "$dir/server.out"
+    fi
+    kill -KILL "$server" 2>/dev/null
+    wait "$server" 2>/dev/null
+    rm -rf "$dir"
+}
+
+figures() {
+    printf '\n%-62s %8s %8s | %6s %6s\n' '' median most must aim
+    deaths
+    windows
+}
+
+# ---- all of it ------------------------------------------------------------------------------------
+
+kernels() {
+    local flags=()
+    [[ $verify == --no-verify ]] && flags=(--no-verify)
+    printf '\nThe kernels alone, all ranks in one process\n'
+    timeout --kill-after=10 "$kernels_limit_s" "$gpu_bin/ll_bench" --gpus "$gpus" --json "$json" "${flags[@]}" \
+        2>"$logs/ll_bench.err" || fail ll_bench $? "$kernels_limit_s" "$logs/ll_bench.err"
+}
 
 # What else may have been running, and at which clocks.
-nvidia-smi --query-gpu=index,name,driver_version,clocks.sm,clocks.mem,power.draw,utilization.gpu --format=csv 2>/dev/null
-timeout --kill-after=10 "$limit_s" "$bin/ll_bench" "$@"
-code=$?
-((code == 124 || code == 137)) && echo "ll_bench was ended after $limit_s s"
+nvidia-smi --query-gpu=index,name,driver_version,clocks.sm,clocks.mem,power.draw,utilization.gpu --format=csv,noheader 2>/dev/null
+if [[ $only != kernels ]]; then
+    pairs
+    figures
+fi
+if [[ $only != processes ]]; then
+    kernels
+fi
 exit "$code"

@@ -64,3 +64,18 @@ add_closing_line() {
 why() {
     echo "ended with $1$( (($1 == 124 || $1 == 137)) && echo ", after $2 s")"
 }
+
+# start_server DIR: its sockets, state and log are there, also what a former one left; server is its process.
+start_server() {
+    local dir=$1 i
+    rm -f "$dir/ports"
+    "$bin/ep-server" --backend=cuda --socket="$dir/ep.sock" --state-dir="$dir/state" --port-file="$dir/ports" \
+        --log-level=warn >>"$dir/server.out" 2>&1 &
+    server=$!
+    for ((i = 0; i < 300; i++)); do
+        [[ -s $dir/ports ]] && return
+        kill -0 "$server" 2>/dev/null || break
+        sleep 0.1
+    done
+    return 1
+}

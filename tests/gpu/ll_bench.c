@@ -16,7 +16,8 @@ enum { EXIT_FAILED = 1, EXIT_USAGE = 2, EXIT_SKIPPED = 77 };
 struct options {
     uint32_t gpus, pairs; /* gpus 0: all */
     uint32_t sharing;     /* ranks on each GPU */
-    bool verify;
+    bool verify, bars;    /* bars: print them, and nothing else */
+    const char *json;     /* NULL: nowhere */
 };
 
 /* ---- cases --------------------------------------------------------------------------- */
@@ -54,28 +55,37 @@ static void print_head(void)
            "T", "pair", "dispatch", "combine", "push x 2", "GB/s", "ratio", "best", "direct", "aim");
 }
 
-/* Of kernels alone, which the table has no column for. */
-static void print_foot(void)
+/* Of kernels alone, which the table has no column for: in proportion to the bytes on the wire. */
+static void print_foot(uint32_t gpus)
 {
-    printf("\npush x 2: the dispatch's remote rows with plain stores, there and back; ratio: pair by that\n"
-           "kernel alone, 8 GPUs, T=128, must (aim): bf16 dispatch 38 (32), combine 42 (35), fp8 dispatch 25 "
-           "(19);"
-           " fewer GPUs: in proportion to the bytes on the wire\n");
+    static const char *const names[] = { "kernel_dispatch_us", "kernel_combine_us", "kernel_dispatch_fp8_us" };
+    static const char *const what[] = { "bf16 dispatch", "combine", "fp8 dispatch" };
+    const double share = bar_remote_rows(gpus) / bar_remote_rows(8);
+
+    printf("\npush x 2: the dispatch's remote rows with plain stores, there and back; ratio: pair by that\n");
+    if (gpus == 1)
+        return; /* nothing is on the wire */
+    printf("kernel alone on %u GPUs, expert-major, T=128, must (aim):", gpus);
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        const struct bar_figure *f = bar_figure(names[i]);
+
+        printf(" %s %.1f (%.1f)", what[i], (double)f->must * share, (double)f->aim * share);
+    }
+    printf("\n");
+}
+
+static const char *verdict(const struct bar *bar, double pair)
+{
+    return pair <= (double)bar->aim ? "aim reached" : pair <= (double)bar->direct ? "bar reached" : "MISSED";
 }
 
 static void print_peers(const struct bar *bar, double pair)
 {
-    float best;
-
-    if (!bar) {
+    if (bar)
+        printf(" | %7.1f %6.0f %6.0f %s\n", (double)bar_best_peer(bar), (double)bar->direct, (double)bar->aim,
+               verdict(bar, pair));
+    else
         printf(" | %7s %6s %6s\n", "-", "-", "-");
-        return;
-    }
-    best = bar->nccl_ep > 0 && bar->nccl_ep < bar->deepep ? bar->nccl_ep : bar->deepep;
-    printf(" | %7.1f %6.0f %6.0f %s\n", (double)best, (double)bar->direct, (double)bar->aim,
-           pair <= (double)bar->aim      ? "aim reached"
-           : pair <= (double)bar->direct ? "bar reached"
-                                         : "MISSED");
 }
 
 static void print_row(const struct shape *s, const struct ll_times *t, uint32_t gpus)
@@ -96,16 +106,43 @@ static void print_row(const struct shape *s, const struct ll_times *t, uint32_t 
     fflush(stdout);
 }
 
+/* ---- for machines ---------------------------------------------------------------------- */
+
+static void write_json(FILE *to, const struct shape *s, const struct ll_times *t, uint32_t gpus)
+{
+    fprintf(to,
+            "{\"what\": \"kernels\", \"gpus\": %u, \"layout\": \"%s\", \"dtype\": \"%s\", \"routing\": \"%s\", "
+            "\"tokens\": %u, \"graph_pair_us\": %.2f, \"dispatch_us\": %.2f, \"combine_us\": %.2f, "
+            "\"dispatch_kernel_us\": %.2f, \"combine_kernel_us\": %.2f, \"push_us\": %.2f, \"push_gbps\": %.1f}\n",
+            gpus, bench_layout_name(s->layout), bench_dtypes[s->dtype].name,
+            s->routing ? s->routing : "uniform", s->tokens, t->pair, t->dispatch, t->combine,
+            t->dispatch_kernel, t->combine_kernel, t->push, t->push_gbps);
+    fflush(to);
+}
+
+/* For bench.sh, which measures the same through real processes. */
+static void print_bars(void)
+{
+    for (size_t i = 0; i < sizeof bars / sizeof *bars; i++)
+        printf("pair,%u,%s,%u,%.1f,%.1f,%.1f\n", bars[i].gpus, bench_layout_name(bars[i].layout),
+               bars[i].tokens, (double)bar_best_peer(&bars[i]), (double)bars[i].direct, (double)bars[i].aim);
+    for (size_t i = 0; i < sizeof bar_figures / sizeof *bar_figures; i++)
+        printf("figure,%s,%.1f,%.1f\n", bar_figures[i].name, (double)bar_figures[i].must,
+               (double)bar_figures[i].aim);
+}
+
 /* ---- the command line ---------------------------------------------------------------- */
 
 static void usage(FILE *to)
 {
-    fputs("usage: ll_bench [--gpus N] [--sharing N] [--pairs N] [--no-verify]\n"
+    fputs("usage: ll_bench [--gpus N] [--sharing N] [--pairs N] [--no-verify] [--json FILE] [--bars]\n"
           "\n"
           "  --gpus N      GPUs to use (default: all)\n"
           "  --sharing N   ranks on each of them (default 1; figures are for 1)\n"
           "  --pairs N     pairs in graphs that are timed (default 600)\n"
-          "  --no-verify   do not compare one pass of each case with the reference first\n",
+          "  --no-verify   do not compare one pass of each case with the reference first\n"
+          "  --json FILE   add a line for each case to it\n"
+          "  --bars        print what is aimed at as comma-separated lines: no GPU is needed\n",
           to);
 }
 
@@ -114,6 +151,7 @@ static bool parse(int argc, char **argv, struct options *o)
     static const struct option known[] = {
         { "gpus", required_argument, NULL, 'g' },  { "sharing", required_argument, NULL, 's' },
         { "pairs", required_argument, NULL, 'p' }, { "no-verify", no_argument, NULL, 'n' },
+        { "json", required_argument, NULL, 'j' },  { "bars", no_argument, NULL, 'b' },
         { "help", no_argument, NULL, 'h' },        { NULL, 0, NULL, 0 }
     };
     int c;
@@ -125,6 +163,8 @@ static bool parse(int argc, char **argv, struct options *o)
         case 's': o->sharing = (uint32_t)strtoul(optarg, NULL, 10); break;
         case 'p': o->pairs = (uint32_t)strtoul(optarg, NULL, 10); break;
         case 'n': o->verify = false; break;
+        case 'j': o->json = optarg; break;
+        case 'b': o->bars = true; break;
         case 'h': usage(stdout); exit(0);
         default: return false;
         }
@@ -135,8 +175,13 @@ static bool parse(int argc, char **argv, struct options *o)
 static int run(const struct ep_cuda_api *api, const struct options *o)
 {
     const uint32_t ranks = o->gpus * o->sharing;
+    FILE *json = o->json ? fopen(o->json, "a") : NULL;
     int code = 0;
 
+    if (o->json && !json) {
+        perror(o->json);
+        return EXIT_USAGE;
+    }
     print_head();
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         struct ep_error error = EP_ERROR_INIT;
@@ -144,13 +189,17 @@ static int run(const struct ep_cuda_api *api, const struct options *o)
 
         if (ll_time(api, ranks, o->gpus, &shapes[i], o->pairs, o->verify, &times, &error) == EP_OK) {
             print_row(&shapes[i], &times, o->sharing == 1 ? o->gpus : 0);
+            if (json)
+                write_json(json, &shapes[i], &times, o->gpus);
             continue;
         }
         printf("%-12s %-5s %4u FAILED: %s\n", bench_layout_name(shapes[i].layout),
                bench_dtypes[shapes[i].dtype].name, shapes[i].tokens, error.text);
         code = EXIT_FAILED;
     }
-    print_foot();
+    print_foot(o->gpus);
+    if (json)
+        fclose(json);
     return code;
 }
 
@@ -165,6 +214,10 @@ int main(int argc, char **argv)
     if (!parse(argc, argv, &o)) {
         usage(stderr);
         return EXIT_USAGE;
+    }
+    if (o.bars) {
+        print_bars();
+        return 0;
     }
     if (ep_cuda_open(&api, &error) != EP_OK) {
         printf("no GPU here: %s\n", error.text);

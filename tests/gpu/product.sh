@@ -97,25 +97,14 @@ complain() {
 
 # ---- a server -------------------------------------------------------------------------------------
 
-# Starts one, with what a former one left in its state; sets server to its process.
-start_server() {
-    local ports=$step_dir/ports
-    rm -f "$ports"
-    "$bin/ep-server" --backend=cuda --socket="$step_dir/ep.sock" --state-dir="$step_dir/state" \
-        --port-file="$ports" --log-level=warn >>"$step_dir/server.out" 2>&1 &
-    server=$!
+start() {
+    start_server "$step_dir" || complain 'the server does not start'
     started+=("$server")
-    for ((i = 0; i < 10 * says_limit_s; i++)); do
-        [[ -s $ports ]] && return
-        kill -0 "$server" 2>/dev/null || break
-        sleep 0.1
-    done
-    complain 'the server does not start'
 }
 
 # A server with the group "moe".
 serve() {
-    start_server
+    start
     timeout --kill-after=5 "$says_limit_s" "$bin/ep-admin" group create moe --ranks="$ranks" --experts=$((4 * ranks)) \
         --hidden=1024 --top-k=2 --modes=ll --ll-max-tokens=32 --arena=64MiB --wait=20s "$@" || complain 'no group'
 }
@@ -256,7 +245,7 @@ run_server_returns() {
     says 0 'absent 0, failures 0'
     kill -KILL "$server"
     says 0 'the server is gone'
-    start_server
+    start
     for ((rank = 0; rank < ranks; rank++)); do
         says "$rank" 'epoch 2: absent 0, failures 0'
     done
