@@ -79,13 +79,14 @@ const struct ep_option ep_options_table[] = {
     { "name", "node", EP_TYPE_STRING, 0, FIELD(name), .computed = default_name,
       .doc = "Name of this node in groups, logs and metrics; by default the host name" },
     { "backend", "node", EP_TYPE_ENUM, 0, FIELD(backend), .fallback = "auto", .words = backends,
-      .doc = "Where ranks run: on GPUs or on the host's CPUs; auto takes the GPUs if there are any" },
+      .doc = "Where ranks run: on GPUs (those that CUDA_VISIBLE_DEVICES shows this process) or on the host's CPUs; "
+             "auto takes the GPUs if there are any" },
     { "mps", "node", EP_TYPE_ENUM, 0, FIELD(mps), .fallback = "auto", .words = mps_modes,
       .doc = "The MPS server of the GPUs: auto says in the log whether there is one, require starts only with "
-             "it, off only without" },
+             "it, off only without. Workers that run their own ops do not need it" },
     { "host-ranks", "node", EP_TYPE_UINT, 0, FIELD(host_ranks), .fallback = "8", .min = 1, .max = 1024,
       .doc = "Devices that the host backend offers, each good for one rank of each group; a rank that "
-             "is not in use costs nothing" },
+             "is not in use costs nothing. On GPUs it has no meaning" },
     { "memory", "node", EP_TYPE_BYTES, 0, FIELD(memory), .fallback = "0", .min = 0, .max = 1024 * TIB,
       .doc = "Memory for the windows of all groups, on GPUs of each; 0: half of what is free at start" },
     { "state-dir", "node", EP_TYPE_PATH, 0, FIELD(state_dir), .computed = default_state_dir,

@@ -396,7 +396,7 @@ static void usage(FILE *out)
           "\n"
           "Start four of them, one per rank of a group of four:\n"
           "\n"
-          "  ep-server --host-ranks=4 &\n"
+          "  ep-server --backend=host --host-ranks=4 &      # without --backend: on GPUs, if there are any\n"
           "  ep-admin group create hello --ranks=4 --experts=16 --hidden=512 --top-k=2\n"
           "  for r in 0 1 2 3; do worker --rank=$r & done\n"
           "\n"
