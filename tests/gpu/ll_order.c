@@ -37,7 +37,7 @@ static ep_status pair_of(struct pass *const *pass, uint32_t first, uint32_t flag
     for (uint32_t i = 0; status == EP_OK && i < 2; i++)
         status = pass_dispatch(pass[i], flags, error);
     for (uint32_t i = 0; status == EP_OK && halves && i < 2; i++)
-        status = pass_complete(pass[i ^ first], EP_DEVICE_DISPATCH, error);
+        status = pass_complete(pass[i ^ first], error);
     if (status == EP_OK)
         status = check_both(pass, pass_received, error);
     if (status == EP_OK)
@@ -45,7 +45,7 @@ static ep_status pair_of(struct pass *const *pass, uint32_t first, uint32_t flag
     for (uint32_t i = 0; status == EP_OK && i < 2; i++)
         status = pass_combine(pass[i ^ first], flags, false, error);
     for (uint32_t i = 0; status == EP_OK && halves && i < 2; i++)
-        status = pass_complete(pass[i], EP_DEVICE_COMBINE, error);
+        status = pass_complete(pass[i], error);
     return status == EP_OK ? check_both(pass, pass_result, error) : status;
 }
 

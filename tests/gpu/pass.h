@@ -56,8 +56,6 @@ struct pass {
 
     /* of the last run */
     struct ep_device_record dispatched, combined;
-    struct ep_device_record half; /* of the sending half, when there are two */
-    bool halves;
     struct ep_ref_dispatch plan;
     bool planned;
     struct received received; /* copies on the host */
@@ -81,8 +79,8 @@ ep_status pass_reseed(struct pass *pass, uint64_t seed, bool routes, struct ep_e
 /* Poison the outputs, enqueue; flags: EP_OP_*.  Send-only ops are to be completed. */
 ep_status pass_dispatch(struct pass *pass, uint32_t flags, struct ep_error *error);
 ep_status pass_combine(struct pass *pass, uint32_t flags, bool in_place, struct ep_error *error);
-/* part: EP_DEVICE_DISPATCH or EP_DEVICE_COMBINE, the half that was sent. */
-ep_status pass_complete(struct pass *pass, uint32_t part, struct ep_error *error);
+/* The other half of the op that was sent. */
+ep_status pass_complete(struct pass *pass, struct ep_error *error);
 ep_status pass_release(struct pass *pass, struct ep_error *error);
 
 /* The same ops for a test that runs them itself. */

@@ -173,15 +173,9 @@ static ep_status run_bare(struct pass *pass, enum ep_op_kind kind, struct ep_err
     return world_run(pass->rank, &op, error);
 }
 
-/* A complete replaces the record, so what the sending half counted is read before. */
-ep_status pass_complete(struct pass *pass, uint32_t which, struct ep_error *error)
+ep_status pass_complete(struct pass *pass, struct ep_error *error)
 {
-    ep_status status = world_wait(pass->rank, error);
-
-    if (status == EP_OK && which == EP_DEVICE_DISPATCH)
-        status = world_record(pass->rank, pass->handle, which, &pass->half, error);
-    pass->halves = which == EP_DEVICE_DISPATCH;
-    return status == EP_OK ? run_bare(pass, EP_OP_COMPLETE, error) : status;
+    return run_bare(pass, EP_OP_COMPLETE, error);
 }
 
 ep_status pass_release(struct pass *pass, struct ep_error *error)
@@ -403,14 +397,6 @@ static ep_status check_dispatch(struct pass *pass, struct ep_error *error)
     return status == EP_OK ? verdict_of(pass, "dispatch", error) : status;
 }
 
-/* The receiving half says what has come, the sending half what was sent. */
-static void add_half(struct ep_device_record *whole, const struct ep_device_record *half)
-{
-    whole->dropped += half->dropped;
-    whole->wire_bytes += half->wire_bytes;
-    whole->logical_bytes += half->logical_bytes;
-}
-
 ep_status pass_received(struct pass *pass, struct ep_error *error)
 {
     ep_status status = world_wait(pass->rank, error);
@@ -419,9 +405,6 @@ ep_status pass_received(struct pass *pass, struct ep_error *error)
     pass_forget_plan(pass);
     if (status == EP_OK)
         status = world_record(pass->rank, pass->handle, EP_DEVICE_DISPATCH, &pass->dispatched, error);
-    if (status == EP_OK && pass->halves)
-        add_half(&pass->dispatched, &pass->half);
-    pass->halves = false;
     if (status != EP_OK || !check_record(pass, &pass->dispatched, &status, "dispatch", error))
         return status;
     return check_dispatch(pass, error);
@@ -516,7 +499,7 @@ ep_status pass_run(struct pass *pass, uint32_t flags, bool in_place, struct ep_e
     ep_status status = pass_dispatch(pass, flags, error);
 
     if (status == EP_OK && flags & EP_OP_SEND_ONLY)
-        status = pass_complete(pass, EP_DEVICE_DISPATCH, error);
+        status = pass_complete(pass, error);
     if (status == EP_OK)
         status = pass_received(pass, error);
     if (status == EP_OK)
@@ -524,6 +507,6 @@ ep_status pass_run(struct pass *pass, uint32_t flags, bool in_place, struct ep_e
     if (status == EP_OK)
         status = pass_combine(pass, flags & EP_OP_SEND_ONLY, in_place, error);
     if (status == EP_OK && flags & EP_OP_SEND_ONLY)
-        status = pass_complete(pass, EP_DEVICE_COMBINE, error);
+        status = pass_complete(pass, error);
     return status == EP_OK ? pass_result(pass, error) : status;
 }
