@@ -7,8 +7,15 @@ const struct bench_dtype_info bench_dtypes[BENCH_DTYPES] = {
     [BENCH_FP16] = { "fp16", EP_FP16, EP_FP16, EP_FP16 },
     [BENCH_FP32] = { "fp32", EP_FP32, EP_FP32, EP_FP32 },
     [BENCH_FP8] = { "fp8", EP_BF16, EP_FP8_E4M3, EP_BF16 },
+    [BENCH_FP16_TO_FP8] = { "fp16-to-fp8", EP_FP16, EP_FP8_E4M3, EP_FP16 },
+    [BENCH_FP32_TO_FP8] = { "fp32-to-fp8", EP_FP32, EP_FP8_E4M3, EP_FP32 },
     [BENCH_FP8_GIVEN] = { "fp8-given", EP_FP8_E4M3, EP_FP8_E4M3, EP_BF16 },
 };
+
+bool bench_quantised(enum bench_dtype dtype)
+{
+    return bench_dtypes[dtype].input != bench_dtypes[dtype].wire;
+}
 
 const char *const bench_backends[] = {
     [BENCH_BACKEND_AUTO] = "auto", [BENCH_BACKEND_HOST] = "host", [BENCH_BACKEND_CUDA] = "cuda"

@@ -37,13 +37,23 @@ enum {
     BENCH_TEXT = 320
 };
 
-enum bench_dtype { BENCH_BF16, BENCH_FP16, BENCH_FP32, BENCH_FP8, BENCH_FP8_GIVEN, BENCH_DTYPES };
+enum bench_dtype {
+    BENCH_BF16,
+    BENCH_FP16,
+    BENCH_FP32,
+    BENCH_FP8,
+    BENCH_FP16_TO_FP8,
+    BENCH_FP32_TO_FP8,
+    BENCH_FP8_GIVEN,
+    BENCH_DTYPES
+};
 
 struct bench_dtype_info {
     const char *name;
     ep_dtype input, wire, combine;
 };
 extern const struct bench_dtype_info bench_dtypes[BENCH_DTYPES];
+bool bench_quantised(enum bench_dtype dtype); /* on the way */
 
 const char *bench_mode_name(ep_mode mode);
 const char *bench_executor_name(uint32_t executor); /* ep_executor */

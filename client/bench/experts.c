@@ -167,11 +167,6 @@ void experts_model_fini(struct experts_model *model)
     model->values = model->radius = NULL;
 }
 
-static bool quantised(const struct inputs *inputs)
-{
-    return inputs->of.dtype == BENCH_FP8;
-}
-
 static void radius_of_block(struct experts_model *model, uint32_t first, uint32_t last)
 {
     double amax = 0;
@@ -190,7 +185,7 @@ static void load_token(struct experts_model *model, uint32_t source, uint32_t to
     if (model->ready && model->source == source && model->token == token)
         return;
     inputs_values(model->inputs, source, token, model->values);
-    for (uint32_t first = 0; quantised(model->inputs) && first < hidden; first += EP_FP8_BLOCK)
+    for (uint32_t first = 0; bench_quantised(model->inputs->of.dtype) && first < hidden; first += EP_FP8_BLOCK)
         radius_of_block(model, first, first + EP_FP8_BLOCK < hidden ? first + EP_FP8_BLOCK : hidden);
     model->ready = true;
     model->source = source;
@@ -216,7 +211,7 @@ void experts_model_expert(void *user, uint32_t source, uint32_t token, uint32_t 
 
         value[h] = c * model->values[h];
         radius[h] = r;
-        if (rounded && quantised(model->inputs))
+        if (rounded && bench_quantised(model->inputs->of.dtype))
             radius[h] += ep_ref_half_ulp(dtype, fabs(value[h]) + r);
         else if (rounded)
             value[h] = ep_ref_round(dtype, value[h]);

@@ -70,7 +70,9 @@ static const struct argp_option flags[] = {
     { "modes", KEY_MODES, "LIST", 0, "of ll, ht (default: both, or what the group has)", 3 },
     { "layouts", KEY_LAYOUTS, "LIST", 0, "of expert-major, rank-major, packed, flat (default: all)", 3 },
     { "dtypes", KEY_DTYPES, "LIST", 0,
-      "of bf16, fp16, fp32, fp8 (bf16 quantised on the way), fp8-given (default bf16)", 3 },
+      "of bf16, fp16, fp32, fp8 (bf16 quantised on the way), fp16-to-fp8, fp32-to-fp8, fp8-given (default "
+      "bf16)",
+      3 },
     { "routing", KEY_ROUTING, "NAME", 0,
       "uniform, zipf:S, hot:E, deepseek-v3, text:FILE or trace:FILE (default uniform); see below", 3 },
     { "drop", KEY_DROP, "P", 0, "share of the choices that become -1, 0 to 1 (default 0)", 3 },
@@ -234,7 +236,8 @@ static ep_status dtypes_item(struct parse *parse, const char *text)
             return EP_OK;
         }
     return ep_error_set(parse->error, EP_INVALID_ARGUMENT,
-                        "--dtypes: '%s' must be bf16, fp16, fp32, fp8 or fp8-given", text);
+                        "--dtypes: '%s' must be bf16, fp16, fp32, fp8, fp16-to-fp8, fp32-to-fp8 or fp8-given",
+                        text);
 }
 
 static ep_status routing(const char *text, struct bench_config *config, struct ep_error *error)

@@ -183,7 +183,7 @@ static void check_row(struct verifier *verifier, const struct received *received
         check_padding(verifier, received, row);
         return;
     }
-    if (verifier->inputs->of.dtype == BENCH_FP8) {
+    if (bench_quantised(verifier->inputs->of.dtype)) {
         check_quantised(verifier, received, row, scratch->values);
         return;
     }

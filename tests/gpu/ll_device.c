@@ -48,6 +48,8 @@ static const struct ll_case cases[] = {
     EACH_LAYOUT(.dtype = BENCH_FP16, .tokens = 33, .experts = 32, .top_k = 4),
     EACH_LAYOUT(.dtype = BENCH_FP32, .tokens = 33, .experts = 32, .top_k = 4),
     EACH_LAYOUT(.dtype = BENCH_FP8, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_LAYOUT(.dtype = BENCH_FP16_TO_FP8, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_LAYOUT(.dtype = BENCH_FP32_TO_FP8, .tokens = 33, .experts = 32, .top_k = 4),
     EACH_LAYOUT(.dtype = BENCH_FP8_GIVEN, .tokens = 33, .experts = 32, .top_k = 4),
 
     /* tokens */
@@ -72,6 +74,8 @@ static const struct ll_case cases[] = {
     CASE(.hidden = 8192, .tokens = 20),
     CASE(.hidden = 8192, .tokens = 20, .layout = RM, .dtype = BENCH_FP32),
     CASE(.hidden = 8192, .tokens = 20, .layout = PACKED, .dtype = BENCH_FP8),
+    CASE(.hidden = 1040, .tokens = 20, .layout = RM, .dtype = BENCH_FP16_TO_FP8),
+    CASE(.hidden = 1040, .tokens = 20, .layout = PACKED, .dtype = BENCH_FP32_TO_FP8),
     CASE(.hidden = 1040, .tokens = 20, .dtype = BENCH_FP8), /* the last block of a row is a part of one */
 
     /* choices and experts */

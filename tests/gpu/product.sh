@@ -261,7 +261,7 @@ run_late() {
 
 # ---- all of them ----------------------------------------------------------------------------------
 
-all_dtypes=bf16,fp16,fp32,fp8,fp8-given
+all_dtypes=bf16,fp16,fp32,fp8,fp16-to-fp8,fp32-to-fp8,fp8-given
 odd=(--experts=37 --hidden=2880 --top-k=5 --alignment=8)
 model=(--experts=256 --hidden=7168 --top-k=8 --iters=20)
 small=(--experts=16 --hidden=256 --top-k=4)

@@ -15,7 +15,7 @@ CASE_KEYS = {
     "max_bound_ratio"}
 LL_LAYOUTS = ["expert-major", "rank-major", "packed"]
 HT_LAYOUTS = ["packed", "flat"]
-ALL_DTYPES = "bf16,fp16,fp32,fp8,fp8-given"
+ALL_DTYPES = "bf16,fp16,fp32,fp8,fp16-to-fp8,fp32-to-fp8,fp8-given"
 # Nothing about these sizes is a multiple of anything.
 ODD = ["--ranks=3", "--experts=60", "--hidden=2880", "--top-k=6"]
 QUICK = ["--hidden=256", "--experts=16", "--top-k=4", "--iters=4", "--warmup=1"]

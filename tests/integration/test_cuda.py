@@ -12,7 +12,7 @@ import harness
 MODULE = os.path.join(os.path.dirname(harness.BIN), "unit", "libep_cuda_cpu.so")
 ENV = {"EP_CUDA_MODULE": MODULE}
 LAYOUTS = {"expert-major", "rank-major", "packed"}
-ALL_DTYPES = "bf16,fp16,fp32,fp8,fp8-given"
+ALL_DTYPES = "bf16,fp16,fp32,fp8,fp16-to-fp8,fp32-to-fp8,fp8-given"
 SPEC = ["--ranks=3", "--experts=12", "--hidden=256", "--top-k=2", "--wait=20s"]
 QUICK = ["--hidden=256", "--experts=16", "--top-k=4", "--modes=ll"]
 
