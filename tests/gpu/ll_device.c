@@ -14,6 +14,7 @@
 #include "ll_tests.h"
 
 enum { EXIT_FAILED = 1, EXIT_USAGE = 2, EXIT_SKIPPED = 77, MOST_FAILURES = 12 };
+enum { TIMEOUT_MS = 20000 }; /* passes are compared on slow hosts too */
 
 /* ---- cases --------------------------------------------------------------------------- */
 
@@ -170,6 +171,7 @@ static void describe(const struct shape *s, char *text, size_t size)
 struct options {
     uint32_t ranks, gpus; /* 0: as many as there are */
     const char *filter;
+    uint32_t timeout_ms;
     uint64_t seed, soak;
 };
 
@@ -229,13 +231,14 @@ static void run_soak(const struct ll_setting *setting, const struct options *o, 
 
 static void usage(FILE *to)
 {
-    fputs("usage: ll_device [--ranks N] [--gpus N] [--filter TEXT] [--seed N] [--soak N]\n"
+    fputs("usage: ll_device [--ranks N] [--gpus N] [--filter TEXT] [--seed N] [--soak N] [--timeout-ms N]\n"
           "\n"
-          "  --ranks N      ranks of the group (default: one per GPU, four on a single one)\n"
-          "  --gpus N       GPUs to use (default: all)\n"
-          "  --filter TEXT  only cases whose name has TEXT in it\n"
-          "  --seed N       of all inputs (default 1)\n"
-          "  --soak N       N random ops instead of the cases\n",
+          "  --ranks N       ranks of the group (default: one per GPU, four on a single one)\n"
+          "  --gpus N        GPUs to use (default: all)\n"
+          "  --filter TEXT   only cases whose name has TEXT in it\n"
+          "  --seed N        of all inputs (default 1)\n"
+          "  --soak N        N random ops instead of the cases\n"
+          "  --timeout-ms N  bound of a wait for a rank (default 20000); more where kernels are slow\n",
           to);
 }
 
@@ -246,11 +249,12 @@ static bool parse(int argc, char **argv, struct options *o)
                                            { "filter", required_argument, NULL, 'f' },
                                            { "seed", required_argument, NULL, 's' },
                                            { "soak", required_argument, NULL, 'o' },
+                                           { "timeout-ms", required_argument, NULL, 't' },
                                            { "help", no_argument, NULL, 'h' },
                                            { NULL, 0, NULL, 0 } };
     int c;
 
-    *o = (struct options){ .seed = 1 };
+    *o = (struct options){ .seed = 1, .timeout_ms = TIMEOUT_MS };
     while ((c = getopt_long(argc, argv, "", known, NULL)) != -1) {
         switch (c) {
         case 'r': o->ranks = (uint32_t)strtoul(optarg, NULL, 10); break;
@@ -258,11 +262,12 @@ static bool parse(int argc, char **argv, struct options *o)
         case 'f': o->filter = optarg; break;
         case 's': o->seed = strtoull(optarg, NULL, 10); break;
         case 'o': o->soak = strtoull(optarg, NULL, 10); break;
+        case 't': o->timeout_ms = (uint32_t)strtoul(optarg, NULL, 10); break;
         case 'h': usage(stdout); exit(0);
         default: return false;
         }
     }
-    return optind == argc && o->ranks <= WORLD_MAX_RANKS;
+    return optind == argc && o->ranks <= WORLD_MAX_RANKS && o->timeout_ms > 0;
 }
 
 /* What there is, and how much of it is used. */
@@ -300,6 +305,7 @@ int main(int argc, char **argv)
         return EXIT_USAGE;
     }
     setting.seed = o.seed;
+    setting.timeout_ms = o.timeout_ms;
     if (ep_cuda_open(&setting.api, &error) != EP_OK) {
         printf("no GPU here: %s\n", error.text);
         return EXIT_SKIPPED;

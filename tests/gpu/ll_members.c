@@ -107,11 +107,11 @@ static ep_status leave_or_combine(struct ll_passes *passes, uint32_t rank, struc
 }
 
 /* Nobody waits until the timeout for one who is known to be gone. */
-static ep_status check_soon(uint64_t start, struct ep_error *error)
+static ep_status check_soon(const struct ll_passes *passes, uint64_t start, struct ep_error *error)
 {
     uint64_t ms = (ep_clock_ns() - start) / EP_NS_PER_MS;
 
-    if (ms < LL_TIMEOUT_MS / 2)
+    if (ms < passes->timeout_ms / 2)
         return EP_OK;
     return ep_error_set(error, EP_VERIFY_FAILED, "the others took %llu ms to see that a rank had left",
                         (unsigned long long)ms);
@@ -129,7 +129,7 @@ ep_status ll_case_leaves_dispatch(const struct ll_setting *setting, const struct
         status = ll_each(&passes, world_all(passes.world), leave_or_dispatch, error);
     }
     if (status == EP_OK)
-        status = check_soon(start, error);
+        status = check_soon(&passes, start, error);
     if (status == EP_OK)
         status = join_and_run(&passes, error);
     ll_close(&passes);
@@ -150,7 +150,7 @@ ep_status ll_case_leaves_combine(const struct ll_setting *setting, const struct 
         status = ll_each(&passes, world_all(passes.world), leave_or_combine, error);
     }
     if (status == EP_OK)
-        status = check_soon(start, error);
+        status = check_soon(&passes, start, error);
     if (status == EP_OK)
         status = join_and_run(&passes, error);
     ll_close(&passes);
@@ -229,7 +229,7 @@ static ep_status late(struct ll_passes *passes, ll_fn in_vain, ll_fn at_last, st
     if (status == EP_OK)
         status = ll_each(passes, 1u << odd_one(passes), at_last, error);
     if (status == EP_OK)
-        status = world_set_timeout(passes->world, LL_TIMEOUT_MS, error);
+        status = world_set_timeout(passes->world, passes->timeout_ms, error);
     if (status != EP_OK)
         return status;
     status = ll_each_three(passes, world_all(passes->world), error);

@@ -37,9 +37,11 @@ ep_status ll_open(const struct ll_setting *setting, const struct shape *shape, u
 {
     struct world_options options;
     ep_status status =
-        shape_options(shape, setting->ranks, setting->gpus, places, LL_TIMEOUT_MS, &options, error);
+        shape_options(shape, setting->ranks, setting->gpus, places, setting->timeout_ms, &options, error);
 
-    *passes = (struct ll_passes){ .shape = shape, .places = places, .seed = setting->seed };
+    *passes = (struct ll_passes){
+        .shape = shape, .places = places, .timeout_ms = setting->timeout_ms, .seed = setting->seed
+    };
     if (status == EP_OK)
         status = world_open(setting->api, &options, &passes->world, error);
     if (status == EP_OK)

@@ -13,11 +13,10 @@
 
 #include "pass.h"
 
-#define LL_TIMEOUT_MS 20000u /* of ops that nobody delays; passes are compared on slow hosts too */
-
 struct ll_setting {
     const struct ep_cuda_api *api;
     uint32_t ranks, gpus;
+    uint32_t timeout_ms; /* of ops that nobody delays */
     uint64_t seed;
 };
 
@@ -38,7 +37,7 @@ enum { LL_PLACES = 2 };
 struct ll_passes {
     struct world *world;
     const struct shape *shape;
-    uint32_t places;
+    uint32_t places, timeout_ms;
     uint64_t seed;
     uint32_t round; /* of ll_three_passes: each has inputs of its own, the same ones at all ranks */
     struct pass *pass[WORLD_MAX_RANKS][LL_PLACES];

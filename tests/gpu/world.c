@@ -9,9 +9,9 @@
 #include "ep_clock.h"
 
 /* An op ends at its group's timeout at the latest; this is for kernels that break that promise. */
-#define STUCK_NS (60ull * 1000000000ull)
-#define POLL_US  20u
-#define DUMP_S   30u /* a GPU that answers no more must not hold up the end */
+#define STUCK_TIMEOUTS 3u
+#define POLL_US        20u
+#define DUMP_S         30u /* a GPU that answers no more must not hold up the end */
 
 /* ---- open and close ------------------------------------------------------------------ */
 
@@ -99,6 +99,7 @@ ep_status world_open(const struct ep_cuda_api *api, const struct world_options *
     world->api = api;
     world->ranks = options->limits.ranks;
     world->gpus = options->gpus;
+    world->stuck_ns = STUCK_TIMEOUTS * options->timeout_ms * EP_NS_PER_MS;
     world->placement = options->placement;
     status = ep_layout_compute(&options->limits, &world->map, error);
     for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++) {
@@ -227,7 +228,7 @@ __attribute__((noreturn)) static void give_up(const struct world_rank *rank)
 ep_status world_wait(struct world_rank *rank, struct ep_error *error)
 {
     const struct ep_cuda_api *api = rank->world->api;
-    uint64_t end = ep_clock_ns() + STUCK_NS;
+    uint64_t end = ep_clock_ns() + rank->world->stuck_ns;
     ep_status status;
 
     while ((status = api->stream_query(rank->device, rank->stream, error)) == EP_UNAVAILABLE) {

@@ -28,6 +28,7 @@ struct world_rank {
 struct world {
     const struct ep_cuda_api *api;
     uint32_t ranks, gpus;
+    uint64_t stuck_ns; /* a stream that is not empty after so long never will be */
     struct ep_layout_map map;
     struct ep_placement placement;
     struct world_rank rank[WORLD_MAX_RANKS];
