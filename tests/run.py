@@ -34,6 +34,7 @@ FILE_S = 600         # all cases of one file
 UNIT_S = 120         # a unit test program, where ctest does not say
 BUILD_S = 900
 SCRIPT_S = 600
+GPU_S = 1800         # on a machine that has GPUs
 TIME_SCALE = {"release": 1, "asan": 3, "tsan": 5}
 VALGRIND_SCALE = 5
 EXIT_GRACE_S = 3     # a killed child may need a moment to be gone
@@ -189,6 +190,18 @@ def parse_cmocka(task, code, output):
     return cases
 
 
+def parse_gpu(task, code, output):
+    """One case per line of what tests/gpu says; a program that says nothing of the kind is one case itself."""
+    if code == SKIPPED:
+        return [Case(task.name, "skipped", output)]
+    outcomes = {"ok": "passed", "FAIL": "failed", "skip": "skipped"}
+    cases = [Case("%s:%s" % (task.name, name), outcomes[word], output if word == "FAIL" else rest)
+             for word, name, rest in re.findall(r"^(ok|FAIL|skip) +(.*?)((?: \([\d.]+ s\)|: .*)?)$", output, re.M)]
+    if not cases or (code != 0 and "failed" not in {c.outcome for c in cases}):
+        cases += parse_script(task, code, output)
+    return cases
+
+
 def parse_unittest(task, code, output):
     """The cases that run_unittest.py wrote down; the one it died in failed."""
     cases, started, finished = [], "start", False
@@ -286,8 +299,25 @@ def fuzz_tasks():
 
 def script_tasks(case=""):
     yield unittest_task("valgrind", os.path.join(TESTS, "valgrind.py"), "release", VALGRIND_SCALE, case)
+    yield Task("bundle", ["bash", os.path.join(TESTS, "bundle.sh")], SCRIPT_S)
     yield Task("install", ["bash", os.path.join(TESTS, "install.sh")], SCRIPT_S)
     yield Task("quickstart", ["bash", os.path.join(ROOT, "deploy", "quickstart.sh")], SCRIPT_S)
+
+
+def gpu_tasks(quick):
+    """tests/gpu: as they are, which needs GPUs, and with the module that computes on CPUs."""
+    def script(name, *flags):
+        return ["bash", os.path.join(TESTS, "gpu", name + ".sh"), *flags]
+
+    yield Task("gpu/run", script("run", "--quick", "--verbose"), GPU_S, parse=parse_gpu)
+    yield Task("gpu/bench", script("bench"), GPU_S, parse=parse_gpu)
+    yield Task("gpu/sanitize", script("sanitize"), GPU_S, parse=parse_gpu)
+    on_cpus = {"EP_CUDA_MODULE": os.path.join(BUILD, "unit", "libep_cuda_cpu.so")}
+    yield Task("gpu/ll_device-on-cpus",
+               [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", "2", "--filter", "T=33"], SCRIPT_S, on_cpus,
+               parse_gpu)
+    yield Task("gpu/product-on-cpus", script("product", "--gpus", "2", "--quick", *(["--filter", "server"] if quick else [])),
+               SCRIPT_S, on_cpus, parse_gpu)
 
 
 def layers_task():
@@ -341,6 +371,11 @@ class Run:
         if (integration or self.chosen(unit_tasks(preset))) and self.build(preset):
             self.run(self.chosen(unit_tasks(preset)))  # asked again: now there are commands
             self.run(integration)
+
+    def gpu(self, quick):
+        tasks = self.chosen(gpu_tasks(quick))
+        if tasks and self.build("release"):
+            self.run(tasks)
 
     def fuzz(self):
         tasks = self.chosen(fuzz_tasks())
@@ -403,6 +438,7 @@ def main():
     try:
         run.run(run.chosen([layers_task()]))
         run.suite("release")
+        run.gpu(options.quick)
         if not options.quick:
             run.suite("asan")
             run.suite("tsan")

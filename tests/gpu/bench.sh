@@ -38,8 +38,8 @@ while (($#)); do
     esac
     shift
 done
-need "$gpu_bin/ll_bench" "$bin/ep-bench" "$bin/ep-server" "$bin/ep-admin"
 count_gpus
+need "$gpu_bin/ll_bench" "$bin/ep-bench" "$bin/ep-server" "$bin/ep-admin"
 open_logs
 json=${json:-/dev/null}
 code=0

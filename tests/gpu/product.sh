@@ -39,8 +39,8 @@ while (($#)); do
     esac
     shift
 done
-need "$bin/ep-server" "$bin/ep-admin" "$bin/ep-bench" "$bin/hello_dispatch" "$bin/worker"
 count_gpus
+need "$bin/ep-server" "$bin/ep-admin" "$bin/ep-bench" "$bin/hello_dispatch" "$bin/worker"
 ranks=${ranks:-$((gpus > 1 ? gpus : 2))}
 last=$((ranks - 1))
 # Processes that share a GPU take turns of milliseconds while others wait for them.

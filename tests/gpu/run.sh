@@ -39,8 +39,8 @@ while (($#)); do
     esac
     shift
 done
-need "$gpu_bin/ll_device"
 count_gpus
+need "$gpu_bin/ll_device"
 open_logs
 
 # run NAME LIMIT_S PROGRAM ARGUMENT...: counts what its closing line says.

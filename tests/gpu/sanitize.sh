@@ -38,8 +38,8 @@ while (($#)); do
     esac
     shift
 done
-need "$gpu_bin/ll_device"
 count_gpus
+need "$gpu_bin/ll_device"
 for sanitizer in "${COMPUTE_SANITIZER-}" "$here/compute-sanitizer/compute-sanitizer" \
     "$(command -v compute-sanitizer)" "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer"; do
     [[ -n $sanitizer && -x $sanitizer ]] && break
