@@ -18,7 +18,7 @@ static uint64_t expert_words(const struct ep_limits *l)
 
 uint64_t ep_device_shared_bytes(const struct ep_limits *l)
 {
-    const uint64_t choices = (uint64_t)l->ll_max_tokens * (l->top_k + 1); /* and the ranks that each token goes to */
+    const uint64_t choices = (uint64_t)l->ll_max_tokens * l->top_k;
     const uint64_t bases = (uint64_t)l->local_experts * l->ranks;
 
     return ((choices > bases ? choices : bases) + expert_words(l)) * sizeof(uint32_t);
@@ -38,7 +38,7 @@ static bool too_many_experts(const struct ep_limits *l)
 
 static uint32_t most_tokens(const struct ep_limits *l)
 {
-    return (uint32_t)((EP_DEVICE_MAX_SHARED_BYTES / sizeof(uint32_t) - expert_words(l)) / (l->top_k + 1));
+    return (uint32_t)((EP_DEVICE_MAX_SHARED_BYTES / sizeof(uint32_t) - expert_words(l)) / l->top_k);
 }
 
 ep_status ep_device_check(const struct ep_limits *l, struct ep_error *error)

@@ -21,7 +21,6 @@ enum class Cast { none, bf16, fp16, fp32 }; /* to fp8, from */
 /* One block's view of the batch. */
 struct Batch {
     int32_t *route; /* [T * k] in shared memory, as device_state.h has them */
-    uint32_t *mask; /* [T] ranks that the token goes to */
     /* of the present token */
     uint32_t *slot;  /* [R] */
     uint32_t *index; /* [k] */
@@ -61,71 +60,80 @@ __device__ int64_t choice(const ep_ll_args &a, uint32_t i)
     return a.index_bytes == 4 ? ((const int32_t *)a.topk)[i] : ((const int64_t *)a.topk)[i];
 }
 
-__device__ bool has_row(int32_t route) { return route >= 0 && !(route & EP_DEVICE_ROUTE_AGAIN); }
-__device__ uint32_t rank_of(int32_t route) { return (uint32_t)(route & ~EP_DEVICE_ROUTE_AGAIN) >> 16; }
+constexpr uint32_t kRouters = kThreads - 32; /* all but the first warp */
+constexpr uint32_t kChoices = 5;             /* that a thread has under way: 128 tokens of 8 at once */
 
-/* The choices of token t; all of them are asked for before one is used. */
-__device__ void read_choices(const ep_ll_args &a, uint32_t t, int32_t *route)
+/* Choices i, i + kRouters ... of one thread; all of them are asked for before one is used. */
+__device__ void read_some(const ep_ll_args &a, int32_t *route, uint32_t i, uint32_t n)
 {
-    constexpr uint32_t kUnder = 8;
-    const uint32_t first = t * a.top_k;
-
-    for (uint32_t at = 0; at < a.top_k; at += kUnder) {
-        int64_t asked[kUnder];
+    int64_t asked[kChoices];
 
 #pragma unroll
-        for (uint32_t i = 0; i < kUnder; i++)
-            if (at + i < a.top_k)
-                asked[i] = a.cached ? a.routing[first + at + i] : choice(a, first + at + i);
+    for (uint32_t j = 0; j < kChoices; j++) {
+        const uint32_t at = i + j * kRouters;
+
+        if (at < n)
+            asked[j] = a.cached ? a.routing[at] : choice(a, at);
+    }
 #pragma unroll
-        for (uint32_t i = 0; i < kUnder; i++)
-            if (at + i < a.top_k)
-                route[at + i] = a.cached ? (int32_t)asked[i] : route_of(a, asked[i], t);
+    for (uint32_t j = 0; j < kChoices; j++) {
+        const uint32_t at = i + j * kRouters;
+
+        if (at < n)
+            route[at] = a.cached ? (int32_t)asked[j] : route_of(a, asked[j], at / a.top_k);
     }
 }
 
-/* One thread: the token's routes and where it goes. */
-__device__ void read_token(const ep_ll_args &a, const Batch &b, uint32_t t)
-{
-    int32_t *route = b.route + t * a.top_k;
-    uint32_t mask = 0;
-
-    read_choices(a, t, route);
-    for (uint32_t k = 0; k < a.top_k; k++) {
-        const int32_t mine = route[k];
-        bool again = false;
-
-        if (mine < 0)
-            continue;
-        mask |= 1u << rank_of(mine);
-        for (uint32_t j = 0; j < k; j++)
-            again |= (route[j] & ~EP_DEVICE_ROUTE_AGAIN) == mine;
-        if (again)
-            route[k] = mine | EP_DEVICE_ROUTE_AGAIN;
-    }
-    b.mask[t] = mask;
-}
-
-/* The first n tokens of the batch; meanwhile() is what the first warp does. */
+/* The first n choices of the batch; meanwhile() is what the first warp does. */
 template <class Meanwhile>
-__device__ void read_routes(const ep_ll_args &a, const Batch &b, uint32_t n, Meanwhile meanwhile)
+__device__ void read_routes(const ep_ll_args &a, int32_t *route, uint32_t n, Meanwhile meanwhile)
 {
     if (threadIdx.x < 32)
         meanwhile();
     else
-        for (uint32_t t = threadIdx.x - 32; t < n; t += kThreads - 32)
-            read_token(a, b, t);
+        for (uint32_t i = threadIdx.x - 32; i < n; i += kChoices * kRouters)
+            read_some(a, route, i, n);
+    __syncthreads();
+    if (a.cached)
+        return;
+    for (uint32_t i = threadIdx.x; i < n; i += kThreads) {
+        const uint32_t first = i / a.top_k * a.top_k;
+        const int32_t mine = route[i];
+        bool again = false;
+
+        for (uint32_t j = first; j < i; j++)
+            again |= (route[j] & ~EP_DEVICE_ROUTE_AGAIN) == mine;
+        if (again && mine >= 0)
+            route[i] = mine | EP_DEVICE_ROUTE_AGAIN; /* nobody looks at this bit here */
+    }
     __syncthreads();
 }
 
+__device__ bool has_row(int32_t route) { return route >= 0 && !(route & EP_DEVICE_ROUTE_AGAIN); }
+__device__ uint32_t rank_of(int32_t route) { return (uint32_t)(route & ~EP_DEVICE_ROUTE_AGAIN) >> 16; }
+
+/* Ranks that token t goes to. */
+__device__ uint32_t ranks_of(const ep_ll_args &a, const int32_t *route, uint32_t t)
+{
+    uint32_t mask = 0;
+
+    for (uint32_t k = 0; k < a.top_k; k++) {
+        const int32_t r = route[t * a.top_k + k];
+
+        if (r >= 0)
+            mask |= 1u << rank_of(r);
+    }
+    return mask;
+}
+
 /* Warp 0: lane r adds up how many of the tokens [from, to) go to rank r. */
-__device__ uint32_t count_tokens(const ep_ll_args &a, const uint32_t *masks, uint32_t from, uint32_t to)
+__device__ uint32_t count_tokens(const ep_ll_args &a, const int32_t *route, uint32_t from, uint32_t to)
 {
     const uint32_t lane = threadIdx.x % 32;
     uint32_t count = 0;
 
     for (uint32_t at = from; at < to; at += 32) {
-        const uint32_t mask = at + lane < to ? masks[at + lane] : 0;
+        const uint32_t mask = at + lane < to ? ranks_of(a, route, at + lane) : 0;
 
         for (uint32_t r = 0; r < a.ranks; r++) {
             const uint32_t goes = __popc(__ballot_sync(kAll, mask >> r & 1));
@@ -271,7 +279,7 @@ __device__ void place_token(const ep_ll_args &a, const Batch &b, uint32_t t, uin
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     if (warp == 0) {
-        *sum += count_tokens(a, b.mask, *counted, t);
+        *sum += count_tokens(a, b.route, *counted, t);
         *counted = t;
         b.slot[lane] = *sum;
         if (to >> lane & 1)
@@ -386,7 +394,7 @@ __device__ void push_counts(const ep_ll_args &a, const Op &op, const Batch &b, u
         if (has_row(b.route[i]) && rank_of(b.route[i]) == d)
             atomicAdd(&count[b.route[i] & 0xffff], 1);
     for (uint32_t t = threadIdx.x; t < a.tokens; t += kThreads)
-        if (b.mask[t] >> d & 1)
+        if (ranks_of(a, b.route, t) >> d & 1)
             atomicAdd(&tokens, 1);
     __syncthreads();
     for (uint32_t i = threadIdx.x; i < a.counts_bytes / sizeof(Vec); i += kThreads) {
@@ -446,9 +454,9 @@ __device__ void fetch(const ep_ll_args &a, const Batch &b, Part<C> *part, Meanwh
         part->weight = load_weight(a, part->t0);
     }
     if (part->counts)
-        read_routes(a, b, a.tokens, meanwhile);
+        read_routes(a, b.route, a.tokens * a.top_k, meanwhile);
     else if (part->t0 < a.tokens)
-        read_routes(a, b, part->t0 + (a.tokens - 1 - part->t0) / blocks * blocks + 1, meanwhile);
+        read_routes(a, b.route, (part->t0 + (a.tokens - 1 - part->t0) / blocks * blocks + 1) * a.top_k, meanwhile);
     else if (threadIdx.x < 32)
         meanwhile();
 }
@@ -473,7 +481,7 @@ __device__ void send(const ep_ll_args &a, Op *op, const Batch &b, Part<C> &part,
     if (from_end == 0 && ranks == op->members) /* not again for those who have just joined */
         keep_routing(a, *op, b);
     for (uint32_t t = part.t0; t < a.tokens; t += blocks) {
-        const uint32_t to = b.mask[t] & ranks & ~op->missed;
+        const uint32_t to = ranks_of(a, b.route, t) & ranks & ~op->missed;
 
         place_token(a, b, t, to, &counted, &sum);
         if (t != part.t0) {
@@ -896,9 +904,9 @@ template <Cast C> __global__ void __launch_bounds__(kThreads, kBlocks) dispatch(
     __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS], joined;
     __shared__ float weight[EP_MAX_TOP_K];
     __shared__ Op op;
-    const uint32_t wide = max(a.max_tokens * (a.max_top_k + 1), a.local_experts * a.ranks);
+    const uint32_t wide = max(a.max_tokens * a.max_top_k, a.local_experts * a.ranks);
     uint32_t *base = shared, *total = shared + wide, *first = total + a.local_experts;
-    const Batch batch = { (int32_t *)shared, shared + a.max_tokens * a.max_top_k, slot, index, weight, to };
+    const Batch batch = { (int32_t *)shared, slot, index, weight, to };
     const bool sends = a.phases & EP_LL_SEND;
     Part<C> part;
     const auto open = [&] {

@@ -64,7 +64,7 @@ static void tokens_are_bounded_by_shared_memory(void **state)
 {
     struct ep_limits l = good();
     struct ep_error error = EP_ERROR_INIT;
-    const uint32_t most = (EP_DEVICE_MAX_SHARED_BYTES / 4 - 2 * l.local_experts - 1) / (l.top_k + 1);
+    const uint32_t most = (EP_DEVICE_MAX_SHARED_BYTES / 4 - 2 * l.local_experts - 1) / l.top_k;
     char text[64];
 
     (void)state;
