@@ -10,6 +10,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "ep_clock.h"
+
 #define SECRET_BYTES_MAX 4096
 
 /* ---- directories ---------------------------------------------------------------- */
@@ -92,6 +94,23 @@ static ep_status lock_held(int fd, const char *what, struct ep_error *error)
     return ep_error_set(error, EP_FAILED_PRECONDITION, "%s is in use by another ep-server%s", what, who);
 }
 
+/*
+ * A server that was killed holds its locks until the kernel has taken it apart, which takes a moment when it
+ * has GPUs: so long whoever follows it at once is patient.
+ */
+#define LOCK_PATIENCE_NS (3 * EP_NS_PER_S)
+#define LOCK_AGAIN_NS (20 * EP_NS_PER_MS)
+
+static int lock_patiently(int fd)
+{
+    const uint64_t end = ep_clock_ns() + LOCK_PATIENCE_NS;
+    int result;
+
+    while ((result = flock(fd, LOCK_EX | LOCK_NB)) != 0 && errno == EWOULDBLOCK && ep_clock_ns() < end)
+        nanosleep(&(struct timespec){ .tv_nsec = LOCK_AGAIN_NS }, NULL);
+    return result;
+}
+
 static ep_status lock_open(const char *path, const char *what, int *fd, struct ep_error *error)
 {
     ep_status status;
@@ -100,7 +119,7 @@ static ep_status lock_open(const char *path, const char *what, int *fd, struct e
         *fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0644);
         if (*fd < 0)
             return ep_error_errno(error, EP_IO, "cannot open %s", path);
-        if (flock(*fd, LOCK_EX | LOCK_NB) != 0) {
+        if (lock_patiently(*fd) != 0) {
             status = errno == EWOULDBLOCK ? lock_held(*fd, what, error)
                                           : ep_error_errno(error, EP_IO, "cannot lock %s", path);
             close(*fd);
