@@ -1,0 +1,351 @@
+/* ll_push.cuh: the sending half of a dispatch: rows, their headers and the counts, to each rank once. */
+#ifndef EP_LL_PUSH_CUH
+#define EP_LL_PUSH_CUH
+
+#include "ll_route.cuh"
+
+namespace ep {
+
+enum class Cast { none, bf16, fp16, fp32 }; /* to fp8, from */
+
+/* ---- rows ----------------------------------------------------------------------------- */
+
+/* Pieces of a row as they travel: piece i of this thread's is kThreads * i + threadIdx.x. */
+template <Cast C> struct Row {
+    Vec piece[kVecs];
+    float scale[kVecs]; /* of the piece's block, with a cast */
+};
+
+__device__ inline float amax_of(float amax, float x)
+{
+    const uint32_t u = __float_as_uint(x) & 0x7fffffffu;
+
+    return u > 0x7f800000u ? amax : fmaxf(amax, __uint_as_float(u)); /* NaN does not count */
+}
+
+template <Cast C> __device__ void decode(const Vec *from, float *x)
+{
+    if constexpr (C == Cast::fp32) {
+        for (uint32_t i = 0; i < 16; i++)
+            x[i] = __uint_as_float(from[i / 4].w[i % 4]);
+    } else {
+        for (uint32_t i = 0; i < 16; i++) {
+            const uint16_t bits = (uint16_t)(from[i / 8].w[i % 8 / 2] >> (i % 2 * 16));
+
+            if constexpr (C == Cast::bf16)
+                x[i] = __uint_as_float((uint32_t)bits << 16);
+            else
+                x[i] = __half2float(__ushort_as_half(bits));
+        }
+    }
+}
+
+/* 16 elements to 16 bytes, with the scale of the 128 that 8 neighbouring threads have. */
+template <Cast C> __device__ void quantise(const Vec *from, bool there, Vec *piece, float *scale)
+{
+    float x[16], amax = 0;
+
+    if (there)
+        decode<C>(from, x);
+    for (uint32_t i = 0; there && i < 16; i++)
+        amax = amax_of(amax, x[i]);
+    for (uint32_t step = 1; step < 8; step *= 2)
+        amax = fmaxf(amax, __shfl_xor_sync(kAll, amax, step));
+    *scale = amax == 0 ? 1.0f : amax / 448.0f;
+    const float inverse = __frcp_rn(*scale);
+    /* Scales of which there is no inverse are those of blocks that are next to nothing. */
+    const auto scaled = [&](float value) { return isinf(inverse) ? __fdiv_rn(value, *scale) : value * inverse; };
+
+    for (uint32_t i = 0; there && i < 16; i += 4) {
+        const auto two = [&](uint32_t j) {
+            return (uint32_t)__nv_cvt_float2_to_fp8x2(make_float2(scaled(x[j]), scaled(x[j + 1])),
+                                                      __NV_SATFINITE, __NV_E4M3);
+        };
+
+        piece->w[i / 4] = two(i) | two(i + 2) << 16;
+    }
+}
+
+/* Pieces [pass * kVecs * kThreads, ...) of token t; every thread of a warp must come here. */
+template <Cast C> __device__ void load_token(const ep_ll_args &a, uint32_t t, uint32_t pass, Row<C> *row)
+{
+    const uint32_t pieces = a.row_bytes / 16;
+    constexpr uint32_t kIn = C == Cast::none ? 1 : C == Cast::fp32 ? 4 : 2; /* 16 bytes of input per piece */
+    const uint8_t *x = a.x + (uint64_t)t * pieces * kIn * 16;
+
+#pragma unroll
+    for (uint32_t i = 0; i < kVecs; i++) {
+        const uint32_t p = (pass * kVecs + i) * kThreads + threadIdx.x;
+
+        if constexpr (C == Cast::none) {
+            if (p < pieces)
+                row->piece[i] = load_row(x + (uint64_t)p * 16);
+        } else {
+            Vec in[kIn];
+
+            for (uint32_t j = 0; j < kIn && p < pieces; j++)
+                in[j] = load_row(x + ((uint64_t)p * kIn + j) * 16);
+            quantise<C>(in, p < pieces, &row->piece[i], &row->scale[i]);
+        }
+    }
+}
+
+template <Cast C>
+__device__ void push_pieces(const ep_ll_args &a, const Op &op, const Row<C> &row, uint32_t pass, uint32_t d,
+                            uint32_t slot)
+{
+    const uint32_t pieces = a.row_bytes / 16;
+    uint8_t *to = item_at(a, d, op.bank, a.bank.rows, a.rank, slot, a.row_bytes);
+    float *scales = (float *)item_at(a, d, op.bank, a.bank.scales, a.rank, slot, a.scales_bytes);
+
+#pragma unroll
+    for (uint32_t i = 0; i < kVecs; i++) {
+        const uint32_t p = (pass * kVecs + i) * kThreads + threadIdx.x;
+
+        if (p >= pieces)
+            continue;
+        store_row(to + (uint64_t)p * 16, row.piece[i]);
+        if (C != Cast::none && p % 8 == 0)
+            scales[p / 8] = row.scale[i];
+    }
+}
+
+/* ---- sending ---------------------------------------------------------------------------- */
+
+/* Weight of choice threadIdx.x of token t. */
+__device__ inline float load_weight(const ep_ll_args &a, uint32_t t)
+{
+    const float *weights = a.cached ? a.weights : a.topk_weights;
+
+    return weights && threadIdx.x < a.top_k ? weights[t * a.top_k + threadIdx.x] : 1.0f;
+}
+
+/* Slots and indexes of token t; *counted: tokens that this block has counted, lane r of warp 0 has the sum. */
+__device__ inline void place_token(const ep_ll_args &a, const Batch &b, uint32_t t, uint32_t to, uint32_t *counted,
+                                   uint32_t *sum)
+{
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    if (warp == 0) {
+        *sum += count_tokens(a, b.route, *counted, t);
+        *counted = t;
+        b.slot[lane] = *sum;
+        if (to >> lane & 1)
+            b.to[__popc(to & ((1u << lane) - 1))] = lane;
+    }
+    for (uint32_t k = kWarps - 1 - warp; k < a.top_k; k += kWarps) { /* warp 0 has done some work already */
+        const int32_t r = b.route[t * a.top_k + k];
+        const uint32_t index = r < 0 ? 0 : count_same(b.route, t * a.top_k, r & ~EP_DEVICE_ROUTE_AGAIN);
+
+        if (lane == 0)
+            b.index[k] = index;
+    }
+}
+
+/* The headers of token t for the ranks in `to`, after the rows: a thread per 16 bytes. */
+__device__ inline void push_headers(const ep_ll_args &a, const Op &op, const Batch &b, uint32_t t, uint32_t to)
+{
+    const uint32_t parts = a.max_top_k + 1;
+
+    for (uint32_t i = threadIdx.x; i < __popc(to) * parts; i += kThreads) {
+        const uint32_t d = b.to[i / parts], part = i % parts, k = part - 1;
+        uint8_t *header = item_at(a, d, op.bank, a.bank.headers, a.rank, b.slot[d], a.header_bytes);
+        Vec v = { { 0, 0, 0, op.wire } };
+
+        if (part == 0) {
+            v.w[0] = t;
+            for (uint32_t j = 0; j < a.top_k; j++) {
+                const int32_t r = b.route[t * a.top_k + j];
+
+                v.w[1] += r >= 0 && rank_of(r) == d;
+            }
+        } else {
+            const int32_t r = k < a.top_k ? b.route[t * a.top_k + k] : -1;
+            const bool here = r >= 0 && rank_of(r) == d;
+
+            v.w[0] = here ? (uint32_t)r & 0xffff : kAll;
+            if (here) {
+                v.w[1] = __float_as_uint(b.weight[k]);
+                v.w[2] = b.index[k];
+            }
+        }
+        fence_sys(); /* release; partner: take_header, find_term */
+        store_vec(header + part * 16u, v);
+    }
+}
+
+/* fp8 that came with scales. */
+__device__ inline void push_scales(const ep_ll_args &a, const Op &op, uint32_t t, uint32_t d, uint32_t slot)
+{
+    float *to = (float *)item_at(a, d, op.bank, a.bank.scales, a.rank, slot, a.scales_bytes);
+
+    for (uint32_t i = threadIdx.x; i < a.row_scales; i += kThreads)
+        to[i] = a.x_scales[(uint64_t)t * a.row_scales + i];
+}
+
+/* The row of token t to the ranks in `to`, the next rank first so that not all push to the same one. */
+template <Cast C>
+__device__ void push_row(const ep_ll_args &a, const Op &op, const Batch &b, Row<C> &row, uint32_t t, uint32_t to)
+{
+    const uint32_t passes = (a.row_bytes / 16 + kVecs * kThreads - 1) / (kVecs * kThreads);
+
+    for (uint32_t pass = 0; pass < passes; pass++) {
+        if (pass > 0)
+            load_token<C>(a, t, pass, &row);
+        for (uint32_t i = 1; i <= a.ranks; i++) {
+            const uint32_t d = a.rank + i < a.ranks ? a.rank + i : a.rank + i - a.ranks;
+
+            if (!(to >> d & 1))
+                continue;
+            push_pieces<C>(a, op, row, pass, d, b.slot[d]);
+            if (C == Cast::none && a.row_scales && pass == 0)
+                push_scales(a, op, t, d, b.slot[d]);
+        }
+    }
+}
+
+/* Does rank d, which takes part from `from` on, owe us no credit for number n? */
+__device__ inline bool has_credit(const ep_ll_args &a, uint64_t n, uint64_t from, uint64_t credit)
+{
+    return n <= a.banks || from > n - a.banks || credit >= n - a.banks;
+}
+
+/* Warp 0 waits until each of the ranks takes number n in its bank. */
+__device__ inline void wait_credit(const ep_ll_args &a, Op *op, uint32_t ranks)
+{
+    const uint32_t lane = threadIdx.x;
+
+    if (ranks >> lane & 1) {
+        const uint64_t *credit = credit_at(a, a.rank, lane, bank_of(a, op->number)), *from = &a.state->from[lane];
+        const Wait end = wait_for(a, *op, lane, [&] {
+            return has_credit(a, op->number, load_u64(from), acquire_u64(credit)); /* partner: give_credit */
+        });
+
+        if (end != Wait::there)
+            miss(a, op, lane, end, EP_WAIT_CREDIT);
+    }
+    __syncwarp();
+}
+
+/* What this rank sends to rank d in all.  The numbers come with it, so nothing has to be fenced. */
+__device__ inline void push_counts(const ep_ll_args &a, const Op &op, const Batch &b, uint32_t *count, uint32_t d)
+{
+    uint8_t *to = counts_at(a, d, op.bank, a.rank);
+    __shared__ uint32_t tokens;
+
+    for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads)
+        count[l] = 0;
+    if (threadIdx.x == 0)
+        tokens = 0;
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < a.tokens * a.top_k; i += kThreads)
+        if (has_row(b.route[i]) && rank_of(b.route[i]) == d)
+            atomicAdd(&count[b.route[i] & 0xffff], 1);
+    for (uint32_t t = threadIdx.x; t < a.tokens; t += kThreads)
+        if (ranks_of(a, b.route, t) >> d & 1)
+            atomicAdd(&tokens, 1);
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < a.counts_bytes / sizeof(Vec); i += kThreads) {
+        Vec v = { { 0, 0, 0, op.wire } };
+
+        for (uint32_t j = 0; j < kCountsInVec; j++) {
+            const uint32_t value = i * kCountsInVec + j;
+
+            if (value <= a.local_experts)
+                v.w[j] = value == 0 ? tokens : count[value - 1];
+        }
+        store_vec(to + i * sizeof(Vec), v); /* partner: take_counts */
+    }
+    if (threadIdx.x == 0 && d != a.rank)
+        atomicAdd((unsigned long long *)&a.state->scratch.wire_bytes,
+                  (unsigned long long)tokens * (a.row_bytes + a.row_scales * sizeof(float)));
+    __syncthreads();
+}
+
+/* The routing to the handle, for its combine and for cached dispatches; and what goes to nobody. */
+__device__ inline void keep_routing(const ep_ll_args &a, const Op &op, const Batch &b)
+{
+    uint32_t dropped = 0;
+
+    for (uint32_t i = threadIdx.x; i < a.tokens * a.top_k; i += kThreads) {
+        const int32_t r = b.route[i];
+
+        dropped += r == kBadRoute || (r >= 0 && !(op.members >> rank_of(r) & 1));
+        if (!a.cached) {
+            a.routing[i] = r;
+            a.weights[i] = a.topk_weights ? a.topk_weights[i] : 1.0f;
+        }
+    }
+    dropped = __reduce_add_sync(kAll, dropped);
+    if (threadIdx.x % 32 == 0 && dropped)
+        atomicAdd((unsigned long long *)&a.state->scratch.dropped, dropped);
+}
+
+/* This block's part of the sending, once it is fetched. */
+template <Cast C> struct Part {
+    uint32_t t0;      /* its first token; not below a.tokens: none */
+    bool counts;      /* it makes counts for some rank */
+    float weight;
+    Row<C> row;       /* the first pieces of t0's */
+};
+
+/* Tokens are counted from the last block, after those that make counts.  The first warp does meanwhile(). */
+template <Cast C, class Meanwhile>
+__device__ void fetch(const ep_ll_args &a, const Batch &b, Part<C> *part, Meanwhile meanwhile)
+{
+    const uint32_t blocks = gridDim.x, from_end = blocks - 1 - blockIdx.x;
+
+    part->counts = from_end < a.ranks;
+    part->t0 = (from_end + blocks - a.ranks % blocks) % blocks;
+    if (part->t0 < a.tokens) {
+        load_token<C>(a, part->t0, 0, &part->row);
+        part->weight = load_weight(a, part->t0);
+    }
+    if (part->counts)
+        read_routes(a, b.route, a.tokens * a.top_k, meanwhile);
+    else if (part->t0 < a.tokens)
+        read_routes(a, b.route, (part->t0 + (a.tokens - 1 - part->t0) / blocks * blocks + 1) * a.top_k, meanwhile);
+    else if (threadIdx.x < 32)
+        meanwhile();
+}
+
+/* To the ranks in `ranks`. */
+template <Cast C>
+__device__ void send(const ep_ll_args &a, Op *op, const Batch &b, Part<C> &part, uint32_t *count, uint32_t ranks)
+{
+    const uint32_t blocks = gridDim.x, from_end = blocks - 1 - blockIdx.x;
+    uint32_t counted = 0, sum = 0;
+
+    if (!part.counts && part.t0 >= a.tokens)
+        return;
+    if (op->lacking & ranks) {
+        if (threadIdx.x < 32)
+            wait_credit(a, op, op->lacking & ranks);
+        __syncthreads();
+    }
+    for (uint32_t d = from_end; d < a.ranks; d += blocks)
+        if ((ranks & ~op->missed) >> d & 1)
+            push_counts(a, *op, b, count, d);
+    if (from_end == 0 && ranks == op->members) /* not again for those who have just joined */
+        keep_routing(a, *op, b);
+    for (uint32_t t = part.t0; t < a.tokens; t += blocks) {
+        const uint32_t to = ranks_of(a, b.route, t) & ranks & ~op->missed;
+
+        place_token(a, b, t, to, &counted, &sum);
+        if (t != part.t0) {
+            load_token<C>(a, t, 0, &part.row);
+            part.weight = load_weight(a, t);
+        }
+        if (threadIdx.x < a.top_k)
+            b.weight[threadIdx.x] = part.weight;
+        __syncthreads();
+        push_row<C>(a, *op, b, part.row, t, to);
+        __syncthreads();
+        push_headers(a, *op, b, t, to);
+        __syncthreads();
+    }
+}
+
+} // namespace ep
+
+#endif

@@ -1,0 +1,336 @@
+/* ll_receive.cuh: the receiving half of a dispatch: rows to their experts as they land. */
+#ifndef EP_LL_RECEIVE_CUH
+#define EP_LL_RECEIVE_CUH
+
+#include "ll_device.cuh"
+
+namespace ep {
+
+constexpr uint32_t kNoPlace = 0xffffffffu; /* in a row's places: this choice is not here */
+
+/* ---- receiving ----------------------------------------------------------------------------- */
+
+/* Warp 0: whoever has joined since the op began is a member too, and is to get his part. */
+__device__ inline uint32_t newcomers(const ep_ll_args &a, const Op &op)
+{
+    if (!(a.phases & EP_LL_SEND) || !op.members)
+        return 0;
+    asm volatile("fence.sc.sys;" : : : "memory"); /* `begun` is out; partner: the server's write of `from` */
+    return __ballot_sync(kAll, from_of_lane(a) <= op.number) & ~op.members;
+}
+
+/* All warps but the first: what each source sends, once it has told, to rows[s] and base[l * R + s]. */
+__device__ inline void take_counts(const ep_ll_args &a, Op *op, uint32_t *rows, uint32_t *base)
+{
+    const uint32_t vecs = a.counts_bytes / sizeof(Vec);
+
+    for (uint32_t i = threadIdx.x - 32; i < a.ranks * vecs; i += kThreads - 32) {
+        const uint32_t s = i / vecs, at = i % vecs;
+        Vec v = { { 0, 0, 0, 0 } };
+
+        if (op->members >> s & 1) {
+            const uint8_t *from = counts_at(a, a.rank, op->bank, s) + at * sizeof(Vec);
+            const Wait end = wait_for(a, *op, s, [&] {
+                v = load_vec(from); /* partner: push_counts */
+                return v.w[3] == op->wire;
+            });
+
+            if (end != Wait::there) {
+                miss(a, op, s, end, EP_WAIT_ARRIVAL);
+                v = { { 0, 0, 0, 0 } };
+            }
+        }
+        for (uint32_t j = 0; j < kCountsInVec; j++) {
+            const uint32_t value = at * kCountsInVec + j;
+
+            if (value == 0)
+                rows[s] = min(v.w[j], a.max_tokens);
+            else if (value <= a.local_experts)
+                base[(value - 1) * a.ranks + s] = v.w[j];
+        }
+    }
+}
+
+/* A header as it is in memory: lane 0 has the token, lane 1 + k choice k. */
+struct Header {
+    Vec v;
+    bool there;
+};
+
+__device__ inline bool look_at_header(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t slot, Header *h)
+{
+    const uint32_t lane = threadIdx.x;
+    const uint8_t *header = item_at(a, a.rank, op.bank, a.bank.headers, s, slot, a.header_bytes);
+
+    h->there = lane > a.max_top_k;
+    if (lane <= a.max_top_k) {
+        h->v = acquire_vec(header + lane * 16u); /* partner: push_headers */
+        h->there = h->v.w[3] == op.wire;
+    }
+    return h->there;
+}
+
+/* Who shares the rows: block `part` of `parts`. */
+struct Share {
+    uint32_t part, parts;
+};
+
+/* A row of `out` or none: the expert-major or packed place of route k of a header. */
+struct Places {
+    uint32_t n;
+    uint64_t at[EP_MAX_TOP_K];
+    uint32_t token;
+    bool there;
+};
+
+/* Warp 0: waits for the header of (s, slot), unless it is there already, and finds the places of its row. */
+__device__ inline void take_header(const ep_ll_args &a, Op *op, const uint32_t *base, const uint32_t *total,
+                                   const uint32_t *first, uint32_t s, uint32_t slot, Header h, Places *places)
+{
+    const uint32_t lane = threadIdx.x, k = lane - 1;
+    uint32_t *kept = (uint32_t *)item_at(a, a.rank, op->bank, a.bank.places, s, slot, a.places_bytes);
+    const bool route = lane >= 1 && lane <= a.max_top_k;
+
+    if (!h.there) {
+        const Wait end = wait_for(a, *op, s, [&] { return look_at_header(a, *op, s, slot, &h); });
+
+        if (end != Wait::there)
+            miss(a, op, s, end, EP_WAIT_ARRIVAL);
+    }
+    const bool there = __all_sync(kAll, h.there);
+    const uint32_t l = route ? h.v.w[0] : kAll, index = h.v.w[2];
+    const bool here = there && l < a.local_experts && index < rows_between(a, base, total, l, s);
+    const uint64_t at = here ? block_of(a, first, l) + base[l * a.ranks + s] + index : kNoPlace;
+    bool again = false; /* an expert that was named before has its row already */
+
+    for (uint32_t j = 1; j <= a.max_top_k; j++)
+        again |= __shfl_sync(kAll, l, j) == l && j < lane;
+    const uint32_t mine = __ballot_sync(kAll, here && !again);
+
+    if (route)
+        kept[k] = (uint32_t)at;
+    if (here && !again)
+        places->at[__popc(mine & ((1u << lane) - 1))] = at;
+    if (lane == 0) {
+        places->n = __popc(mine);
+        places->token = h.v.w[0];
+        places->there = there;
+    }
+    __syncwarp();
+}
+
+/* The row to its places, and what stands beside it. */
+__device__ inline void place_row(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t slot,
+                                 const Places &places)
+{
+    const uint32_t pieces = a.row_bytes / 16, n = places.n;
+    const uint8_t *row = item_at(a, a.rank, op.bank, a.bank.rows, s, slot, a.row_bytes);
+    const float *scales = (const float *)item_at(a, a.rank, op.bank, a.bank.scales, s, slot, a.scales_bytes);
+
+    for (uint32_t at = threadIdx.x; at < pieces; at += kVecs * kThreads) {
+        Vec v[kVecs];
+
+#pragma unroll
+        for (uint32_t i = 0; i < kVecs; i++)
+            if (at + i * kThreads < pieces)
+                v[i] = load_row(row + (uint64_t)(at + i * kThreads) * 16);
+        for (uint32_t j = 0; j < n; j++) {
+            uint8_t *to = a.out + places.at[j] * a.row_bytes;
+
+#pragma unroll
+            for (uint32_t i = 0; i < kVecs; i++)
+                if (at + i * kThreads < pieces)
+                    store_row(to + (uint64_t)(at + i * kThreads) * 16, v[i]);
+        }
+    }
+    for (uint32_t i = threadIdx.x; i < a.row_scales; i += kThreads) {
+        const float scale = __ldcg(scales + i);
+
+        for (uint32_t j = 0; j < n; j++)
+            a.out_scales[places.at[j] * a.row_scales + i] = scale;
+    }
+    if (threadIdx.x < n && a.sources)
+        a.sources[places.at[threadIdx.x]] = { s, places.token };
+}
+
+__device__ inline void zero_row(const ep_ll_args &a, uint64_t at)
+{
+    const Vec zero = { { 0, 0, 0, 0 } };
+
+    for (uint32_t p = threadIdx.x; p < a.row_bytes / 16; p += kThreads)
+        store_row(a.out + at * a.row_bytes + (uint64_t)p * 16, zero);
+    for (uint32_t i = threadIdx.x; i < a.row_scales; i += kThreads)
+        a.out_scales[at * a.row_scales + i] = 0;
+}
+
+/* Packed: rows between one expert's last and the next one's first. */
+__device__ inline void zero_padding(const ep_ll_args &a, Share share, const uint32_t *total, const uint32_t *first)
+{
+    for (uint32_t l = share.part; l < a.local_experts; l += share.parts)
+        for (uint32_t at = first[l] + total[l]; at < first[l + 1]; at++)
+            zero_row(a, at);
+}
+
+__device__ inline void write_expert_counts(const ep_ll_args &a, const uint32_t *total, const uint32_t *first,
+                                           uint64_t spanned)
+{
+    uint32_t sum = 0;
+
+    for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads) {
+        a.counts[l] = (int32_t)total[l];
+        sum += total[l];
+    }
+    for (uint32_t l = threadIdx.x; a.layout == EP_LAYOUT_PACKED && l <= a.local_experts; l += kThreads)
+        a.offsets[l] = (int32_t)first[l];
+    sum = __reduce_add_sync(kAll, sum);
+    if (a.layout == EP_LAYOUT_EXPERT_MAJOR && threadIdx.x % 32 == 0)
+        atomicAdd((unsigned long long *)&a.state->scratch.rows, sum);
+    else if (a.layout == EP_LAYOUT_PACKED && threadIdx.x == 0)
+        a.state->scratch.rows = spanned;
+}
+
+/* The rows of this block: slots in turn, all sources of a slot together.  The first at or after item i. */
+struct Item {
+    uint32_t i, s, slot;
+    bool there;
+};
+
+__device__ inline Item next_item(const ep_ll_args &a, const uint32_t *rows, uint32_t i, uint32_t step)
+{
+    uint32_t most = 0;
+
+    for (uint32_t s = 0; s < a.ranks; s++)
+        most = max(most, rows[s]);
+    for (; i < most * a.ranks; i += step)
+        if (i / a.ranks < rows[i % a.ranks])
+            return { i, i % a.ranks, i / a.ranks, true };
+    return { i, 0, 0, false };
+}
+
+/* Does last() with warp 0 when no more has to be waited for: the row in hand is still on its way then. */
+template <class Last>
+__device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Header header, const uint32_t *rows,
+                                  uint32_t *base, uint32_t *total, uint32_t *first, Last last)
+{
+    const uint64_t spanned = place_rows(a, rows, base, total, first);
+    __shared__ Places places;
+    Item item = next_item(a, rows, share.part, share.parts);
+
+    if (share.part == share.parts / 2)
+        write_expert_counts(a, total, first, spanned);
+    if (spanned > a.out_rows) {
+        if (share.part == share.parts / 2 && threadIdx.x == 0) {
+            a.state->scratch.overflow = 1;
+            a.state->scratch.rows_needed = spanned;
+        }
+        item.there = false;
+    } else if (a.layout == EP_LAYOUT_PACKED) {
+        zero_padding(a, share, total, first);
+    }
+    header.there = header.there && item.i == share.part; /* it was fetched for the first one */
+    while (item.there) {
+        const Item next = next_item(a, rows, item.i + share.parts, share.parts);
+
+        if (threadIdx.x < 32)
+            take_header(a, op, base, total, first, item.s, item.slot, header, &places);
+        __syncthreads();
+        if (places.there)
+            place_row(a, *op, item.s, item.slot, places);
+        if (!next.there)
+            break;
+        __syncthreads();
+        header.there = false;
+        item = next;
+    }
+    __syncthreads();
+    if (threadIdx.x < 32)
+        last();
+}
+
+__device__ inline void write_rank_counts(const ep_ll_args &a, const uint32_t *rows)
+{
+    if (threadIdx.x >= a.ranks)
+        return;
+    a.counts[threadIdx.x] = (int32_t)rows[threadIdx.x];
+    atomicAdd((unsigned long long *)&a.state->scratch.rows, rows[threadIdx.x]);
+}
+
+/* Rank-major rows stay where they are: a thread per 16 bytes of header waits for it. */
+__device__ inline void receive_in_place(const ep_ll_args &a, Op *op, const uint32_t *rows)
+{
+    const uint32_t parts = a.max_top_k + 1;
+    uint32_t most = 0;
+
+    for (uint32_t s = 0; s < a.ranks; s++)
+        most = max(most, rows[s]);
+    for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < most * a.ranks * parts; i += gridDim.x * kThreads) {
+        const uint32_t part = i % parts, s = i / parts % a.ranks, slot = i / parts / a.ranks;
+        const uint64_t at = (uint64_t)s * a.max_tokens + slot;
+        Vec v;
+
+        if (slot >= rows[s])
+            continue;
+        const uint8_t *header = item_at(a, a.rank, op->bank, a.bank.headers, s, slot, a.header_bytes);
+        const Wait end = wait_for(a, *op, s, [&] {
+            v = load_vec(header + part * 16u);
+            return v.w[3] == op->wire;
+        });
+
+        if (end != Wait::there) {
+            miss(a, op, s, end, EP_WAIT_ARRIVAL);
+            continue;
+        }
+        if (part == 0) {
+            if (a.sources)
+                a.sources[at] = { s, v.w[0] };
+        } else if (part <= a.top_k) {
+            const bool here = v.w[0] < a.local_experts;
+
+            if (a.out_topk)
+                a.out_topk[at * a.top_k + part - 1] = here ? (int32_t)v.w[0] : -1;
+            if (a.out_weights)
+                a.out_weights[at * a.top_k + part - 1] = here ? __uint_as_float(v.w[1]) : 0.0f;
+        }
+    }
+    /* Who reads the rows comes later in the stream, and starts with nothing cached. */
+    if (tells())
+        write_rank_counts(a, rows);
+}
+
+/*
+ * The last block, when a source was lost or late.  Blocks may have disagreed on whether it had come, and so
+ * on where rows lie: this one does it all again without the source.  What counts has come already.
+ */
+__device__ inline void receive_again(const ep_ll_args &a, Op *op, uint32_t *rows, uint32_t *base, uint32_t *total,
+                                     uint32_t *first)
+{
+    const uint32_t missing = a.state->scratch.gone | a.state->scratch.late;
+
+    if (threadIdx.x == 0) {
+        const uint64_t all = a.state->left_before + gridDim.x - 1; /* but this one */
+
+        op->members &= ~missing;
+        a.state->scratch.rows = a.state->scratch.rows_needed = a.state->scratch.overflow = 0;
+        while (acquire_u64(&a.state->left) < all) /* they wait for nobody any more; partner: leave */
+            ;
+    }
+    __syncthreads();
+    if (threadIdx.x >= 32)
+        take_counts(a, op, rows, base);
+    __syncthreads();
+    if (by_expert(a))
+        receive_by_expert(a, op, { 0, 1 }, {}, rows, base, total, first, [] {});
+    else
+        write_rank_counts(a, rows);
+    __syncthreads();
+}
+
+/* One thread: this block has written its rows. */
+__device__ inline void leave(const ep_ll_args &a)
+{
+    asm volatile("red.release.gpu.global.add.u64 [%0], 1;" : : "l"(&a.state->left) : "memory");
+}
+
+} // namespace ep
+
+#endif
