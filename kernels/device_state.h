@@ -5,7 +5,7 @@
  * One block of GPU memory per rank and epoch, made by the server.  Under executor `server` nobody else
  * sees it; a `direct` worker gets its own rank's, never a peer's.
  *
- *     struct ep_device_state      membership, progress, what became of ops
+ *     struct ep_device_state      membership, progress, handles; what became of ops is in the window
  *     placement                   home_first [E + 1], home_rank [homes], home_local [homes]
  *     routing of each handle      [T_ll * K] int32, see ep_device_route_make
  *     weights of each handle      [T_ll * K] fp32
@@ -23,26 +23,11 @@ extern "C" {
 #endif
 
 #define EP_DEVICE_STATE_MAGIC 0x3154535645445045ull /* "EPDEVST1" */
-#define EP_DEVICE_STATE_VERSION 2u
+#define EP_DEVICE_STATE_VERSION 3u
 #define EP_DEVICE_MAX_RANKS 32u /* of one NVLink domain */
 
 /* First number in which nobody takes part: the rank is absent. */
 #define EP_DEVICE_NEVER UINT64_MAX
-
-/* What became of an op. */
-struct ep_device_record {
-    int32_t status;         /* ep_status */
-    uint32_t late_rank;     /* EP_TIMEOUT: whom it waited for */
-    uint32_t wait_phase;    /* EP_TIMEOUT: enum ep_wait_phase */
-    uint32_t generation;    /* of the handle */
-    uint64_t number;        /* LL number */
-    uint64_t sequence;      /* counts all ops of the rank; 0: no op yet */
-    uint64_t rows, rows_needed, dropped, wire_bytes, logical_bytes;
-    uint64_t start_ns, end_ns, wait_ns; /* the GPU's global timer */
-    uint64_t arrived;       /* bit r: rank r's part is in the result */
-    uint64_t reserved[3];
-};
-EP_STATIC_ASSERT(sizeof(struct ep_device_record) == 128, "ep_device_record is shared memory");
 
 struct ep_device_handle {
     uint64_t number;      /* of its dispatch; 0: none */
@@ -59,8 +44,6 @@ struct ep_device_counters {
     uint64_t reserved[7];
 };
 EP_STATIC_ASSERT(sizeof(struct ep_device_counters) == 128, "ep_device_counters is shared memory");
-
-enum { EP_DEVICE_DISPATCH, EP_DEVICE_COMBINE, EP_DEVICE_PARTS };
 
 /* What the blocks of one op tell each other; all 0 between ops but for `sequence`. */
 struct ep_device_scratch {
@@ -97,15 +80,8 @@ struct ep_device_state {
 
     struct ep_device_scratch scratch;
 
-    /* kernel: the first failure since `failures` was last looked at */
-    uint64_t failures;
-    struct ep_device_record failure;
-    uint64_t failure_op; /* EP_DEVICE_DISPATCH or EP_DEVICE_COMBINE */
-    uint64_t reserved4[6];
-
     struct ep_device_counters counters[EP_DEVICE_PARTS];
     struct ep_device_handle handles[EP_MAX_HANDLES];
-    struct ep_device_record records[EP_MAX_HANDLES][EP_DEVICE_PARTS];
 };
 EP_STATIC_ASSERT(offsetof(struct ep_device_state, from) == 128, "ep_device_state.from");
 

@@ -4,7 +4,7 @@
  * A window is one rank's memory for one group and epoch.  It is symmetric: every rank's
  * window has the same layout, so an offset means the same thing in all of them.
  *
- *     control   identity, ring of ops, their results
+ *     control   identity, ring of ops (GPUs: mailbox), their results
  *     LL bank 0 .. B-1, each:
  *         dispatch flags    [R] lines   src s: {number, count}
  *         combine flags     [R] lines   peer d: {number, count}
@@ -51,7 +51,7 @@ extern "C" {
 #endif
 
 #define EP_WINDOW_MAGIC 0x31574e4957534550ull /* "EPSWINW1" */
-#define EP_WINDOW_VERSION 2u
+#define EP_WINDOW_VERSION 3u
 #define EP_LINE 64u
 #define EP_REGION_ALIGN 4096u
 #define EP_RING_SLOTS 32u
@@ -255,6 +255,64 @@ struct ep_ring_slot {
 };
 EP_STATIC_ASSERT(sizeof(struct ep_ring_slot) == 1152, "ep_ring_slot");
 
+/* ---- instead of the ring, on GPUs ---------------------------------------------- */
+
+enum { EP_DEVICE_DISPATCH, EP_DEVICE_COMBINE, EP_DEVICE_PARTS };
+
+/* What became of an op. */
+struct ep_device_record {
+    int32_t status;         /* ep_status */
+    uint32_t late_rank;     /* EP_TIMEOUT: whom it waited for */
+    uint32_t wait_phase;    /* EP_TIMEOUT: enum ep_wait_phase */
+    uint32_t generation;    /* of the handle */
+    uint64_t number;        /* LL number */
+    uint64_t sequence;      /* counts all ops of the rank; 0: no op yet */
+    uint64_t rows, rows_needed, dropped, wire_bytes, logical_bytes;
+    uint64_t start_ns, end_ns, wait_ns; /* the GPU's global timer */
+    uint64_t arrived;       /* bit r: rank r's part is in the result */
+    uint32_t layout, wire_dtype; /* dispatch */
+    uint64_t timeout_ns;    /* the bound of its waits */
+    uint64_t reserved;
+};
+EP_STATIC_ASSERT(sizeof(struct ep_device_record) == 128, "ep_device_record is shared memory");
+
+/* Written by the rank's kernels, whoever launches them; read by its worker and the server. */
+struct ep_device_report {
+    uint64_t failures;   /* since somebody has set it to 0; the first of them: */
+    uint64_t failure_op; /* EP_DEVICE_DISPATCH or EP_DEVICE_COMBINE */
+    uint64_t reserved[6];
+    struct ep_device_record failure;
+    struct ep_device_record records[EP_MAX_HANDLES][EP_DEVICE_PARTS];
+};
+EP_STATIC_ASSERT(offsetof(struct ep_device_report, records) == 192, "ep_device_report is shared memory");
+
+/*
+ * Executor server: how an op is handed over, in the order of streams.
+ *   client's stream: a kernel writes `op`, then doorbell = 1; the stream waits for done = 1, sets done = 0
+ *   server's stream: waits for doorbell = 1; a kernel copies `op`, checks the copy and executes it; at its
+ *                    end doorbell = 0, then done = 1
+ * Words hold 0 or 1, so that a CUDA graph can replay the client's half.  When its server is gone,
+ * libepclient sets `closed`, then done: from then on its own kernel answers.
+ */
+struct ep_mailbox {
+    uint32_t doorbell;
+    uint32_t reserved0[15];
+    uint32_t done;
+    uint32_t reserved1[15];
+    uint32_t closed;
+    uint32_t reserved2[31];
+    struct ep_op op;
+    uint8_t reserved3[512 - sizeof(struct ep_op)];
+};
+EP_STATIC_ASSERT(sizeof(struct ep_mailbox) == 768, "ep_mailbox");
+
+struct ep_device_control {
+    struct ep_mailbox mailbox;
+    struct ep_device_report report;
+};
+
+/* ---- the window's beginning ------------------------------------------------------ */
+
 struct ep_control {
     uint64_t magic;
     uint32_t version;
@@ -266,10 +324,14 @@ struct ep_control {
     uint32_t reserved1[15];
     uint32_t asleep; /* 1: the executor is about to sleep, or does */
     uint32_t reserved2[15];
-    struct ep_ring_slot slot[EP_RING_SLOTS];
+    union {
+        struct ep_ring_slot slot[EP_RING_SLOTS]; /* host */
+        struct ep_device_control gpu;
+    };
 };
 EP_STATIC_ASSERT(offsetof(struct ep_control, wake) == 192, "ep_control.wake");
 EP_STATIC_ASSERT(offsetof(struct ep_control, slot) == 320, "ep_control.slot");
+EP_STATIC_ASSERT(sizeof(struct ep_control) == 320 + EP_RING_SLOTS * sizeof(struct ep_ring_slot), "ep_control");
 
 #ifdef __cplusplus
 }

@@ -275,7 +275,8 @@ struct device {
     uint64_t round;
     uint32_t pulse; /* always 0: a word to sleep on */
 
-    struct ep_device_state seen; /* as of the last look */
+    struct ep_device_report *report; /* GPU memory: of the window */
+    struct ep_device_report seen;    /* as of the last look */
 };
 
 /*
@@ -290,7 +291,7 @@ ep_status device_attach(struct ep_rank *rank, const struct ep_cuda_api *api,
  * one. */
 void device_handle_init(const struct ep_rank *rank, ep_handle *handle);
 
-/* Looks at the state: what became of the handle's ops, or with NULL of all. */
+/* Looks at the report: what became of the handle's ops, or with NULL of all. */
 ep_status device_collect(struct ep_rank *rank, ep_handle *handle, struct ep_error *error);
 
 /* ---- handle.c ----------------------------------------------------------------- */

@@ -151,29 +151,38 @@ static ep_status check_window(struct ep_rank *rank, uint32_t whose, struct ep_er
 static ep_status check_state(struct ep_rank *rank, struct ep_error *error)
 {
     struct device *d = rank->device;
-    struct ep_device_state *seen = &d->seen;
+    struct {
+        uint64_t magic;
+        uint32_t version, rank;
+        uint64_t epoch;
+    } head;
+    _Static_assert(sizeof head == offsetof(struct ep_device_state, reserved0), "the beginning of ep_device_state");
 
-    if (read_memory(d, seen, d->state, sizeof *seen, error) != EP_OK)
+    if (read_memory(d, &head, d->state, sizeof head, error) != EP_OK)
         return ep_error_prefix(error, "the state of rank %u", rank->rank);
-    if (seen->magic != EP_DEVICE_STATE_MAGIC || seen->version != EP_DEVICE_STATE_VERSION)
+    if (head.magic != EP_DEVICE_STATE_MAGIC || head.version != EP_DEVICE_STATE_VERSION)
         return ep_error_set(error, EP_PROTOCOL,
                             "the rank's state has version %u: this libepclient knows %u, they must be of "
                             "matching releases",
-                            seen->magic == EP_DEVICE_STATE_MAGIC ? seen->version : 0, EP_DEVICE_STATE_VERSION);
-    if (seen->rank != rank->rank || seen->epoch != rank->epoch)
+                            head.magic == EP_DEVICE_STATE_MAGIC ? head.version : 0, EP_DEVICE_STATE_VERSION);
+    if (head.rank != rank->rank || head.epoch != rank->epoch)
         return ep_error_set(error, EP_PROTOCOL,
-                            "the rank's state is that of rank %u in epoch %llu: must be %u in %llu", seen->rank,
-                            (unsigned long long)seen->epoch, rank->rank, (unsigned long long)rank->epoch);
+                            "the rank's state is that of rank %u in epoch %llu: must be %u in %llu", head.rank,
+                            (unsigned long long)head.epoch, rank->rank, (unsigned long long)rank->epoch);
     return EP_OK;
 }
 
-/* The failures of the rank's last worker are not ours to tell. */
-static ep_status forget_failures(struct ep_rank *rank, struct ep_error *error)
+/* What stands in the window's report is of the rank's last worker: its failures are not ours to tell. */
+static ep_status open_report(struct ep_rank *rank, struct ep_error *error)
 {
     struct device *d = rank->device;
+    struct ep_control *control = d->api->memory_at(d->window[rank->rank]);
     const uint64_t none = 0;
 
-    return d->api->write(d->ordinal, &d->state->failures, &none, sizeof none, d->control, error);
+    d->report = &control->gpu.report;
+    if (d->api->write(d->ordinal, &d->report->failures, &none, sizeof none, d->control, error) != EP_OK)
+        return error->status;
+    return read_memory(d, &d->seen, d->report, sizeof d->seen, error);
 }
 
 static ep_status check_identity(struct ep_rank *rank, struct ep_error *error)
@@ -250,7 +259,7 @@ ep_status device_attach(struct ep_rank *rank, const struct ep_cuda_api *api,
         || import_window(rank, rank->rank, welcome->value, fd, error) != EP_OK
         || receive_all(rank, welcome->count, error) != EP_OK
         || make_streams(rank->device, error) != EP_OK || check_identity(rank, error) != EP_OK
-        || forget_failures(rank, error) != EP_OK)
+        || open_report(rank, error) != EP_OK)
         return error->status;
     return open_runner(rank, error);
 }

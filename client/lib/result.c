@@ -1,8 +1,8 @@
 /*
- * What a GPU says of a rank's ops: records in its state, read when the ops are over.
+ * What a GPU says of a rank's ops: the report in its window, read when the ops are over.
  *
  * A handle has one record per direction, of its last op; a graph that is launched again overwrites it.
- * So that no failure is missed, the state also keeps the first one since it was last asked.
+ * So that no failure is missed, the report also keeps the first one since it was last asked.
  */
 #include <stdio.h>
 #include <string.h>
@@ -20,7 +20,7 @@ static void describe(const struct ep_rank *rank, const struct ep_device_record *
     switch (record->status) {
     case EP_TIMEOUT:
         ep_op_late_text(text, size, record->late_rank, EP_MODE_LL, record->number,
-                        rank->device->seen.timeout_ns / EP_NS_PER_MS, record->wait_phase);
+                        record->timeout_ns / EP_NS_PER_MS, record->wait_phase);
         return;
     case EP_OVERFLOW:
         snprintf(text, size, "%s holds fewer rows than LL %llu needs: %llu",
@@ -45,7 +45,7 @@ static uint32_t count_absent(const struct ep_rank *rank, uint64_t arrived)
 }
 
 /* Rows lie one after the other, whatever the group's widest dtype is; scales in steps of the group's. */
-static void fill_view(const struct ep_rank *rank, const struct ep_device_handle *handle,
+static void fill_view(const struct ep_rank *rank, const struct ep_device_record *record,
                       struct ep_op_result *result)
 {
     const struct ep_layout_map *map = &rank->shape.map;
@@ -53,8 +53,8 @@ static void fill_view(const struct ep_rank *rank, const struct ep_device_handle 
     const uint64_t bank = map->ll + result->number % l->ll_banks * map->bank_bytes;
 
     result->view = bank + map->bank.rows;
-    result->view_stride = (uint64_t)l->ll_max_tokens * l->hidden * ep_dtype_bytes((ep_dtype)handle->wire_dtype);
-    if (handle->wire_dtype != EP_FP8_E4M3)
+    result->view_stride = (uint64_t)l->ll_max_tokens * l->hidden * ep_dtype_bytes((ep_dtype)record->wire_dtype);
+    if (record->wire_dtype != EP_FP8_E4M3)
         return;
     result->scales_view = bank + map->bank.scales;
     result->scales_view_stride = (uint64_t)l->ll_max_tokens * map->scales_bytes;
@@ -113,15 +113,14 @@ static struct pending take_pending(ep_handle *handle, uint32_t part)
 static void look_at_record(struct ep_rank *rank, ep_handle *handle, uint32_t part)
 {
     const struct ep_device_record *record = &rank->device->seen.records[handle->id][part];
-    const struct ep_device_handle *state = &rank->device->seen.handles[handle->id];
     struct ep_op_result result;
 
     if (record->generation != handle->generation || record->sequence <= handle->device.seen[part])
         return;
     handle->device.seen[part] = record->sequence;
     to_result(rank, record, part, &result);
-    if (part == EP_DEVICE_DISPATCH && state->layout == EP_LAYOUT_RANK_MAJOR && record->status == EP_OK)
-        fill_view(rank, state, &result);
+    if (part == EP_DEVICE_DISPATCH && record->layout == EP_LAYOUT_RANK_MAJOR && record->status == EP_OK)
+        fill_view(rank, record, &result);
 
     const struct pending pending = take_pending(handle, part);
 
@@ -137,19 +136,19 @@ static void look_at_handle(struct ep_rank *rank, ep_handle *handle)
 }
 
 /* The first failure since it was last taken.  It is read once more: an op on another stream may have been
- * writing it when the whole state was read. */
+ * writing it when the whole report was read. */
 static ep_status take_failure(struct ep_rank *rank, struct ep_error *error)
 {
     struct device *d = rank->device;
-    struct ep_device_state *seen = &d->seen;
+    struct ep_device_report *seen = &d->seen;
     const uint64_t none = 0;
     struct ep_op_result result;
 
     if (seen->failures == 0)
         return EP_OK;
-    if (d->api->read(d->ordinal, &seen->failure, &d->state->failure,
-                     sizeof seen->failure + sizeof seen->failure_op, d->control, error) != EP_OK
-        || d->api->write(d->ordinal, &d->state->failures, &none, sizeof none, d->control, error) != EP_OK)
+    if (d->api->read(d->ordinal, seen, d->report, offsetof(struct ep_device_report, records), d->control, error)
+            != EP_OK
+        || d->api->write(d->ordinal, &d->report->failures, &none, sizeof none, d->control, error) != EP_OK)
         return error->status;
     to_result(rank, &seen->failure, (uint32_t)seen->failure_op, &result);
     handle_failure(rank, find_handle(rank, seen->failure.generation), seen->failure.sequence, &result);
@@ -160,7 +159,7 @@ ep_status device_collect(struct ep_rank *rank, ep_handle *handle, struct ep_erro
 {
     struct device *d = rank->device;
 
-    if (d->api->read(d->ordinal, &d->seen, d->state, sizeof d->seen, d->control, error) != EP_OK
+    if (d->api->read(d->ordinal, &d->seen, d->report, sizeof d->seen, d->control, error) != EP_OK
         || take_failure(rank, error) != EP_OK)
         return ep_error_prefix(error, "what became of the rank's ops");
     if (handle)

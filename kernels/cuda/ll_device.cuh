@@ -441,7 +441,7 @@ __device__ inline void op_record(const ep_ll_args &a, const Op &op, const struct
                                  uint32_t part, int32_t status)
 {
     __shared__ struct ep_device_record r;
-    struct ep_device_state *st = a.state;
+    struct ep_device_report *report = &((struct ep_control *)a.window[a.rank])->gpu.report;
     const uint32_t lane = threadIdx.x;
 
     if (lane == 0) {
@@ -461,16 +461,19 @@ __device__ inline void op_record(const ep_ll_args &a, const Op &op, const struct
         r.end_ns = now_ns();
         r.wait_ns = s.wait_ns;
         r.arrived = op.members & ~(s.late | s.gone);
-        count(&st->counters[part], r, a.phases & EP_LL_SEND ? a.tokens : 0);
-        if (r.status != EP_OK && st->failures++ == 0) {
-            st->failure = r;
-            st->failure_op = part;
+        r.layout = a.layout;
+        r.wire_dtype = a.wire_dtype;
+        r.timeout_ns = op.timeout_ns;
+        count(&a.state->counters[part], r, a.phases & EP_LL_SEND ? a.tokens : 0);
+        if (r.status != EP_OK && report->failures++ == 0) {
+            report->failure = r;
+            report->failure_op = part;
         }
         if (!(a.phases & EP_LL_SEND))
-            add_half(st->records[a.handle][part], &r);
+            add_half(report->records[a.handle][part], &r);
     }
     __syncwarp();
-    ((uint32_t *)&st->records[a.handle][part])[lane] = ((const uint32_t *)&r)[lane];
+    ((uint32_t *)&report->records[a.handle][part])[lane] = ((const uint32_t *)&r)[lane];
 }
 
 /* ---- launching (host) -------------------------------------------------------------------- */

@@ -1,7 +1,8 @@
 /*
- * What the server does for a worker that runs its own ops: it looks on.  Kernels count in the rank's state;
- * the server reads it every second, and when somebody asks, adds what is new to the rank's counters and
- * tells of an op that timed out.  The worker can write that state too: what is read decides nothing.
+ * What the server does for a worker that runs its own ops: it looks on.  Kernels count in the rank's state
+ * and report in its window; the server reads both every second, and when somebody asks, adds what is new to
+ * the rank's counters and tells of an op that timed out.  The worker can write them too: what is read decides
+ * nothing.
  */
 #include <stdlib.h>
 
@@ -10,21 +11,6 @@
 #include "team_cuda.h"
 
 #define LOOK_MS 1000
-
-/* The part of struct ep_device_state that is looked at. */
-struct tally {
-    uint64_t failures;
-    struct ep_device_record failure;
-    uint64_t failure_op;
-    uint64_t reserved[6];
-    struct ep_device_counters counters[EP_DEVICE_PARTS];
-};
-_Static_assert(sizeof(struct tally) ==
-                   offsetof(struct ep_device_state, handles) - offsetof(struct ep_device_state, failures),
-               "tally is a part of ep_device_state");
-_Static_assert(offsetof(struct tally, counters) ==
-                   offsetof(struct ep_device_state, counters) - offsetof(struct ep_device_state, failures),
-               "tally is a part of ep_device_state");
 
 struct watch {
     struct ep_executor base;
@@ -65,54 +51,69 @@ static void count(struct ep_op_counters *sum, const struct ep_device_counters *n
         __atomic_store_n(&sum->max_wait_ns, now->max_wait_ns, __ATOMIC_RELAXED);
 }
 
-static void tell_timeout(struct watch *watch, const struct tally *tally)
+static void tell_timeout(struct watch *watch, const struct ep_device_report *report)
 {
     const struct ep_engine_timeout timeout = {
-        .number = tally->failure.number,
-        .waited_us = tally->failure.wait_ns / EP_NS_PER_US,
+        .number = report->failure.number,
+        .waited_us = report->failure.wait_ns / EP_NS_PER_US,
         .time_us = ep_clock_wall_us(),
-        .op_class = classes[tally->failure_op == EP_DEVICE_COMBINE ? EP_DEVICE_COMBINE : EP_DEVICE_DISPATCH],
-        .wait_phase = tally->failure.wait_phase,
-        .late_rank = tally->failure.late_rank,
+        .op_class = classes[report->failure_op == EP_DEVICE_COMBINE ? EP_DEVICE_COMBINE : EP_DEVICE_DISPATCH],
+        .wait_phase = report->failure.wait_phase,
+        .late_rank = report->failure.late_rank,
     };
 
-    if (tally->failure.status == EP_TIMEOUT && watch->options.on_timeout)
+    if (report->failure.status == EP_TIMEOUT && watch->options.on_timeout)
         watch->options.on_timeout(&timeout, watch->options.user);
 }
 
-/* The kernel keeps the first failure since this was 0. */
+static struct ep_device_report *report_of(const struct watch *watch)
+{
+    struct ep_control *control = (struct ep_control *)(void *)watch->team->ranks[watch->options.rank].window;
+
+    return &control->gpu.report;
+}
+
+static ep_status take_counters(struct watch *watch, struct ep_error *error)
+{
+    const uint32_t rank = watch->options.rank;
+    struct cuda_rank *r = &watch->team->ranks[rank];
+    struct ep_device_counters now[EP_DEVICE_PARTS];
+    ep_status status = cuda_read(watch->team, rank, now, cuda_state(watch->team, rank)->counters, sizeof now, error);
+
+    if (status)
+        return status;
+    for (int part = 0; part < EP_DEVICE_PARTS; part++) {
+        count(&watch->options.counters->op[classes[part]], &now[part], &r->seen[part]);
+        add_new(&watch->options.counters->dropped_routes, now[part].dropped, r->seen[part].dropped);
+        r->seen[part] = now[part];
+    }
+    return EP_OK;
+}
+
+/* The kernel keeps the first failure since `failures` was 0. */
 static ep_status take_failure(struct watch *watch, struct ep_error *error)
 {
-    const uint64_t none = 0;
     const uint32_t rank = watch->options.rank;
+    const uint64_t none = 0;
+    struct ep_device_report report; /* its beginning */
+    ep_status status = cuda_read(watch->team, rank, &report, report_of(watch),
+                                 offsetof(struct ep_device_report, records), error);
 
-    return cuda_write(watch->team, rank, &cuda_state(watch->team, rank)->failures, &none, sizeof none, error);
+    if (status || !report.failures || report.failure.sequence == watch->told)
+        return status;
+    status = cuda_write(watch->team, rank, &report_of(watch)->failures, &none, sizeof none, error);
+    if (status)
+        return status;
+    watch->told = report.failure.sequence;
+    tell_timeout(watch, &report);
+    return EP_OK;
 }
 
 static ep_status look(struct watch *watch, struct ep_error *error)
 {
-    const uint32_t rank = watch->options.rank;
-    struct cuda_rank *r = &watch->team->ranks[rank];
-    struct tally tally;
-    bool is_new;
-    ep_status status = cuda_read(watch->team, rank, &tally, &cuda_state(watch->team, rank)->failures,
-                                 sizeof tally, error);
+    ep_status status = take_counters(watch, error);
 
-    if (status)
-        return status;
-    is_new = tally.failures && tally.failure.sequence != watch->told;
-    if (is_new && (status = take_failure(watch, error)))
-        return status;
-    for (int part = 0; part < EP_DEVICE_PARTS; part++) {
-        count(&watch->options.counters->op[classes[part]], &tally.counters[part], &r->seen[part]);
-        add_new(&watch->options.counters->dropped_routes, tally.counters[part].dropped, r->seen[part].dropped);
-        r->seen[part] = tally.counters[part];
-    }
-    if (is_new) {
-        watch->told = tally.failure.sequence;
-        tell_timeout(watch, &tally);
-    }
-    return EP_OK;
+    return status ? status : take_failure(watch, error);
 }
 
 static void refresh(struct ep_executor *executor)

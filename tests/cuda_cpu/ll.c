@@ -620,6 +620,7 @@ static void add_half(struct ep_device_record *record, const struct ep_device_rec
 static void write_record(struct run *c, uint32_t part, bool second_half)
 {
     struct ep_device_state *state = c->r->state;
+    struct ep_device_report *report = &((struct ep_control *)(void *)c->r->window[c->r->rank])->gpu.report;
     struct ep_device_counters *counters = &state->counters[part];
 
     if (c->members == 0 && c->record.status == EP_OK)
@@ -627,6 +628,9 @@ static void write_record(struct run *c, uint32_t part, bool second_half)
     c->record.generation = c->op->generation;
     c->record.number = c->number;
     c->record.arrived = c->members & ~c->missed;
+    c->record.layout = c->op->layout;
+    c->record.wire_dtype = c->op->wire_dtype;
+    c->record.timeout_ns = state->timeout_ns;
     c->record.end_ns = ep_clock_ns();
     c->record.sequence = ++state->scratch.sequence;
     counters->count++;
@@ -638,14 +642,14 @@ static void write_record(struct run *c, uint32_t part, bool second_half)
     counters->wait_ns += c->record.wait_ns;
     counters->dropped += c->record.dropped;
     if (second_half)
-        add_half(&c->record, &state->records[c->op->handle][part]);
-    state->records[c->op->handle][part] = c->record;
-    if (c->record.status != EP_OK && state->failures == 0) {
-        state->failure = c->record;
-        state->failure_op = part;
+        add_half(&c->record, &report->records[c->op->handle][part]);
+    report->records[c->op->handle][part] = c->record;
+    if (c->record.status != EP_OK && report->failures == 0) {
+        report->failure = c->record;
+        report->failure_op = part;
     }
     if (c->record.status != EP_OK)
-        __atomic_fetch_add(&state->failures, 1, __ATOMIC_SEQ_CST);
+        __atomic_fetch_add(&report->failures, 1, __ATOMIC_SEQ_CST);
 }
 
 static void run(struct cpu_rank *r, const struct ep_op *op, bool sends, bool receives)

@@ -190,12 +190,19 @@ ep_status world_each(struct world *world, uint32_t mask, world_fn fn, void *arg,
 
 /* ---- waiting ------------------------------------------------------------------------- */
 
+static struct ep_device_report *report_of(const struct world_rank *rank)
+{
+    return &((struct ep_control *)(void *)rank->window)->gpu.report;
+}
+
 static void print_state(const struct world_rank *rank)
 {
     static struct ep_device_state s;
+    static struct ep_device_report report;
     struct ep_error error = EP_ERROR_INIT;
 
-    if (rank->world->api->read(rank->device, &s, rank->state, sizeof s, NULL, &error) != EP_OK) {
+    if (rank->world->api->read(rank->device, &s, rank->state, sizeof s, NULL, &error) != EP_OK
+        || rank->world->api->read(rank->device, &report, report_of(rank), sizeof report, NULL, &error) != EP_OK) {
         fprintf(stderr, "  rank %u: %s\n", rank->rank, error.text);
         return;
     }
@@ -204,7 +211,7 @@ static void print_state(const struct world_rank *rank)
             rank->rank, (unsigned long long)s.number, (unsigned long long)s.begun,
             (unsigned long long)s.scratch.sequence, s.scratch.pushed, s.scratch.done, s.scratch.gone,
             s.scratch.late, s.scratch.late_phase);
-    fprintf(stderr, " failures %llu released", (unsigned long long)s.failures);
+    fprintf(stderr, " failures %llu released", (unsigned long long)report.failures);
     for (uint32_t b = 0; b < rank->world->map.limits.ll_banks; b++)
         fprintf(stderr, " %llu", (unsigned long long)s.released[b]);
     fprintf(stderr, " from");
@@ -262,7 +269,7 @@ static ep_status write_word(struct world_rank *rank, uint64_t *word, uint64_t va
 ep_status world_record(struct world_rank *rank, uint32_t handle, uint32_t part,
                        struct ep_device_record *record, struct ep_error *error)
 {
-    return read_state(rank, &rank->state->records[handle][part], record, sizeof *record, error);
+    return read_state(rank, &report_of(rank)->records[handle][part], record, sizeof *record, error);
 }
 
 /* ---- memory -------------------------------------------------------------------------- */

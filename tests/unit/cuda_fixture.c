@@ -24,7 +24,8 @@ struct ep_cuda_memory {
 struct ep_cuda_rank {
     uint32_t rank;
     struct ep_layout_map map;
-    struct ep_device_state *state; /* host's view */
+    struct ep_device_state *state;   /* host's view, as is: */
+    struct ep_device_report *report; /* of its window */
     uint64_t sequence;
     uint32_t half[EP_MAX_HANDLES]; /* kind of the send-only op that a complete finishes */
 };
@@ -325,13 +326,13 @@ static ep_status fill(uint32_t device, void *to, uint8_t value, uint64_t bytes, 
 
 /* ---- ops --------------------------------------------------------------------------------------- */
 
-static uint64_t last_sequence(const struct ep_device_state *state)
+static uint64_t last_sequence(const struct ep_device_report *report)
 {
     uint64_t last = 0;
 
     for (uint32_t h = 0; h < EP_MAX_HANDLES; h++)
         for (uint32_t p = 0; p < EP_DEVICE_PARTS; p++)
-            last = state->records[h][p].sequence > last ? state->records[h][p].sequence : last;
+            last = report->records[h][p].sequence > last ? report->records[h][p].sequence : last;
     return last;
 }
 
@@ -346,12 +347,16 @@ static ep_status rank_open(const struct ep_cuda_rank_options *options, struct ep
     rank = calloc(1, sizeof *rank);
     if (!rank)
         abort();
-    for (uint32_t r = 0; r < options->map->limits.ranks; r++)
-        (void)must_translate(options->windows[r], options->map->total_bytes);
+    for (uint32_t r = 0; r < options->map->limits.ranks; r++) {
+        struct ep_control *control = must_translate(options->windows[r], options->map->total_bytes);
+
+        if (r == options->rank)
+            rank->report = &control->gpu.report;
+    }
     rank->rank = options->rank;
     rank->map = *options->map;
     rank->state = must_translate(options->state, sizeof *rank->state);
-    rank->sequence = last_sequence(rank->state);
+    rank->sequence = last_sequence(rank->report);
     cuda_fixture.ranks++;
     *out = rank;
     return leave();
@@ -374,7 +379,7 @@ static void execute(struct ep_cuda_rank *rank, const struct ep_op *op)
     struct ep_device_handle *handle = &state->handles[op->handle];
     const uint32_t kind = op->kind == EP_OP_COMPLETE ? rank->half[op->handle] : op->kind;
     const uint32_t part = kind == EP_OP_DISPATCH ? EP_DEVICE_DISPATCH : EP_DEVICE_COMBINE;
-    struct ep_device_record *record = &state->records[op->handle][part];
+    struct ep_device_record *record = &rank->report->records[op->handle][part];
 
     if (op->kind == EP_OP_DISPATCH)
         *handle = (struct ep_device_handle){ .number = ++state->number, .generation = op->generation,
@@ -388,11 +393,14 @@ static void execute(struct ep_cuda_rank *rank, const struct ep_op *op)
     record->generation = op->generation;
     record->number = handle->number;
     record->sequence = ++rank->sequence;
+    record->layout = handle->layout;
+    record->wire_dtype = handle->wire_dtype;
+    record->timeout_ns = state->timeout_ns;
     if (!record->arrived)
         record->arrived = (1ull << rank->map.limits.ranks) - 1;
-    if (record->status != EP_OK && state->failures++ == 0) {
-        state->failure = *record;
-        state->failure_op = part;
+    if (record->status != EP_OK && rank->report->failures++ == 0) {
+        rank->report->failure = *record;
+        rank->report->failure_op = part;
     }
     state->counters[part].count++;
 }

@@ -60,6 +60,11 @@ static struct ep_device_state *state_of(struct fixture *f)
     return cuda_fixture_host(f->api->memory_at(f->state));
 }
 
+static struct ep_device_report *report_of(struct fixture *f)
+{
+    return &control_of(f, ME)->gpu.report;
+}
+
 static void make_memory(struct fixture *f)
 {
     struct ep_error error = EP_ERROR_INIT;
@@ -648,7 +653,7 @@ static void a_failure_is_told_once(void **state)
     cuda_fixture.outcome = (struct ep_device_record){ .status = EP_OVERFLOW, .rows_needed = 99 };
     ok(ep_dispatch(l.handle, &l.dispatch, NULL));
     refused(ep_sync(f->rank, 1000), EP_OVERFLOW, "99");
-    assert_int_equal(state_of(f)->failures, 0);
+    assert_int_equal(report_of(f)->failures, 0);
     destroy(f);
 }
 
@@ -704,7 +709,7 @@ static void a_new_handle_does_not_see_its_predecessors_ops(void **state)
     destroy(f);
 }
 
-/* The state is the rank's, and its last worker may have left something in it. */
+/* The window is the rank's, and its last worker may have left something in it. */
 static void a_new_worker_does_not_see_its_predecessors_ops(void **state)
 {
     struct fixture *f = make();
@@ -712,12 +717,12 @@ static void a_new_worker_does_not_see_its_predecessors_ops(void **state)
     struct lane l;
 
     (void)state;
-    state_of(f)->failures = 4;
-    state_of(f)->failure = (struct ep_device_record){ .status = EP_TIMEOUT, .generation = 1, .sequence = 40 };
+    report_of(f)->failures = 4;
+    report_of(f)->failure = (struct ep_device_record){ .status = EP_TIMEOUT, .generation = 1, .sequence = 40 };
     for (uint32_t h = 0; h < EP_MAX_HANDLES; h++)
         for (uint32_t p = 0; p < EP_DEVICE_PARTS; p++)
-            state_of(f)->records[h][p] = (struct ep_device_record){ .generation = h + 1, .sequence = 40 + h,
-                                                                    .status = EP_TIMEOUT };
+            report_of(f)->records[h][p] = (struct ep_device_record){ .generation = h + 1, .sequence = 40 + h,
+                                                                     .status = EP_TIMEOUT };
     send_all(f);
     ok(attach(f, 0, RANKS, f->map.total_bytes));
     ok(monitor_start(&f->client, last_error()));

@@ -407,11 +407,14 @@ static void counters_of_kernels_are_shown_when_asked_for(void **state)
     assert_int_equal(get(f, "moe")->status->ranks[1]->ops, 15); /* of the epoch, whoever made them */
 }
 
-static void fail_of(struct ep_device_state *s, uint64_t sequence)
+static void fail_of(const struct worker *w, uint64_t sequence)
 {
-    s->failure = (struct ep_device_record){ .status = EP_TIMEOUT, .late_rank = 3, .wait_phase = EP_WAIT_ARRIVAL,
-                                            .number = 12, .sequence = sequence, .wait_ns = 50000000 };
-    s->failures = 1;
+    struct ep_device_report *report = &((struct ep_control *)(void *)w->window)->gpu.report;
+
+    report->failure = (struct ep_device_record){ .status = EP_TIMEOUT, .late_rank = 3,
+                                                 .wait_phase = EP_WAIT_ARRIVAL, .number = 12,
+                                                 .sequence = sequence, .wait_ns = 50000000 };
+    report->failures = 1;
 }
 
 static void a_late_rank_is_recorded_by_name(void **state)
@@ -420,12 +423,10 @@ static void a_late_rank_is_recorded_by_name(void **state)
     Ep__V1__GroupSpec spec = small_spec();
     const Ep__V1__TimeoutRecord *record;
     struct worker w;
-    struct ep_device_state *s;
 
     create(f, "moe", &spec);
     join(f, &w, "moe", 1);
-    s = map_state(&w);
-    fail_of(s, 1);
+    fail_of(&w, 1);
     assert_int_equal(get(f, "moe")->status->n_timeouts, 1);
     record = get(f, "moe")->status->timeouts[0];
     assert_int_equal(record->rank, 1);
@@ -434,7 +435,6 @@ static void a_late_rank_is_recorded_by_name(void **state)
     assert_string_equal(record->op, "ll_dispatch");
     assert_string_equal(record->phase, "arrival");
     assert_int_equal(record->waited_us, 50000);
-    unmap_state(s, &w);
     release(&w, false);
 }
 
@@ -450,17 +450,14 @@ static void watchers_hear_of_a_late_rank_unasked(void **state)
     Ep__V1__GroupSpec spec = small_spec();
     struct ep_group_watch *watch;
     struct worker w;
-    struct ep_device_state *s;
     size_t heard = 0;
 
     create(f, "moe", &spec);
     join(f, &w, "moe", 1);
-    s = map_state(&w);
     watch = ep_groups_watch(f->groups, count_changes, &heard);
-    fail_of(s, 1);
+    fail_of(&w, 1);
     RUN_UNTIL(f, heard == 1);
     ep_groups_unwatch(watch);
-    unmap_state(s, &w);
     release(&w, false);
 }
 
