@@ -685,7 +685,7 @@ class DoctorTest(AdminTest):
 
     @unittest.skipUnless(NO_GPUS, "here are GPUs")
     def test_gpus_are_looked_at_through_the_backend(self):
-        found = self.findings({"EP_CUDA_MODULE": os.path.join(UNIT, "ep_cuda_double.so")})
+        found = self.findings({"EP_CUDA_MODULE": os.path.join(UNIT, "libep_cuda_cpu.so")})
         self.assertIn("2 (Fixture, sm_90)", found["gpu"]["finding"])
         self.assertEqual([found[c]["status"] for c in ("gpu", "cuda", "p2p", "mps", "fabric")], ["ok"] * 5)
 
@@ -695,7 +695,7 @@ class DoctorTest(AdminTest):
                                      ("32", "fail", "is not done with 1 of 2 GPUs"),
                                      ("93", "fail", "has failed with 1 of 2 GPUs: Unknown Error"),
                                      (None, "warn", "NVML does not start: Driver Not Loaded")):
-            env = {"EP_CUDA_MODULE": os.path.join(UNIT, "ep_cuda_double.so"),
+            env = {"EP_CUDA_MODULE": os.path.join(UNIT, "libep_cuda_cpu.so"),
                    "LD_LIBRARY_PATH": os.path.join(UNIT, "nvml")}
             if states:
                 env["EP_NVML_FABRIC"] = states

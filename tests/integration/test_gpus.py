@@ -1,4 +1,4 @@
-"""ep-server on GPUs, black box, with the double of the cuda backend: no GPU is needed.
+"""ep-server on GPUs, black box, with the module that computes on CPUs: no GPU is needed.
 
 What it has of GPU memory is shared memory, so a worker of these tests can map it and play the kernels.
 """
@@ -16,7 +16,7 @@ import harness
 import rawrpc
 import worker
 
-MODULE = os.path.join(os.path.dirname(harness.BIN), "unit", "ep_cuda_double.so")
+MODULE = os.path.join(os.path.dirname(harness.BIN), "unit", "libep_cuda_cpu.so")
 GROUP = ["ep-admin", "group", "create", "moe", "--ranks=4", "--experts=8", "--hidden=64", "--top-k=2",
          "--ll-max-tokens=16", "--arena=1MiB"]
 
