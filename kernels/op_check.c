@@ -135,7 +135,18 @@ static ep_status check_dispatch_dtypes(const struct check *c)
         return bad(c, "wire_dtype is %u: must be input_dtype or fp8_e4m3", op->wire_dtype);
     if ((uint64_t)c->map->limits.hidden * ep_dtype_bytes((ep_dtype)op->input_dtype) % 16 != 0)
         return bad(c, "input_dtype is %u: its rows are no multiple of 16 bytes", op->input_dtype);
+    if (op->scale_format != EP_SCALE_FP32 && op->scale_format != EP_SCALE_UE8M0)
+        return bad(c, "scale_format is %u: must be fp32 0 or ue8m0 1", op->scale_format);
+    if (op->scale_format != EP_SCALE_FP32 && op->wire_dtype != EP_FP8_E4M3)
+        return bad(c, "scale_format is %u: only fp8 has scales, wire_dtype is %u", op->scale_format,
+                   op->wire_dtype);
     return EP_OK;
+}
+
+/* Of one row. */
+static uint64_t scale_bytes(const struct check *c)
+{
+    return ep_row_scale_bytes(c->map->limits.hidden, c->op->scale_format);
 }
 
 static ep_status check_alignment(const struct check *c)
@@ -158,7 +169,7 @@ static ep_status check_dispatch_inputs(const struct check *c)
         return bad(c, "index_bytes is %u: must be 4 or 8", op->index_bytes);
     if ((status = need(c, "x", &op->x, t * hidden * ep_dtype_bytes((ep_dtype)op->input_dtype))) != EP_OK)
         return status;
-    status = given ? need(c, "x_scales", &op->x_scales, t * ep_row_scales((uint32_t)hidden) * 4)
+    status = given ? need(c, "x_scales", &op->x_scales, t * scale_bytes(c))
                    : refuse(c, "x_scales", &op->x_scales, "only fp8 input has scales");
     if (status != EP_OK)
         return status;
@@ -182,7 +193,7 @@ static ep_status check_scales_out(const struct check *c, uint64_t rows)
         return refuse(c, "out_scales", &op->out_scales, "rank-major scales are read in place");
     if (op->out.bytes == 0 && rows == 0)
         return EP_OK;
-    return need(c, "out_scales", &op->out_scales, rows * ep_row_scales(c->map->limits.hidden) * 4);
+    return need(c, "out_scales", &op->out_scales, rows * scale_bytes(c));
 }
 
 /* Rows that the outputs beside `out` must have room for. */

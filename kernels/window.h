@@ -96,7 +96,7 @@ struct ep_layout_map { /* offsets from the window's start, bytes */
     uint32_t header_bytes;      /* struct ep_row_header with K entries, multiple of 16 */
     uint32_t counts_bytes;      /* one source's counts: (1 + L) / 3 times 16, rounded up */
     uint32_t places_bytes;      /* one row's places: K entries of 4 bytes, multiple of 16 */
-    uint32_t scales_bytes;      /* one row's scales, multiple of 16; 0 without fp8 */
+    uint32_t scales_bytes;      /* one row's scales in either format, multiple of 16; 0 without fp8 */
     uint32_t row_bytes;         /* widest dispatch row of the group's dtypes */
     uint32_t combine_row_bytes; /* widest combine row */
     uint32_t ht_fanout;         /* min(K, R): rows that one token can have in a combine */
@@ -107,6 +107,11 @@ uint32_t ep_dtype_bytes(ep_dtype dtype);
 static inline uint32_t ep_row_scales(uint32_t hidden)
 {
     return (hidden + EP_FP8_BLOCK - 1) / EP_FP8_BLOCK;
+}
+/* A row's scales, bytes.  Rows of them lie tight in the arena, ep_layout_map.scales_bytes apart in a bank. */
+static inline uint32_t ep_row_scale_bytes(uint32_t hidden, uint32_t scale_format)
+{
+    return ep_row_scales(hidden) * (scale_format == EP_SCALE_UE8M0 ? 1u : 4u);
 }
 
 /* ---- what ranks write to each other ------------------------------------------- */
@@ -148,7 +153,8 @@ struct ep_ht_ready {
     uint32_t dtype;
     uint32_t alignment;
     uint32_t tokens;               /* T of this op at this rank */
-    uint32_t reserved[5];
+    uint32_t scale_format;
+    uint32_t reserved[4];
     /* fresh dispatch: tokens this rank sends to rank d at [d], routes it sends to local expert l of
      * rank d at [R + d * L + l] */
     uint32_t counts[];
@@ -188,21 +194,23 @@ struct ep_op {
     uint32_t generation;  /* of the handle: a stale one is refused */
     /* inputs */
     struct ep_span x;            /* dispatch [T, H]; combine: rows as the dispatch laid them out */
-    struct ep_span x_scales;     /* dispatch of fp8 input: [T, ceil(H/128)] fp32 */
+    struct ep_span x_scales;     /* dispatch of fp8 input: [T, ceil(H/128)] in scale_format */
     struct ep_span topk_idx;     /* [T, k], -1: no expert */
     struct ep_span topk_weights; /* [T, k] fp32; absent: 1 */
     struct ep_span bias;         /* combine: [T, H], added in the last step */
     struct ep_span row_grads;    /* HT combine: fp32 gradients of the weights, flat [N, k], packed [rows] */
     /* outputs */
     struct ep_span out;          /* dispatch rows; combine [T, H] */
-    struct ep_span out_scales;   /* fp8: like out, ceil(H/128) fp32 a row */
+    struct ep_span out_scales;   /* fp8: like out, ceil(H/128) a row in scale_format */
     struct ep_span counts;       /* int32: expert-major, packed [L]; rank-major, flat [R] */
     struct ep_span offsets;      /* int32 [L + 1]: packed */
     struct ep_span out_topk;     /* int32: rank-major [R, T_ll, k], flat [rows, k]; local expert or -1 */
     struct ep_span out_weights;  /* fp32, like out_topk */
     struct ep_span sources;      /* struct ep_source per row of out (rank-major: [R, T_ll]) */
     struct ep_span topk_grads;   /* HT combine: [T, k] fp32 */
-    uint64_t reserved[2];
+    uint32_t scale_format;       /* dispatch of fp8: ep_scale_format, of what is given, travels and arrives */
+    uint32_t reserved0;
+    uint64_t reserved1;
 };
 EP_STATIC_ASSERT(sizeof(struct ep_op) == 48 + 14 * 16 + 16, "ep_op is part of the protocol");
 

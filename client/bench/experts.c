@@ -174,7 +174,7 @@ static void radius_of_block(struct experts_model *model, uint32_t first, uint32_
     for (uint32_t h = first; h < last; h++)
         amax = fmax(amax, fabs(model->values[h]));
     for (uint32_t h = first; h < last; h++)
-        model->radius[h] = ep_ref_fp8_radius(model->values[h], amax);
+        model->radius[h] = ep_ref_fp8_radius(EP_SCALE_FP32, model->values[h], amax);
 }
 
 /* A token is asked for once per expert, one after the other. */

@@ -142,13 +142,13 @@ static void check_quantised_block(struct verifier *verifier, const struct ep_ref
 
     for (uint32_t i = 0; i < n; i++)
         amax = fmax(amax, fabs(values[i]));
-    verify_mismatch(verifier->verdict, !ep_ref_fp8_scale_ok(amax, scale),
+    verify_mismatch(verifier->verdict, !ep_ref_fp8_scale_ok(EP_SCALE_FP32, amax, (double)scale),
                     "scale of row %llu, elements from %u, is %.9g, must be %.9g",
                     (unsigned long long)row->position, first, (double)scale, amax / 448);
     for (uint32_t i = 0; i < n; i++) {
         double got = ep_ref_decode(EP_FP8_E4M3, &codes[i]) * (double)scale;
 
-        verify_mismatch(verifier->verdict, !(fabs(got - values[i]) <= ep_ref_fp8_radius(values[i], amax)),
+        verify_mismatch(verifier->verdict, !(fabs(got - values[i]) <= ep_ref_fp8_radius(EP_SCALE_FP32, values[i], amax)),
                         "element %u of row %llu (token %u of rank %u) is %.9g, must be %.9g within fp8",
                         first + i, (unsigned long long)row->position, row->token, row->source, got,
                         values[i]);

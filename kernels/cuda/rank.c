@@ -213,6 +213,9 @@ ep_status ep_cuda_rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, vo
     if (op->handle >= EP_MAX_HANDLES)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "handle is %u: must be below %u", op->handle,
                             EP_MAX_HANDLES);
+    if (op->scale_format != EP_SCALE_FP32)
+        return ep_error_set(error, EP_UNIMPLEMENTED, "scale_format is %u: the LL kernels have fp32 scales only",
+                            op->scale_format);
     if (half)
         rank->half[op->handle] = *op;
     if (op->kind == EP_OP_COMPLETE) {

@@ -185,9 +185,10 @@ void ep_host_sum(ep_dtype dtype, void *dst, const void *const *rows, const float
 
 /* ---- fp8 -------------------------------------------------------------------------- */
 
-EP_INLINE float block_scale(const float *x, uint32_t n)
+/* The bits of it: magnitudes compare like their bits, and integers vectorise. */
+EP_INLINE uint32_t block_amax(const float *x, uint32_t n)
 {
-    uint32_t amax = 0; /* magnitudes compare like their bits, and integers vectorise */
+    uint32_t amax = 0;
 
     for (uint32_t i = 0; i < n; i++) {
         uint32_t u = bits_of(x[i]) & 0x7fffffffu;
@@ -195,24 +196,45 @@ EP_INLINE float block_scale(const float *x, uint32_t n)
         u = pick(u > 0x7f800000u, 0, u); /* NaN */
         amax = u > amax ? u : amax;
     }
-    return amax == 0 ? 1.0f : float_of(amax) / FP8_MAX;
+    return amax;
 }
 
-EP_INLINE void block_encode(const float *x, uint32_t n, float scale, uint8_t *codes)
+EP_INLINE void encode_fp32(const float *x, uint32_t n, uint8_t *codes, float *scale)
 {
+    uint32_t amax = block_amax(x, n);
+
+    *scale = amax == 0 ? 1.0f : float_of(amax) / FP8_MAX;
     for (uint32_t i = 0; i < n; i++)
-        codes[i] = e4m3_encode(x[i] / scale);
+        codes[i] = e4m3_encode(x[i] / *scale);
 }
 
-EP_INLINE void quantise_block(const float *x, uint32_t n, uint8_t *codes, float *scale)
+/* 448 is 1.75 * 2^8: a fraction above .75 takes the next exponent.  Powers of two scale exactly, and 2^127, the
+ * inverse of the smallest scale, is a number like any other. */
+EP_INLINE void encode_ue8m0(const float *x, uint32_t n, uint8_t *codes, uint8_t *scale)
 {
-    *scale = block_scale(x, n);
-    block_encode(x, n, *scale, codes);
+    uint32_t amax = block_amax(x, n), exponent = (amax + 0x1fffffu) >> 23;
+    uint32_t b = amax == 0 ? 127 : exponent > 8 ? exponent - 8 : 0;
+    float inverse = float_of((254 - b) << 23);
+
+    *scale = (uint8_t)b;
+    for (uint32_t i = 0; i < n; i++)
+        codes[i] = e4m3_encode(x[i] * inverse);
+}
+
+/* Block `at / EP_FP8_BLOCK` of a row. */
+EP_INLINE void quantise_block(const float *x, uint32_t at, uint32_t n, ep_scale_format format, uint8_t *codes,
+                              void *scales)
+{
+    if (format == EP_SCALE_UE8M0)
+        encode_ue8m0(x, n, codes + at, (uint8_t *)scales + at / EP_FP8_BLOCK);
+    else
+        encode_fp32(x, n, codes + at, (float *)scales + at / EP_FP8_BLOCK);
 }
 
 #define DEFINE_QUANTISE(format, type)                                                             \
-    EP_CLONES static void quantise_##format(const type *row, uint32_t hidden, uint8_t *codes,     \
-                                            float *scales)                                        \
+    EP_CLONES static void quantise_##format(const type *row, uint32_t hidden,                     \
+                                            ep_scale_format scale_format, uint8_t *codes,         \
+                                            void *scales)                                         \
     {                                                                                             \
         float x[EP_FP8_BLOCK];                                                                    \
         uint32_t at = 0;                                                                          \
@@ -220,12 +242,12 @@ EP_INLINE void quantise_block(const float *x, uint32_t n, uint8_t *codes, float 
         for (; at + EP_FP8_BLOCK <= hidden; at += EP_FP8_BLOCK) {                                 \
             for (uint32_t i = 0; i < EP_FP8_BLOCK; i++)                                           \
                 x[i] = format##_decode(row[at + i]);                                              \
-            quantise_block(x, EP_FP8_BLOCK, codes + at, scales + at / EP_FP8_BLOCK);              \
+            quantise_block(x, at, EP_FP8_BLOCK, scale_format, codes, scales);                     \
         }                                                                                         \
         if (at < hidden) {                                                                        \
             for (uint32_t i = 0; i < hidden - at; i++)                                            \
                 x[i] = format##_decode(row[at + i]);                                              \
-            quantise_block(x, hidden - at, codes + at, scales + at / EP_FP8_BLOCK);               \
+            quantise_block(x, at, hidden - at, scale_format, codes, scales);                      \
         }                                                                                         \
     }
 
@@ -233,12 +255,13 @@ DEFINE_QUANTISE(bf16, uint16_t)
 DEFINE_QUANTISE(fp16, uint16_t)
 DEFINE_QUANTISE(fp32, float)
 
-void ep_host_quantise(ep_dtype dtype, const void *row, uint32_t hidden, uint8_t *codes, float *scales)
+void ep_host_quantise(ep_dtype dtype, const void *row, uint32_t hidden, ep_scale_format format, uint8_t *codes,
+                      void *scales)
 {
     switch (dtype) {
-    case EP_BF16: quantise_bf16(row, hidden, codes, scales); break;
-    case EP_FP16: quantise_fp16(row, hidden, codes, scales); break;
-    case EP_FP32: quantise_fp32(row, hidden, codes, scales); break;
+    case EP_BF16: quantise_bf16(row, hidden, format, codes, scales); break;
+    case EP_FP16: quantise_fp16(row, hidden, format, codes, scales); break;
+    case EP_FP32: quantise_fp32(row, hidden, format, codes, scales); break;
     case EP_FP8_E4M3: break; /* is already */
     }
 }

@@ -35,8 +35,9 @@
 void ep_host_sum(ep_dtype dtype, void *dst, const void *const *rows, const float *weights, uint32_t n,
                  uint32_t hidden);
 
-/* One row to e4m3 with one scale per EP_FP8_BLOCK: amax / 448 (1 for a block of zeros). */
-void ep_host_quantise(ep_dtype dtype, const void *row, uint32_t hidden, uint8_t *codes, float *scales);
+/* One row to e4m3 with one scale per EP_FP8_BLOCK, as ep_scale_format has them. */
+void ep_host_quantise(ep_dtype dtype, const void *row, uint32_t hidden, ep_scale_format format, uint8_t *codes,
+                      void *scales);
 
 /* ---- copy.c ----------------------------------------------------------------- */
 
@@ -99,7 +100,7 @@ struct ep_host_ready {
     uint64_t number; /* atomic */
     uint64_t routing;    /* combine: HT number of the handle's dispatch */
     struct ep_span rows, scales;
-    uint32_t op, layout, dtype, alignment;
+    uint32_t op, layout, dtype, scale_format, alignment;
     bool wants_grads; /* combine: topk_grads */
     uint32_t *counts; /* dispatch: [R, 1 + L] rows to rank d, then to each of its experts */
 };

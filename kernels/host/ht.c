@@ -89,6 +89,7 @@ static void publish(struct ht *h)
     record->op = op->kind;
     record->layout = op->layout;
     record->dtype = op->wire_dtype;
+    record->scale_format = op->scale_format;
     record->alignment = op->alignment;
     record->wants_grads = op->topk_grads.bytes != 0;
     if (dispatch)
@@ -186,7 +187,8 @@ static void decide(const struct ht *h)
 /* Do two ranks' ops belong together?  Every rank answers alike for every pair. */
 static bool fit(const struct ep_host_ready *a, const struct ep_host_ready *b)
 {
-    return a->op == b->op && a->dtype == b->dtype && a->routing == b->routing;
+    return a->op == b->op && a->dtype == b->dtype && a->scale_format == b->scale_format &&
+           a->routing == b->routing;
 }
 
 static const struct ep_host_ready *record_of(const struct ht *h, uint32_t r)
@@ -418,7 +420,8 @@ static ep_status finish(struct ht *h)
     if (h->mismatched == n_ranks(h))
         return EP_OK;
     return ep_host_fail(h->call, EP_FAILED_PRECONDITION,
-                        "rank %u runs another op, dtype or dispatch as HT %llu: ranks must make the same calls",
+                        "rank %u runs another op, dtype, scale format or dispatch as HT %llu: ranks must make "
+                        "the same calls",
                         h->mismatched, (unsigned long long)h->number);
 }
 

@@ -396,7 +396,7 @@ static void copy_row(struct ep_host_call *call, const struct ep_op *op, const st
     uint32_t i = handle->source_first[s] + slot;
     const struct ep_host_arrived *arrived = handle->arrived + (uint64_t)i * map->limits.top_k;
     uint64_t row_bytes = (uint64_t)map->limits.hidden * ep_dtype_bytes((ep_dtype)op->wire_dtype);
-    uint64_t scale_bytes = ep_row_scales(map->limits.hidden) * sizeof(float);
+    uint64_t scale_bytes = ep_row_scale_bytes(map->limits.hidden, op->scale_format);
     const uint8_t *window = call->me->window;
     const uint8_t *row = window + region_at(call->team, handle->number, map->bank.rows, s, map->row_bytes) +
                          slot * row_bytes;
@@ -424,7 +424,7 @@ static bool out_fits(const struct ep_host_call *call, const struct ep_op *op, ui
     uint64_t row_bytes = (uint64_t)hidden * ep_dtype_bytes((ep_dtype)op->wire_dtype);
 
     return op->out.bytes / row_bytes >= rows &&
-           fits(op->out_scales, rows, ep_row_scales(hidden) * sizeof(float)) &&
+           fits(op->out_scales, rows, ep_row_scale_bytes(hidden, op->scale_format)) &&
            fits(op->sources, rows, sizeof(struct ep_source));
 }
 

@@ -236,7 +236,7 @@ void ep_host_zero_rows(struct ep_host_call *call, const struct ep_op *op, uint64
 {
     uint32_t hidden = call->team->map.limits.hidden;
     uint64_t row_bytes = (uint64_t)hidden * ep_dtype_bytes((ep_dtype)op->wire_dtype);
-    uint64_t scale_bytes = ep_row_scales(hidden) * sizeof(float);
+    uint64_t scale_bytes = ep_row_scale_bytes(hidden, op->scale_format);
     uint8_t *out = ep_host_at(call, op->out), *scales = ep_host_at(call, op->out_scales);
     struct ep_source *sources = (struct ep_source *)(void *)ep_host_at(call, op->sources);
 
@@ -270,24 +270,23 @@ uint32_t ep_host_partial_terms(const struct ep_host_team *team, const struct ep_
 void ep_host_payload_prepare(struct ep_host_call *call, struct ep_host_payload *payload)
 {
     const struct ep_op *op = call->op;
-    uint32_t hidden = call->team->map.limits.hidden, n_scales = ep_row_scales(hidden);
+    uint32_t hidden = call->team->map.limits.hidden;
     const uint8_t *x = ep_host_at(call, op->x);
     bool fp8 = op->wire_dtype == EP_FP8_E4M3;
 
     payload->row_bytes = hidden * ep_dtype_bytes((ep_dtype)op->wire_dtype);
-    payload->scale_bytes = fp8 ? n_scales * (uint32_t)sizeof(float) : 0;
+    payload->scale_bytes = fp8 ? ep_row_scale_bytes(hidden, op->scale_format) : 0;
     payload->rows = x;
     payload->scales = fp8 ? ep_host_at(call, op->x_scales) : NULL;
     if (!fp8 || op->input_dtype == EP_FP8_E4M3)
         return;
 
     uint64_t x_bytes = (uint64_t)hidden * ep_dtype_bytes((ep_dtype)op->input_dtype);
-    uint8_t *codes = call->me->staging;
-    float *scales = (float *)(void *)(codes + (uint64_t)op->tokens * hidden);
+    uint8_t *codes = call->me->staging, *scales = codes + (uint64_t)op->tokens * hidden;
 
     for (uint64_t t = 0; t < op->tokens; t++)
-        ep_host_quantise((ep_dtype)op->input_dtype, x + t * x_bytes, hidden, codes + t * hidden,
-                         scales + t * n_scales);
+        ep_host_quantise((ep_dtype)op->input_dtype, x + t * x_bytes, hidden, (ep_scale_format)op->scale_format,
+                         codes + t * hidden, scales + t * payload->scale_bytes);
     payload->rows = codes;
-    payload->scales = (const uint8_t *)scales;
+    payload->scales = scales;
 }

@@ -44,6 +44,10 @@
  * code within h8 of that (h8: half an ulp of e4m3, 2^-10 in its subnormal range), so
  *     |q s - x| <= (a / 448) (1 + u) (h8(z (1 + 4 u)) + 4 u z) + u |x|.
  * Blocks with a < 448 * 2^-126 and a > 0 are outside of this: their scale is not a normal number.
+ *
+ * With a scale in UE8M0 there is one right answer: s is the smallest 2^(b - 127), b = 0..254, with 448 s >= a
+ * (1 when a = 0), x / s is exact in fp32 wherever e4m3 does not make 0 of it, and the code is that of the nearest
+ * number: |q s - x| <= s h8(x / s).
  */
 #ifndef EP_REFERENCE_H
 #define EP_REFERENCE_H
@@ -75,11 +79,15 @@ double ep_ref_half_ulp(ep_dtype dtype, double magnitude);
 /* g(n) above. */
 double ep_ref_gamma(uint32_t n);
 
-/* How far an element x may be from itself after fp8, in a block of largest magnitude amax. */
-double ep_ref_fp8_radius(double x, double amax);
+/* Bytes of one scale, and the value of the i-th of a row. */
+uint32_t ep_ref_scale_bytes(ep_scale_format format);
+double ep_ref_scale(ep_scale_format format, const void *scales, uint32_t i);
 
-/* Is `scale` fp32 amax / 448, give or take one unit in the last place?  Any finite one for amax 0. */
-bool ep_ref_fp8_scale_ok(double amax, float scale);
+/* How far an element x may be from itself after fp8, in a block of largest magnitude amax. */
+double ep_ref_fp8_radius(ep_scale_format format, double x, double amax);
+
+/* Is `scale` right?  FP32: amax / 448, give or take one unit in the last place; any finite one for amax 0. */
+bool ep_ref_fp8_scale_ok(ep_scale_format format, double amax, double scale);
 
 /* ---- routing -------------------------------------------------------------------- */
 

@@ -145,10 +145,43 @@ double ep_ref_gamma(uint32_t n)
     return n * fp32_u / (1 - n * fp32_u);
 }
 
-double ep_ref_fp8_radius(double x, double amax)
+/* ---- scales of fp8 ---------------------------------------------------------------- */
+
+uint32_t ep_ref_scale_bytes(ep_scale_format format)
+{
+    return format == EP_SCALE_UE8M0 ? 1 : 4;
+}
+
+double ep_ref_scale(ep_scale_format format, const void *scales, uint32_t i)
+{
+    uint8_t code;
+    float scale;
+
+    if (format == EP_SCALE_UE8M0) {
+        memcpy(&code, (const char *)scales + i, sizeof code);
+        return code == 255 ? (double)NAN : ldexp(1.0, code - 127);
+    }
+    memcpy(&scale, (const char *)scales + (size_t)i * sizeof scale, sizeof scale);
+    return (double)scale;
+}
+
+static double ue8m0_scale(double amax)
+{
+    int exponent = -127;
+
+    if (amax == 0)
+        return 1;
+    while (exponent < 127 && ldexp(448, exponent) < amax)
+        exponent++;
+    return ldexp(1.0, exponent);
+}
+
+double ep_ref_fp8_radius(ep_scale_format format, double x, double amax)
 {
     if (amax == 0)
         return 0;
+    if (format == EP_SCALE_UE8M0)
+        return ue8m0_scale(amax) * ep_ref_half_ulp(EP_FP8_E4M3, x / ue8m0_scale(amax));
 
     double z = 448 * fabs(x) / amax;
 
@@ -156,12 +189,14 @@ double ep_ref_fp8_radius(double x, double amax)
            fp32_u * fabs(x);
 }
 
-bool ep_ref_fp8_scale_ok(double amax, float scale)
+bool ep_ref_fp8_scale_ok(ep_scale_format format, double amax, double scale)
 {
+    if (format == EP_SCALE_UE8M0)
+        return scale == ue8m0_scale(amax);
     if (amax == 0)
         return isfinite(scale) != 0;
 
     double expected = ep_ref_round(EP_FP32, amax / 448);
 
-    return fabs((double)scale - expected) <= 2 * ep_ref_half_ulp(EP_FP32, expected);
+    return fabs(scale - expected) <= 2 * ep_ref_half_ulp(EP_FP32, expected);
 }

@@ -14,7 +14,7 @@ extern "C" {
 #define EP_MASK_WORDS (EP_MAX_RANKS / 64)
 #define EP_MAX_TOP_K 16
 
-/* Element type of a token.  FP8 rows come with one fp32 scale per 128 elements (1x128). */
+/* Element type of a token.  FP8 rows come with one scale per 128 elements (1x128), see ep_scale_format. */
 typedef enum ep_dtype {
     EP_BF16 = 1,
     EP_FP16 = 2,
@@ -22,6 +22,24 @@ typedef enum ep_dtype {
     EP_FP8_E4M3 = 4
 } ep_dtype;
 #define EP_FP8_BLOCK 128
+
+/*
+ * What a scale of FP8 rows is.  A row that is quantised on the way gets these, where amax is the largest
+ * magnitude in the block of 128 elements (at the end of a row: of what is left):
+ *
+ *   FP32   amax / 448
+ *   UE8M0  the smallest power of two that is not below amax / 448, as one byte: b means 2^(b - 127)
+ *          (OCP Microscaling Formats, v1.0).  Bytes 0 to 247 are made; 255, which means NaN, is not.
+ *
+ * A block of zeros has scale 1.  NaN does not count for amax and stays NaN.  Of a block with an infinity,
+ * FP32 makes NaN as a whole; in UE8M0 its scale is 2^120, and infinite elements are 448 of that, which is
+ * an infinity in fp32 again.  An amax below 448 * 2^-127 has scale 2^-127 in UE8M0, in FP32 one that is
+ * not a normal number.  Scales that are given arrive as they are, whatever they are.
+ */
+typedef enum ep_scale_format {
+    EP_SCALE_FP32 = 0,
+    EP_SCALE_UE8M0 = 1
+} ep_scale_format;
 
 /* Low latency: small batches into fixed slots.  High throughput: large batches to exact rows. */
 typedef enum ep_mode {

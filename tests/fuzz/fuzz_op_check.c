@@ -55,7 +55,8 @@ static struct ep_span take(uint64_t *at, uint64_t bytes)
     return span;
 }
 
-/* Good ops of every kind, mode and layout to start from; number 0 is all zeroes. */
+/* Good ops of every kind, mode and layout to start from; number 0 is all zeroes.  Dispatches of each other round
+ * quantise to fp8 on the way, with scales in UE8M0. */
 static struct ep_op template_op(unsigned number)
 {
     static const struct { uint32_t kind, mode, layout; } all[] = {
@@ -74,7 +75,7 @@ static struct ep_op template_op(unsigned number)
         { EP_OP_RELEASE, EP_MODE_LL, EP_LAYOUT_PACKED },
     };
     uint64_t at = 0;
-    unsigned i = number % (sizeof all / sizeof *all);
+    unsigned n = sizeof all / sizeof *all, i = number % n;
     struct ep_op op = { .kind = all[i].kind, .mode = all[i].mode, .layout = all[i].layout };
 
     if (i == 0)
@@ -88,6 +89,12 @@ static struct ep_op template_op(unsigned number)
     op.topk_idx = op.kind == EP_OP_DISPATCH ? take(&at, 64) : (struct ep_span){ 0 };
     if (op.kind == EP_OP_COMBINE || op.layout != EP_LAYOUT_RANK_MAJOR)
         op.out = take(&at, EXPERTS * T_LL * HIDDEN * 2);
+    if (op.kind == EP_OP_DISPATCH && number / n % 2 != 0) {
+        op.wire_dtype = EP_FP8_E4M3;
+        op.scale_format = EP_SCALE_UE8M0;
+        if (op.layout != EP_LAYOUT_RANK_MAJOR)
+            op.out_scales = take(&at, EXPERTS * T_LL * 2 * HIDDEN / EP_FP8_BLOCK);
+    }
     if (op.kind == EP_OP_DISPATCH)
         op.counts = take(&at, 64);
     if (op.kind == EP_OP_DISPATCH && op.layout == EP_LAYOUT_PACKED)

@@ -292,12 +292,33 @@ struct config {
     ep_mode mode;
     ep_layout layout;
     ep_dtype input, wire, combine;
+    ep_scale_format scales;
     uint32_t alignment, index_bytes, seed;
     bool send_only, cached, bias, grads, in_place;
     struct inputs in;
     struct ep_op dispatch[MAX_R], comb[MAX_R];
     struct ep_op_result dispatched[MAX_R];
 };
+
+/* The scales that are given: 1, 2 and 3, or 2^0, 2^1 and 2^2. */
+static void put_scale(const struct config *c, void *scales, uint32_t at, uint32_t which)
+{
+    if (c->scales == EP_SCALE_UE8M0)
+        ((uint8_t *)scales)[at] = (uint8_t)(127 + which);
+    else
+        ((float *)scales)[at] = (float)(1 + which);
+}
+
+static double get_scale(const struct config *c, const void *scales, uint32_t at)
+{
+    return c->scales == EP_SCALE_UE8M0 ? ldexp(1, ((const uint8_t *)scales)[at] - 127)
+                                       : (double)((const float *)scales)[at];
+}
+
+static uint64_t scale_bytes(const struct config *c)
+{
+    return ep_row_scales(HIDDEN) * (c->scales == EP_SCALE_UE8M0 ? 1 : 4);
+}
 
 static void fill_x(struct fixture *f, uint32_t r, const struct config *c, struct ep_op *op)
 {
@@ -307,7 +328,7 @@ static void fill_x(struct fixture *f, uint32_t r, const struct config *c, struct
         for (uint32_t h = 0; h < HIDDEN; h++)
             put(c->input, row, h, x_value(r, t, h));
         for (uint32_t b = 0; c->input == EP_FP8_E4M3 && b < ep_row_scales(HIDDEN); b++)
-            ((float *)at(f, r, op->x_scales))[t * ep_row_scales(HIDDEN) + b] = (float)(1 + (r + t + b) % 3);
+            put_scale(c, at(f, r, op->x_scales), t * ep_row_scales(HIDDEN) + b, (r + t + b) % 3);
     }
 }
 
@@ -337,23 +358,23 @@ static uint64_t most_rows(struct fixture *f, const struct config *c)
 
 static void build_dispatch(struct fixture *f, uint32_t r, struct config *c, uint32_t handle, struct ep_op *op)
 {
-    uint64_t rows = most_rows(f, c), n_scales = ep_row_scales(HIDDEN), t = c->in.tokens[r], k = c->in.k;
+    uint64_t rows = most_rows(f, c), t = c->in.tokens[r], k = c->in.k;
     bool by_expert = c->layout == EP_LAYOUT_EXPERT_MAJOR || c->layout == EP_LAYOUT_PACKED;
 
     *op = (struct ep_op){ .kind = EP_OP_DISPATCH, .mode = c->mode, .layout = c->layout, .input_dtype = c->input,
-                          .wire_dtype = c->wire, .tokens = (uint32_t)t, .top_k = (uint32_t)k,
+                          .wire_dtype = c->wire, .scale_format = c->scales, .tokens = (uint32_t)t, .top_k = (uint32_t)k,
                           .index_bytes = c->index_bytes, .alignment = c->alignment, .handle = handle,
                           .generation = 7, .flags = c->send_only ? EP_OP_SEND_ONLY : 0 };
     op->x = take(f, r, t * row_bytes(c->input));
     if (c->input == EP_FP8_E4M3)
-        op->x_scales = take(f, r, t * n_scales * 4);
+        op->x_scales = take(f, r, t * scale_bytes(c));
     op->topk_idx = take(f, r, t * k * c->index_bytes);
     if (c->in.weights)
         op->topk_weights = take(f, r, t * k * 4);
     if (c->layout != EP_LAYOUT_RANK_MAJOR) {
         op->out = take(f, r, rows * row_bytes(c->wire));
         if (c->wire == EP_FP8_E4M3)
-            op->out_scales = take(f, r, rows * n_scales * 4);
+            op->out_scales = take(f, r, rows * scale_bytes(c));
     }
     op->counts = take(f, r, 4ull * (by_expert ? f->L : f->R));
     if (c->layout == EP_LAYOUT_PACKED)
@@ -373,25 +394,35 @@ static void build_dispatch(struct fixture *f, uint32_t r, struct config *c, uint
 
 static double scale_of_input(const struct config *c, uint32_t s, uint32_t t, uint32_t h)
 {
-    return c->input == EP_FP8_E4M3 ? (double)(1 + (s + t + h / EP_FP8_BLOCK) % 3) : 1.0;
+    uint32_t which = (s + t + h / EP_FP8_BLOCK) % 3;
+
+    if (c->input != EP_FP8_E4M3)
+        return 1.0;
+    return c->scales == EP_SCALE_UE8M0 ? ldexp(1, (int)which) : 1 + which;
 }
 
-static void check_row(struct fixture *f, const struct config *c, const uint8_t *row, const float *scales,
+/* Every block has a 6, so that 2^-6, which reaches 7, is its power of two. */
+static void check_row(struct fixture *f, const struct config *c, const uint8_t *row, const void *scales,
                       uint32_t s, uint32_t t)
 {
+    bool quantised = c->wire == EP_FP8_E4M3 && c->input != EP_FP8_E4M3, powers = c->scales == EP_SCALE_UE8M0;
+
     (void)f;
     for (uint32_t h = 0; h < HIDDEN; h++) {
         double want = x_value(s, t, h) * scale_of_input(c, s, t, h);
-        double have = get(c->wire, row, h) * (scales ? (double)scales[h / EP_FP8_BLOCK] : 1.0);
-        double slack = c->wire == EP_FP8_E4M3 && c->input != EP_FP8_E4M3 ? 6.0 / 28 + 1e-5 : 0;
+        double scale = scales ? get_scale(c, scales, h / EP_FP8_BLOCK) : 1.0;
+        double have = get(c->wire, row, h) * scale;
+        double slack = !quantised ? 0 : powers ? 7.0 / 28 : 6.0 / 28 + 1e-5;
 
+        CHECK(!quantised || !powers || scale == 0x1p-6, "scale of (%u, %u) at %u: %g", s, t, h, scale);
         CHECK(fabs(have - want) <= slack, "row of (%u, %u) at %u: %g, not %g", s, t, h, have, want);
     }
 }
 
-static const float *scale_row(struct fixture *f, uint32_t d, const struct ep_op *op, uint64_t row)
+static const void *scale_row(struct fixture *f, const struct config *c, uint32_t d, const struct ep_op *op,
+                             uint64_t row)
 {
-    return op->out_scales.bytes ? (const float *)at(f, d, op->out_scales) + row * ep_row_scales(HIDDEN) : NULL;
+    return op->out_scales.bytes ? (const uint8_t *)at(f, d, op->out_scales) + row * scale_bytes(c) : NULL;
 }
 
 static const uint8_t *out_row(struct fixture *f, uint32_t d, const struct ep_op *op, uint64_t row)
@@ -430,7 +461,7 @@ static void check_by_expert(struct fixture *f, const struct config *c, uint32_t 
         for (uint32_t s = 0; s < f->R; s++)
             for (uint32_t t = 0; t < c->in.tokens[s]; t++)
                 if (routes_at(f, &c->in, d, s, t, locals) && names(locals, c->in.k, l)) {
-                    check_row(f, c, out_row(f, d, op, next), scale_row(f, d, op, next), s, t);
+                    check_row(f, c, out_row(f, d, op, next), scale_row(f, c, d, op, next), s, t);
                     check_source(f, d, op, next++, s, t);
                 }
         CHECK((uint64_t)counts[l] == next - first, "count of %u: %d", l, counts[l]);
@@ -471,15 +502,15 @@ static void check_by_source(struct fixture *f, const struct config *c, uint32_t 
             next = (uint64_t)s * LL_TOKENS;
         for (uint32_t t = 0; t < c->in.tokens[s]; t++) {
             const uint8_t *row;
-            const float *scales;
+            const void *scales;
 
             if (!routes_at(f, &c->in, d, s, t, locals))
                 continue;
             row = slots ? f->window[d] + result->view + s * result->view_stride + (size_t)n * row_bytes(c->wire)
                         : out_row(f, d, op, next);
-            scales = slots ? (const float *)(const void *)(f->window[d] + result->scales_view +
-                                                           s * result->scales_view_stride + (size_t)n * f->map.scales_bytes)
-                           : scale_row(f, d, op, next);
+            scales = slots ? (const void *)(f->window[d] + result->scales_view + s * result->scales_view_stride +
+                                            (size_t)n * f->map.scales_bytes)
+                           : scale_row(f, c, d, op, next);
             check_row(f, c, row, c->wire == EP_FP8_E4M3 ? scales : NULL, s, t);
             check_tables(f, c, d, op, next++, s, t, locals);
             n++;
@@ -496,7 +527,7 @@ static void check_numbers(struct fixture *f, const struct config *c, uint32_t r,
     int32_t locals[MAX_K];
 
     if (c->wire == EP_FP8_E4M3)
-        row += ep_row_scales(HIDDEN) * 4;
+        row += scale_bytes(c);
     for (uint32_t t = 0; t < c->in.tokens[r]; t++) {
         for (uint32_t j = 0; j < c->in.k; j++)
             bad += c->in.topk[r][t][j] < -1 || c->in.topk[r][t][j] >= (int64_t)f->E;
@@ -694,7 +725,8 @@ static void pass(struct fixture *f, uint32_t r, void *arg)
     }
 }
 
-static void passes(struct fixture *f, ep_mode mode, ep_layout layout, ep_dtype input, ep_dtype wire, uint32_t n)
+static void passes(struct fixture *f, ep_mode mode, ep_layout layout, ep_dtype input, ep_dtype wire,
+                   ep_scale_format scales, uint32_t n)
 {
     struct config *c = calloc(1, sizeof *c);
 
@@ -706,6 +738,7 @@ static void passes(struct fixture *f, ep_mode mode, ep_layout layout, ep_dtype i
         c->layout = layout;
         c->input = input;
         c->wire = wire;
+        c->scales = scales;
         c->combine = input == EP_FP8_E4M3 ? EP_BF16 : input;
         c->alignment = 1u << v % 4;
         c->index_bytes = v % 2 ? 8 : 4;
@@ -728,7 +761,8 @@ static void all_dtypes(ep_mode mode, ep_layout layout, bool replicas, uint32_t r
     struct fixture *f = fixture_new(ranks, replicas, 20000);
 
     for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++)
-        passes(f, mode, layout, pairs[i][0], pairs[i][1], 6);
+        for (ep_scale_format s = EP_SCALE_FP32; s <= (pairs[i][1] == EP_FP8_E4M3 ? EP_SCALE_UE8M0 : EP_SCALE_FP32); s++)
+            passes(f, mode, layout, pairs[i][0], pairs[i][1], s, 6);
     fixture_free(f);
 }
 
@@ -1328,6 +1362,20 @@ static void other_dtype(struct fixture *f, uint32_t r, void *arg)
     CHECK(result.status == EP_FAILED_PRECONDITION, "%s", result.text);
 }
 
+static void other_scales(struct fixture *f, uint32_t r, void *arg)
+{
+    struct config c = *(struct config *)arg;
+    struct ep_op_result result;
+
+    c.wire = EP_FP8_E4M3;
+    c.scales = r == 1 ? EP_SCALE_UE8M0 : EP_SCALE_FP32;
+    f->used[r] = 0;
+    build_dispatch(f, r, &c, 0, &c.dispatch[r]);
+    execute(f, r, &c.dispatch[r], &result);
+    CHECK(result.status == EP_FAILED_PRECONDITION, "%s", result.text);
+    CHECK(strstr(result.text, "scale format") != NULL, "%s", result.text);
+}
+
 static void ht_ops_that_do_not_fit_are_reported(void **s)
 {
     struct fixture *f = fixture_new(3, false, 20000);
@@ -1336,6 +1384,7 @@ static void ht_ops_that_do_not_fit_are_reported(void **s)
     (void)s;
     simple_config(c, f, EP_MODE_HT, EP_LAYOUT_FLAT, 4);
     parallel(f, other_dtype, c);
+    parallel(f, other_scales, c);
     parallel(f, pass, c);
     free(c);
     fixture_free(f);

@@ -86,6 +86,30 @@ static void good_ops_pass(void **state)
     }
 }
 
+/* fp8 that is given, with scales of `each` bytes. */
+static struct ep_op scaled(ep_scale_format format, uint64_t each)
+{
+    struct ep_op op = dispatch(EP_MODE_LL, EP_LAYOUT_EXPERT_MAJOR);
+    uint64_t at = 1u << 19, n = HIDDEN / EP_FP8_BLOCK * each;
+
+    op.input_dtype = op.wire_dtype = EP_FP8_E4M3;
+    op.scale_format = format;
+    op.x_scales = take(&at, 3 * n);
+    op.out_scales = take(&at, LOCAL * RANKS * T_LL * n);
+    return op;
+}
+
+static void scales_have_the_size_of_their_format(void **state)
+{
+    struct ep_op fp32 = scaled(EP_SCALE_FP32, 4), ue8m0 = scaled(EP_SCALE_UE8M0, 1);
+
+    (void)state;
+    assert_int_equal(ep_op_check(&map, &fp32, NULL), EP_OK);
+    assert_int_equal(ep_op_check(&map, &ue8m0, NULL), EP_OK);
+    ue8m0.scale_format = EP_SCALE_FP32;
+    assert_int_equal(ep_op_check(&map, &ue8m0, NULL), EP_INVALID_ARGUMENT);
+}
+
 static void zero_tokens_need_no_memory(void **state)
 {
     struct ep_op op = dispatch(EP_MODE_HT, EP_LAYOUT_FLAT);
@@ -135,6 +159,8 @@ static void bad_fields_of_a_dispatch_are_named(void **state)
     REFUSED(LL, op.wire_dtype = EP_FP16, "wire_dtype is 2");
     REFUSED(LL, op.input_dtype = 9, "input_dtype is 9");
     REFUSED(LL, op.input_dtype = EP_FP32, "wire_dtype is 1");
+    REFUSED(LL, op.scale_format = EP_SCALE_UE8M0, "scale_format is 1: only fp8 has scales, wire_dtype is 1");
+    REFUSED(scaled(EP_SCALE_UE8M0, 1), op.scale_format = 2, "scale_format is 2: must be fp32 0 or ue8m0 1");
     REFUSED(LL, op.index_bytes = 3, "index_bytes is 3");
     REFUSED(HT, op.alignment = 0, "alignment is 0");
     REFUSED(HT, op.alignment = 12, "alignment is 12");
@@ -167,6 +193,9 @@ static void bad_spans_of_a_dispatch_are_named(void **state)
     REFUSED(HT, op.sources = op.counts, "sources has");
     REFUSED(LL, op.flags = EP_OP_CACHED, "topk_idx is given: a cached");
     REFUSED(LL, (op.input_dtype = op.wire_dtype = EP_FP8_E4M3), "x_scales is missing");
+    REFUSED(scaled(EP_SCALE_UE8M0, 1), op.x_scales.bytes -= 1, "x_scales has 5 bytes: this op needs 6");
+    REFUSED(scaled(EP_SCALE_UE8M0, 1), op.out_scales.bytes -= 1, "out_scales has 31 bytes: this op needs 32");
+    REFUSED(scaled(EP_SCALE_FP32, 4), op.out_scales.bytes = 32, "out_scales has 32 bytes: this op needs 128");
 }
 
 static void bad_fields_of_a_combine_are_named(void **state)
@@ -190,6 +219,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(good_ops_pass),
+        cmocka_unit_test(scales_have_the_size_of_their_format),
         cmocka_unit_test(zero_tokens_need_no_memory),
         cmocka_unit_test(bad_fields_of_a_dispatch_are_named),
         cmocka_unit_test(bad_spans_of_a_dispatch_are_named),

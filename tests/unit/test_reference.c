@@ -134,18 +134,74 @@ static void fp8_radius_covers_division_and_reciprocal(void **state)
         float scale = amax / 448.0f;
         float ways[] = { x / scale, x * (1.0f / scale), x * (448.0f / amax) };
 
-        assert_true(ep_ref_fp8_scale_ok((double)amax, scale));
+        assert_true(ep_ref_fp8_scale_ok(EP_SCALE_FP32, (double)amax, (double)scale));
         for (size_t w = 0; w < COUNT(ways); w++) {
             double back = ep_ref_round(EP_FP8_E4M3, (double)ways[w]) * (double)scale;
-            double ratio = fabs(back - (double)x) / ep_ref_fp8_radius((double)x, (double)amax);
+            double ratio = fabs(back - (double)x) / ep_ref_fp8_radius(EP_SCALE_FP32, (double)x, (double)amax);
 
             assert_true(ratio <= 1);
             worst = ratio > worst ? ratio : worst;
         }
     }
     assert_true(worst > 0.99); /* and it is no wider than it has to be */
-    assert_false(ep_ref_fp8_scale_ok(448.0, 1.001f));
-    assert_true(ep_ref_fp8_radius(0, 0) == 0);
+    assert_false(ep_ref_fp8_scale_ok(EP_SCALE_FP32, 448.0, 1.001));
+    assert_true(ep_ref_fp8_radius(EP_SCALE_FP32, 0, 0) == 0);
+}
+
+static bool is_scale(double amax, int exponent)
+{
+    return ep_ref_fp8_scale_ok(EP_SCALE_UE8M0, amax, ldexp(1, exponent))
+        && !ep_ref_fp8_scale_ok(EP_SCALE_UE8M0, amax, ldexp(1, exponent - 1))
+        && !ep_ref_fp8_scale_ok(EP_SCALE_UE8M0, amax, ldexp(1, exponent + 1));
+}
+
+static void ue8m0_scales_are_the_smallest_powers_that_hold_the_block(void **state)
+{
+    static const struct { double amax; int exponent; } known[] = {
+        { 0, 0 }, { 448, 0 }, { 1, -8 }, { 1.75, -8 }, { 1.7500001, -7 }, { 2, -7 }, { 3.5, -7 }, { 6, -6 },
+        { 0x1p-140, -127 }, { 0x1.cp-119, -127 }, { 0x1.c00002p-119, -126 }, { 0x1p-149, -127 },
+        { 0x1.cp127, 119 }, { 0x1.fffffep127, 120 },
+    };
+    (void)state;
+
+    for (size_t i = 0; i < COUNT(known); i++)
+        if (!is_scale(known[i].amax, known[i].exponent))
+            fail_msg("amax %a: its scale is not 2^%d", known[i].amax, known[i].exponent);
+}
+
+static void ue8m0_radius_is_that_of_the_nearest_code(void **state)
+{
+    double worst = 0;
+    (void)state;
+
+    for (uint32_t i = 1; i <= 40000; i++) {
+        double amax = 0.3 + i % 977 * 0.01, scale = exp2(ceil(log2(amax / 448)));
+        double x = amax * i / 40000.0 / (double)(1u << i % 14);
+        double back = ep_ref_round(EP_FP8_E4M3, x / scale) * scale;
+        double ratio = fabs(back - x) / ep_ref_fp8_radius(EP_SCALE_UE8M0, x, amax);
+
+        assert_true(ep_ref_fp8_scale_ok(EP_SCALE_UE8M0, amax, scale));
+        assert_true(ratio <= 1);
+        worst = ratio > worst ? ratio : worst;
+    }
+    assert_true(worst > 0.99);
+    assert_true(ep_ref_fp8_radius(EP_SCALE_UE8M0, 0, 0) == 0);
+}
+
+static void scales_are_read_by_their_format(void **state)
+{
+    static const float fp32[] = { 1, 0.375f };
+    static const uint8_t ue8m0[] = { 127, 0, 254, 255, 120 };
+    (void)state;
+
+    assert_int_equal(ep_ref_scale_bytes(EP_SCALE_FP32), 4);
+    assert_int_equal(ep_ref_scale_bytes(EP_SCALE_UE8M0), 1);
+    assert_true(ep_ref_scale(EP_SCALE_FP32, fp32, 1) == 0.375);
+    assert_true(ep_ref_scale(EP_SCALE_UE8M0, ue8m0, 0) == 1);
+    assert_true(ep_ref_scale(EP_SCALE_UE8M0, ue8m0, 1) == 0x1p-127);
+    assert_true(ep_ref_scale(EP_SCALE_UE8M0, ue8m0, 2) == 0x1p127);
+    assert_true(isnan(ep_ref_scale(EP_SCALE_UE8M0, ue8m0, 3)));
+    assert_true(ep_ref_scale(EP_SCALE_UE8M0, ue8m0, 4) == 1.0 / 128);
 }
 
 /* ---- routing -------------------------------------------------------------------- */
@@ -465,6 +521,9 @@ int main(void)
         cmocka_unit_test(fp32_matches_the_compiler),
         cmocka_unit_test(half_ulp_is_half_the_gap),
         cmocka_unit_test(fp8_radius_covers_division_and_reciprocal),
+        cmocka_unit_test(ue8m0_scales_are_the_smallest_powers_that_hold_the_block),
+        cmocka_unit_test(ue8m0_radius_is_that_of_the_nearest_code),
+        cmocka_unit_test(scales_are_read_by_their_format),
         cmocka_unit_test(uneven_experts_go_to_the_first_ranks),
         cmocka_unit_test(replicas_are_taken_in_turn),
         cmocka_unit_test(expert_major_by_hand),
