@@ -202,10 +202,11 @@ EP_INLINE uint32_t block_amax(const float *x, uint32_t n)
 EP_INLINE void encode_fp32(const float *x, uint32_t n, uint8_t *codes, float *scale)
 {
     uint32_t amax = block_amax(x, n);
+    float s = amax == 0 ? 1.0f : float_of(amax) / FP8_MAX;
 
-    *scale = amax == 0 ? 1.0f : float_of(amax) / FP8_MAX;
+    *scale = s;
     for (uint32_t i = 0; i < n; i++)
-        codes[i] = e4m3_encode(x[i] / *scale);
+        codes[i] = e4m3_encode(x[i] / s);
 }
 
 /* 448 is 1.75 * 2^8: a fraction above .75 takes the next exponent.  Powers of two scale exactly, and 2^127, the
