@@ -58,7 +58,9 @@
  *
  * ## Every rank, in the same order
  * Dispatch and combine are collective: the k-th LL dispatch of each rank belong together, likewise
- * the k-th HT op.  Ranks may differ in tokens, layout of outputs and in what they read.
+ * the k-th HT op.  Ranks may differ in tokens, layout of outputs and in what they read.  What travels
+ * (wire_dtype, scale_format) is the same everywhere, and to see to that is the callers': HT ops that do not
+ * fit end with EP_FAILED_PRECONDITION, an LL dispatch takes rows for what its own arguments say they are.
  *
  * Versioned structs start with their size, as ep_join_options above: set it to sizeof.  A library that
  * is older than the program takes them as long as what it does not know is 0.
@@ -239,18 +241,19 @@ typedef struct ep_dispatch_args {
     uint32_t index_bytes;     /* of topk_idx: 4 (0: 4) or 8 */
     uint32_t alignment;       /* packed: rows, a power of two; 0: 1 */
     const void *tokens;       /* [T, H] */
-    const float *scales;      /* [T, ceil(H/128)], fp8 input only */
+    const void *scales;       /* [T, ceil(H/128)] as scale_format says, fp8 input only */
     const void *topk_idx;     /* [T, k]; not with EP_OP_CACHED */
     const float *topk_weights;/* [T, k]; NULL: 1; not with EP_OP_CACHED */
     /* outputs */
     void *out;                /* rows; NULL for rank-major, which is zero copy: see ep_op_info.view */
     size_t out_bytes;         /* packed, flat: how many bytes `out` has; others need the full shape */
-    float *out_scales;        /* fp8 arrives: [rows of out, ceil(H/128)] */
+    void *out_scales;         /* fp8 arrives: [rows of out, ceil(H/128)] as scale_format says */
     int32_t *counts;          /* expert-major, packed [L]; rank-major, flat [R] */
     int32_t *offsets;         /* packed [L + 1] */
     int32_t *out_topk;        /* optional: rank-major [R, T_max, k], flat [rows, k]: local expert or -1 */
     float *out_weights;       /* optional, like out_topk */
     ep_source_row *sources;   /* optional: where each row of out comes from */
+    ep_scale_format scale_format; /* fp8 travels: floats (0) or UE8M0, a byte each; given, made and received */
 } ep_dispatch_args;
 
 EP_API ep_status ep_dispatch(ep_handle *handle, const ep_dispatch_args *args, ep_stream stream);
@@ -323,7 +326,7 @@ typedef struct ep_op_info {
                                * launched again: service_ns */
     const void *view;         /* rank-major dispatch: row i of rank r at view + r*view_stride + i*row bytes */
     uint64_t view_stride;     /* bytes */
-    const float *scales_view; /* fp8: scales of that row at + r*scales_view_stride + i*scales_row_stride bytes */
+    const void *scales_view;  /* fp8: scales of that row at + r*scales_view_stride + i*scales_row_stride bytes */
     uint64_t scales_view_stride, scales_row_stride;
     uint64_t arrived[EP_MASK_WORDS]; /* bit r: rank r's part is in the result */
 } ep_op_info;

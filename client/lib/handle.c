@@ -55,7 +55,7 @@ static void fill_info(const struct ep_rank *rank, const struct pending *pending,
     if (result->view)
         info->view = rank->window + result->view;
     if (result->scales_view) {
-        info->scales_view = (const float *)(const void *)(rank->window + result->scales_view);
+        info->scales_view = rank->window + result->scales_view;
         info->scales_row_stride = rank->shape.map.scales_bytes;
     }
     memcpy(info->arrived, result->arrived, sizeof info->arrived);

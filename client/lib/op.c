@@ -77,7 +77,7 @@ static uint64_t row_bytes(const struct call *c, uint32_t dtype)
 
 static uint64_t scale_bytes(const struct call *c)
 {
-    return (uint64_t)ep_row_scales(c->limits->hidden) * sizeof(float);
+    return ep_row_scale_bytes(c->limits->hidden, c->op->scale_format);
 }
 
 static bool by_expert(uint32_t layout)
@@ -171,6 +171,12 @@ static ep_status check_dtypes(const struct call *c)
         return ep_error_set(c->error, EP_INVALID_ARGUMENT,
                             "input_dtype is %u: a row of %llu bytes is no multiple of %u", op->input_dtype,
                             (unsigned long long)row_bytes(c, op->input_dtype), SPAN_ALIGN);
+    if (op->scale_format != EP_SCALE_FP32 && op->scale_format != EP_SCALE_UE8M0)
+        return ep_error_set(c->error, EP_INVALID_ARGUMENT,
+                            "scale_format is %u: must be EP_SCALE_FP32 or EP_SCALE_UE8M0", op->scale_format);
+    if (op->scale_format != EP_SCALE_FP32 && op->wire_dtype != EP_FP8_E4M3)
+        return ep_error_set(c->error, EP_INVALID_ARGUMENT,
+                            "scale_format is EP_SCALE_UE8M0: only rows that travel in fp8 have scales");
     return EP_OK;
 }
 
@@ -287,6 +293,7 @@ static void dispatch_op(const struct ep_handle *handle, const ep_dispatch_args *
         .flags = args->flags,
         .input_dtype = (uint32_t)args->input_dtype,
         .wire_dtype = (uint32_t)(args->wire_dtype ? args->wire_dtype : args->input_dtype),
+        .scale_format = (uint32_t)args->scale_format,
         .tokens = args->num_tokens,
         .top_k = args->top_k ? args->top_k : handle->rank->shape.map.limits.top_k,
         .index_bytes = args->index_bytes ? args->index_bytes : 4,

@@ -1,3 +1,4 @@
+#include <math.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -179,8 +180,32 @@ static bool has_credit(struct run *c, uint32_t peer)
 
 /* ---- numbers ------------------------------------------------------------------------------------- */
 
+static bool powers(const struct run *c)
+{
+    return c->op->scale_format == EP_SCALE_UE8M0;
+}
+
+/* Of one row. */
+static uint64_t scale_bytes(const struct run *c)
+{
+    return (uint64_t)ep_row_scales(c->r->map.limits.hidden) * ep_ref_scale_bytes((ep_scale_format)c->op->scale_format);
+}
+
+/* The scale of a block, to its place. */
+static float make_scale(const struct run *c, float most, uint32_t block, void *scales)
+{
+    uint8_t code = 0;
+
+    if (!powers(c))
+        return ((float *)scales)[block] = most > 0 ? most / 448.0f : 1.0f;
+    while (most > 0 && ldexpf(448.0f, code - 127) < most)
+        code++;
+    ((uint8_t *)scales)[block] = most > 0 ? code : 127;
+    return most > 0 ? ldexpf(1.0f, code - 127) : 1.0f;
+}
+
 /* One row of `from` to `to` in fp8, with its scales. */
-static void quantise(const struct run *c, const uint8_t *from, uint8_t *to, float *scales)
+static void quantise(const struct run *c, const uint8_t *from, uint8_t *to, void *scales)
 {
     const ep_dtype dtype = (ep_dtype)c->op->input_dtype;
     const uint32_t hidden = c->r->map.limits.hidden, bytes = ep_ref_bytes(dtype);
@@ -194,12 +219,11 @@ static void quantise(const struct run *c, const uint8_t *from, uint8_t *to, floa
 
             most = x > most ? x : -x > most ? -x : most;
         }
-        const float scale = most > 0 ? most / 448.0f : 1.0f;
+        const float scale = make_scale(c, most, first / EP_FP8_BLOCK, scales);
 
         for (uint32_t h = first; h < end; h++)
             ep_ref_store(EP_FP8_E4M3, (double)((float)ep_ref_decode(dtype, from + (size_t)h * bytes) / scale),
                          to + h);
-        scales[first / EP_FP8_BLOCK] = scale;
     }
 }
 
@@ -273,8 +297,8 @@ static bool send_row(struct run *c, uint32_t t, uint32_t d, uint32_t slot)
     struct ep_row_header *header =
         (struct ep_row_header *)(void *)item(c, d, map->bank.headers, c->r->rank, slot, map->header_bytes);
     uint8_t *row = item(c, d, map->bank.rows, c->r->rank, slot, wire_row(c));
-    float *scales = (float *)(void *)item(c, d, map->bank.scales, c->r->rank, slot, map->scales_bytes);
-    const uint32_t first = t * handle->top_k, n_scales = ep_row_scales(map->limits.hidden);
+    uint8_t *scales = item(c, d, map->bank.scales, c->r->rank, slot, map->scales_bytes);
+    const uint32_t first = t * handle->top_k;
     uint32_t routes = 0;
 
     for (uint32_t k = 0; k < handle->top_k; k++)
@@ -294,10 +318,9 @@ static bool send_row(struct run *c, uint32_t t, uint32_t d, uint32_t slot)
     else
         memcpy(row, x, input);
     if (c->op->input_dtype == EP_FP8_E4M3)
-        memcpy(scales, (const float *)at(c, c->op->x_scales) + (size_t)t * n_scales, n_scales * sizeof *scales);
+        memcpy(scales, (const uint8_t *)at(c, c->op->x_scales) + t * scale_bytes(c), scale_bytes(c));
     if (d != c->r->rank)
-        c->record.wire_bytes +=
-            wire_row(c) + (c->op->wire_dtype == EP_FP8_E4M3 ? n_scales * sizeof *scales : 0);
+        c->record.wire_bytes += wire_row(c) + (c->op->wire_dtype == EP_FP8_E4M3 ? scale_bytes(c) : 0);
     return true;
 }
 
@@ -363,10 +386,8 @@ static void count_rows(const struct run *c, uint32_t *counts)
 
 static void put_row(const struct run *c, uint32_t s, uint32_t slot, uint64_t position)
 {
-    const uint32_t n_scales = ep_row_scales(c->r->map.limits.hidden);
     struct ep_source *sources = at(c, c->op->sources);
-    uint8_t *out = at(c, c->op->out);
-    float *out_scales = at(c, c->op->out_scales);
+    uint8_t *out = at(c, c->op->out), *out_scales = at(c, c->op->out_scales);
 
     if (sources)
         sources[position] = (struct ep_source){ s, header_of(c, s, slot)->token };
@@ -374,9 +395,8 @@ static void put_row(const struct run *c, uint32_t s, uint32_t slot, uint64_t pos
         memcpy(out + position * wire_row(c), item(c, c->r->rank, c->r->map.bank.rows, s, slot, wire_row(c)),
                wire_row(c));
     if (out_scales)
-        memcpy(out_scales + position * n_scales,
-               item(c, c->r->rank, c->r->map.bank.scales, s, slot, c->r->map.scales_bytes),
-               n_scales * sizeof *out_scales);
+        memcpy(out_scales + position * scale_bytes(c),
+               item(c, c->r->rank, c->r->map.bank.scales, s, slot, c->r->map.scales_bytes), scale_bytes(c));
 }
 
 /* next[l]: where the expert's next row goes. */

@@ -19,6 +19,7 @@
 
 #include "client_private.h"
 #include "ep_engine.h"
+#include "ep_reference.h"
 
 enum { RANKS = 2, EXPERTS = 4, LOCAL = 2, HIDDEN = 16, K = 2, LL_TOKENS = 4, HT_TOKENS = 8 };
 
@@ -92,7 +93,7 @@ static struct fixture *make(void)
     struct ep_error error = EP_ERROR_INIT;
     struct ep_limits limits = {
         .ranks = RANKS, .experts = EXPERTS, .local_experts = LOCAL, .top_k = K, .hidden = HIDDEN,
-        .modes = 1u << EP_MODE_LL | 1u << EP_MODE_HT, .dtypes = 1u << EP_FP32,
+        .modes = 1u << EP_MODE_LL | 1u << EP_MODE_HT, .dtypes = 1u << EP_FP32 | 1u << EP_FP8_E4M3,
         .ll_max_tokens = LL_TOKENS, .ht_max_tokens = HT_TOKENS, .ll_banks = 2, .arena_bytes = 1 << 17,
     };
 
@@ -318,6 +319,91 @@ static void rank_major_is_combined_in_place(void **state)
     destroy(f);
 }
 
+/* Numbers up to 14 lose nothing in e4m3, whatever power of two they are divided by. */
+static void check_scaled(const uint8_t *codes, uint8_t scale, double value)
+{
+    assert_true(value > 224 * ldexp(1, scale - 127) && value <= 448 * ldexp(1, scale - 127));
+    for (int h = 0; h < HIDDEN; h++)
+        assert_true(ep_ref_decode(EP_FP8_E4M3, &codes[h]) * ldexp(1, scale - 127) == value);
+}
+
+static void scales_in_ue8m0_are_bytes(void **state)
+{
+    static const struct { ep_mode mode; ep_layout layout; } cases[] = {
+        { EP_MODE_LL, EP_LAYOUT_EXPERT_MAJOR }, { EP_MODE_LL, EP_LAYOUT_PACKED },
+        { EP_MODE_HT, EP_LAYOUT_PACKED }, { EP_MODE_HT, EP_LAYOUT_FLAT },
+    };
+    struct fixture *f = make();
+    struct lane l[RANKS] = { make_lane(f, 0), make_lane(f, 1) };
+
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        uint8_t *scales[RANKS];
+
+        for (int r = 0; r < RANKS; r++) {
+            ep_dispatch_args d = dispatch_args(&l[r], cases[i].mode, cases[i].layout);
+
+            d.wire_dtype = EP_FP8_E4M3;
+            d.scale_format = EP_SCALE_UE8M0;
+            d.out_bytes = RANKS * LL_TOKENS * K * HIDDEN;
+            d.out_scales = scales[r] = ep_alloc(l[r].rank, RANKS * LL_TOKENS * K);
+            d.sources = l[r].sources;
+            ok(ep_dispatch(l[r].handle, &d, NULL));
+        }
+        for (int r = 0; r < RANKS; r++) {
+            const uint64_t stride = cases[i].layout == EP_LAYOUT_EXPERT_MAJOR ? RANKS * LL_TOKENS : 0;
+
+            ok(ep_sync(l[r].rank, 20000));
+            for (int n = 0; n < (stride ? l[r].counts[1] : LL_TOKENS); n++) {
+                const uint64_t row = stride + (uint64_t)n;
+
+                check_scaled((const uint8_t *)l[r].out + row * HIDDEN, scales[r][row],
+                             1 + 10 * l[r].sources[row].rank + l[r].sources[row].token);
+            }
+            ep_free(l[r].rank, scales[r]);
+        }
+    }
+    destroy(f);
+}
+
+static void scales_in_ue8m0_are_read_in_place(void **state)
+{
+    struct fixture *f = make();
+    struct lane l[RANKS] = { make_lane(f, 0), make_lane(f, 1) };
+    ep_op_info info = { .size = sizeof info };
+
+    (void)state;
+    for (int r = 0; r < RANKS; r++) {
+        ep_dispatch_args d = dispatch_args(&l[r], EP_MODE_LL, EP_LAYOUT_RANK_MAJOR);
+        uint8_t *scales = ep_alloc(l[r].rank, LL_TOKENS);
+
+        for (int i = 0; i < LL_TOKENS * HIDDEN; i++)
+            ((uint8_t *)l[r].x)[i] = (uint8_t)ep_ref_encode(EP_FP8_E4M3, 1 + i % 3);
+        for (int t = 0; t < LL_TOKENS; t++)
+            scales[t] = (uint8_t)(10 * r + t);
+        d.input_dtype = EP_FP8_E4M3;
+        d.scales = scales;
+        d.scale_format = EP_SCALE_UE8M0;
+        d.sources = l[r].sources;
+        ok(ep_dispatch(l[r].handle, &d, NULL));
+    }
+    for (int r = 0; r < RANKS; r++) {
+        ok(ep_sync(l[r].rank, 20000));
+        ok(ep_dispatch_info(l[r].handle, &info));
+        for (int s = 0; s < RANKS; s++)
+            for (int i = 0; i < l[r].counts[s]; i++) {
+                const uint8_t *at = (const uint8_t *)info.scales_view + (uint64_t)s * info.scales_view_stride
+                                    + (uint64_t)i * info.scales_row_stride;
+                uint8_t mine;
+
+                assert_int_equal(*at, 10 * s + (int)l[r].sources[s * LL_TOKENS + i].token);
+                ok(ep_read(l[r].rank, &mine, at, 1, NULL));
+                assert_int_equal(mine, *at);
+            }
+    }
+    destroy(f);
+}
+
 static void send_only_and_complete(void **state)
 {
     struct fixture *f = make();
@@ -470,7 +556,13 @@ static void bad_dispatch_arguments_are_named(void **state)
     REFUSE(a.index_bytes = 2, "index_bytes is 2");
     REFUSE(a.alignment = 3, "alignment is 3");
     REFUSE(a.input_dtype = EP_BF16, "input_dtype is 1");
-    REFUSE(a.wire_dtype = EP_FP8_E4M3, "wire_dtype is 4");
+    REFUSE(a.wire_dtype = EP_FP16, "wire_dtype is 2");
+    REFUSE(a.scale_format = EP_SCALE_UE8M0, "scale_format is EP_SCALE_UE8M0: only rows that travel in fp8");
+    REFUSE((a.wire_dtype = EP_FP8_E4M3, a.scale_format = (ep_scale_format)7), "scale_format is 7: must be");
+    REFUSE((a.wire_dtype = EP_FP8_E4M3, a.scale_format = EP_SCALE_UE8M0),
+           "out_scales is NULL: this op needs 16 bytes");
+    REFUSE((a.wire_dtype = EP_FP8_E4M3), "out_scales is NULL: this op needs 64 bytes");
+    REFUSE((a.input_dtype = EP_FP8_E4M3, a.scale_format = EP_SCALE_UE8M0), "scales is NULL: this op needs 4 bytes");
     REFUSE(a.tokens = NULL, "tokens is NULL");
     REFUSE(a.tokens = outside, "tokens does not point into memory of ep_alloc() of this rank");
     REFUSE(a.tokens = (char *)l.x + 4, "tokens is 0x");
@@ -535,6 +627,32 @@ static void newer_structs_are_taken_when_they_ask_for_nothing_new(void **state)
     }
     for (int r = 0; r < RANKS; r++)
         ok(ep_sync(l[r].rank, 20000));
+    destroy(f);
+}
+
+static void older_structs_ask_for_fp32_scales(void **state)
+{
+    struct fixture *f = make();
+    struct lane l[RANKS] = { make_lane(f, 0), make_lane(f, 1) };
+
+    (void)state;
+    for (int r = 0; r < RANKS; r++) {
+        ep_dispatch_args d = dispatch_args(&l[r], EP_MODE_LL, EP_LAYOUT_RANK_MAJOR);
+
+        d.wire_dtype = EP_FP8_E4M3;
+        d.scale_format = (ep_scale_format)7; /* what happens to be there */
+        d.size = offsetof(ep_dispatch_args, scale_format);
+        ok(ep_dispatch(l[r].handle, &d, NULL));
+    }
+    for (int r = 0; r < RANKS; r++) {
+        ep_op_info info = { .size = sizeof info };
+        float scale;
+
+        ok(ep_sync(l[r].rank, 20000));
+        ok(ep_dispatch_info(l[r].handle, &info));
+        memcpy(&scale, info.scales_view, sizeof scale);
+        assert_true(scale > 0 && scale < 1);
+    }
     destroy(f);
 }
 
@@ -832,6 +950,8 @@ int main(void)
         cmocka_unit_test(experts_have_rows_of_their_own),
         cmocka_unit_test(flat_rows_come_once_per_token),
         cmocka_unit_test(rank_major_is_combined_in_place),
+        cmocka_unit_test(scales_in_ue8m0_are_bytes),
+        cmocka_unit_test(scales_in_ue8m0_are_read_in_place),
         cmocka_unit_test(send_only_and_complete),
         cmocka_unit_test(cached_routing_and_bias),
         cmocka_unit_test(gradients_of_the_weights_come_back),
@@ -839,6 +959,7 @@ int main(void)
         cmocka_unit_test(bad_dispatch_arguments_are_named),
         cmocka_unit_test(bad_combine_arguments_are_named),
         cmocka_unit_test(newer_structs_are_taken_when_they_ask_for_nothing_new),
+        cmocka_unit_test(older_structs_ask_for_fp32_scales),
         cmocka_unit_test(handles_are_limited),
         cmocka_unit_test(copies_come_after_the_ops_before_them),
         cmocka_unit_test(bad_copies_are_named),
