@@ -49,10 +49,12 @@ EP_STATIC_ASSERT(sizeof(struct ep_device_counters) == 128, "ep_device_counters i
 struct ep_device_scratch {
     uint32_t pushed, done; /* blocks */
     uint32_t gone, late;   /* masks of ranks that were missed */
+    uint32_t outside;      /* mask of ranks that did not take part, as one block or more saw it */
+    uint32_t outsiders;    /* how many each block saw outside, in all */
     uint32_t late_phase, overflow;
     uint64_t rows, rows_needed, dropped, wire_bytes, start_ns, wait_ns;
     uint64_t sequence;     /* ops of the rank so far */
-    uint64_t reserved[6];
+    uint64_t reserved[5];
 };
 EP_STATIC_ASSERT(sizeof(struct ep_device_scratch) == 128, "ep_device_scratch is read by 32 lanes at once");
 

@@ -397,6 +397,8 @@ __device__ void finish(const ep_ll_args &a, const Op &op, int32_t status)
     __shared__ struct ep_device_scratch s;
 
     take_scratch(a, &s);
+    if (status == EP_OK && !counted_in(op, s))
+        status = EP_DETACHED;
     op_record(a, op, s, EP_DEVICE_COMBINE, status);
 }
 
@@ -425,7 +427,7 @@ template <class T> __global__ void __launch_bounds__(kThreads, kBlocks) combine(
         }
     }
     const auto last = [&] {
-        if (arrive(a, tells()))
+        if (arrive(a, op, tells()))
             finish(a, op, begun);
     };
 

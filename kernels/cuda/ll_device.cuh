@@ -31,6 +31,19 @@
  * it has sent, it fences (seq_cst) and reads `from` again: whoever has come in between gets his part too.
  * The server writes `from`, then reads `begun`.  So either all blocks of all ranks see that r takes part in
  * n, or the server sees n begun and has r begin later.
+ *
+ * ## Who is in a result
+ * Each block looks at `from` for itself: to agree first would cost a round trip.  So two blocks of an op can
+ * differ about r, when r leaves between their looks or was told a number that did not hold.  Who counts r in
+ * finds all that it waits for, or misses r (`gone`).  Who does not says so when it arrives: it adds r to the mask
+ * `outside`, and how many ranks it leaves out to `outsiders`.  No block leaves out others than the mask's, so
+ * that `outsiders` is gridDim times the ranks of the mask exactly when all blocks leave out the same ones, as
+ * they do while a rank is absent.
+ *   - When it is not, or somebody was missed, the last block of a dispatch receives it all again, without all
+ *     that were missed or outside.  Who remains has sent everything: each block counted him in and found it.
+ *   - The sums of a combine stay as they are.  Whom `arrived` names is in every sum that he has a part in, as
+ *     nobody missed him or left him out; whom it does not name may be in some of them.
+ *   - A block that sees this rank itself outside leaves out all: the op ends with EP_DETACHED.
  */
 #ifndef EP_LL_DEVICE_CUH
 #define EP_LL_DEVICE_CUH
@@ -374,13 +387,18 @@ __device__ inline bool last_block(uint32_t *counter)
  * Warp 0 of a block that waits for nothing more.  It may still have rows under way, which is why this does
  * not wait for them: only what it tells in the scratch is there for the last one to arrive, if `told`.
  */
-__device__ inline bool arrive(const ep_ll_args &a, bool told)
+__device__ inline bool arrive(const ep_ll_args &a, const Op &op, bool told)
 {
+    const uint32_t outside = kAll >> (EP_DEVICE_MAX_RANKS - a.ranks) & ~op.members; /* mostly nobody */
     uint32_t before = 0;
 
     __syncwarp();
     if (threadIdx.x == 0) {
-        if (told)
+        if (outside) {
+            atomicOr(&a.state->scratch.outside, outside);
+            atomicAdd(&a.state->scratch.outsiders, __popc(outside));
+        }
+        if (told || outside)
             __threadfence();
         asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;"
                      : "=r"(before) : "l"(&a.state->scratch.done) : "memory");
@@ -388,6 +406,22 @@ __device__ inline bool arrive(const ep_ll_args &a, bool told)
             __threadfence();
     }
     return __shfl_sync(kAll, before, 0) == gridDim.x - 1;
+}
+
+/* Warp 0 of the last block: may the blocks have counted different ranks in?  All four are read at once. */
+__device__ inline bool differed(const ep_ll_args &a)
+{
+    const struct ep_device_scratch *s = &a.state->scratch;
+    const uint32_t missed = load_u32(&s->gone) | load_u32(&s->late);
+    const uint32_t outside = load_u32(&s->outside), outsiders = load_u32(&s->outsiders);
+
+    return (missed | (outsiders ^ gridDim.x * __popc(outside))) != 0;
+}
+
+/* Of those that the block counts in, the ones that every block has counted in. */
+__device__ inline uint32_t counted_in(const Op &op, const struct ep_device_scratch &s)
+{
+    return op.members & ~s.outside;
 }
 
 /* Warp 0 of the last block: what the blocks have left, for *s in shared memory; it is empty again then. */
@@ -460,7 +494,7 @@ __device__ inline void op_record(const ep_ll_args &a, const Op &op, const struct
         r.start_ns = s.start_ns;
         r.end_ns = now_ns();
         r.wait_ns = s.wait_ns;
-        r.arrived = op.members & ~(s.late | s.gone);
+        r.arrived = counted_in(op, s) & ~(s.late | s.gone);
         r.layout = a.layout;
         r.wire_dtype = a.wire_dtype;
         r.timeout_ns = op.timeout_ns;

@@ -69,13 +69,14 @@ __device__ void finish(const ep_ll_args &a, const Op &op)
     take_scratch(a, &s);
     if (threadIdx.x == 0)
         a.state->left_before += gridDim.x;
-    const int32_t status = !op.members ? EP_DETACHED : s.overflow ? EP_OVERFLOW : EP_OK;
+    const int32_t status = !counted_in(op, s) ? EP_DETACHED : s.overflow ? EP_OVERFLOW : EP_OK;
 
     if (threadIdx.x == 0) {
         const bool routed = a.phases & EP_LL_RECEIVE && status == EP_OK && !s.late;
 
         a.state->number = a.phases & EP_LL_SEND ? op.number : a.state->number;
-        *h = { op.number, 0, a.generation, a.tokens, a.top_k, a.layout, a.alignment, a.wire_dtype, routed, s.gone };
+        *h = { op.number, 0, a.generation, a.tokens, a.top_k, a.layout, a.alignment, a.wire_dtype, routed,
+               s.gone | s.outside };
     }
     op_record(a, op, s, EP_DEVICE_DISPATCH, status);
 }
@@ -115,7 +116,7 @@ template <Cast C> __global__ void __launch_bounds__(kThreads, kBlocks) dispatch(
         open();
     __syncthreads();
     if (!op.valid) {
-        if (threadIdx.x < 32 && arrive(a, false))
+        if (threadIdx.x < 32 && arrive(a, op, false))
             refuse(a, op);
         if (threadIdx.x == 0)
             leave(a);
@@ -167,9 +168,9 @@ template <Cast C> __global__ void __launch_bounds__(kThreads, kBlocks) dispatch(
         a.state->scratch.wait_ns = now_ns() - start;
 
     const auto last = [&] {
-        if (!arrive(a, told))
+        if (!arrive(a, op, told))
             return;
-        if (receives && (a.state->scratch.gone | a.state->scratch.late)) {
+        if (receives && differed(a)) {
             if (threadIdx.x == 0)
                 again = 1;
         } else {

@@ -298,13 +298,14 @@ __device__ inline void receive_in_place(const ep_ll_args &a, Op *op, const uint3
 }
 
 /*
- * The last block, when a source was lost or late.  Blocks may have disagreed on whether it had come, and so
+ * The last block, when a source was lost or late, or not all blocks counted it in.  So they may have disagreed
  * on where rows lie: this one does it all again without the source.  What counts has come already.
  */
 __device__ inline void receive_again(const ep_ll_args &a, Op *op, uint32_t *rows, uint32_t *base, uint32_t *total,
                                      uint32_t *first)
 {
-    const uint32_t missing = a.state->scratch.gone | a.state->scratch.late;
+    const struct ep_device_scratch &s = a.state->scratch;
+    const uint32_t missing = s.gone | s.late | s.outside;
 
     if (threadIdx.x == 0) {
         const uint64_t all = a.state->left_before + gridDim.x - 1; /* but this one */
