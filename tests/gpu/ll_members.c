@@ -1,6 +1,7 @@
 /* Ranks that are absent, leave, return or are late. */
 #include <unistd.h>
 
+#include "bench_hash.h"
 #include "ep_clock.h"
 #include "ll_tests.h"
 
@@ -153,6 +154,123 @@ ep_status ll_case_leaves_combine(const struct ll_setting *setting, const struct 
         status = check_soon(&passes, start, error);
     if (status == EP_OK)
         status = join_and_run(&passes, error);
+    ll_close(&passes);
+    return status;
+}
+
+/* ---- leaves in the middle of an op ---------------------------------------------------- */
+
+/*
+ * The rank runs its op like the others and leaves before they begin theirs, between two of their blocks'
+ * beginnings, or later.  Nobody can choose which, so it is done many times.  Whichever it was, all blocks of
+ * an op are to go by it: counts and rows are those of the ranks that `arrived` names, and a rank that is named
+ * is in every sum.
+ */
+enum { LEAVES = 200, LEAVES_WITHIN_NS = 150000 };
+
+static ep_status leave_by_chance(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][0];
+    const uint64_t random = bench_hash(pass->config.seed, STREAM_PICK, rank, 0, 0);
+    const uint64_t at = ep_clock_ns() + bench_below(random, LEAVES_WITHIN_NS);
+    ep_status status;
+
+    while (ep_clock_ns() < at)
+        ;
+    status = world_leave(passes->world, rank, error);
+    return status == EP_OK ? world_wait(pass->rank, error) : status;
+}
+
+/* Was it in or not?  Its peers' results are to say the one or the other. */
+static ep_status ask_record(struct ll_passes *passes, struct pass *pass, uint32_t part, bool *in,
+                            struct ep_error *error)
+{
+    struct ep_device_record record = { 0 };
+    ep_status status = world_wait(pass->rank, error);
+
+    if (status == EP_OK)
+        status = world_record(pass->rank, pass->handle, part, &record, error);
+    *in = record.arrived >> odd_one(passes) & 1;
+    pass->expected = *in ? world_all(passes->world) : others(passes);
+    return status;
+}
+
+static ep_status dispatch_or_leave(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][0];
+    ep_status status = pass_dispatch(pass, 0, error);
+    bool in;
+
+    if (status == EP_OK && rank == odd_one(passes))
+        return leave_by_chance(passes, rank, error);
+    if (status == EP_OK)
+        status = ask_record(passes, pass, EP_DEVICE_DISPATCH, &in, error);
+    return status == EP_OK ? pass_received(pass, error) : status;
+}
+
+static ep_status combine_or_leave(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][0];
+    ep_status status = pass_combine(pass, 0, false, error);
+    bool in = true;
+
+    if (status == EP_OK && rank == odd_one(passes))
+        return leave_by_chance(passes, rank, error);
+    if (status == EP_OK)
+        status = ask_record(passes, pass, EP_DEVICE_COMBINE, &in, error);
+    pass->hash_only = !in; /* some sums may have it then and others not */
+    if (status == EP_OK)
+        status = pass_result(pass, error);
+    pass->hash_only = false;
+    return status;
+}
+
+static ep_status reseed(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    return pass_reseed(passes->pass[rank][0], passes->seed + 1000ull * passes->round, true, error);
+}
+
+static ep_status leave_often(struct ll_passes *passes, ll_fn before, ll_fn leave, struct ep_error *error)
+{
+    const uint32_t all = world_all(passes->world);
+    ep_status status = EP_OK;
+
+    for (passes->round = 1; status == EP_OK && passes->round <= LEAVES; passes->round++) {
+        if (passes->round > 1)
+            status = world_join(passes->world, odd_one(passes), error);
+        expect(passes, all);
+        if (status == EP_OK)
+            status = ll_each(passes, all, reseed, error);
+        if (status == EP_OK && before)
+            status = ll_each(passes, all, before, error);
+        if (status == EP_OK)
+            status = ll_each(passes, all, leave, error);
+        if (status != EP_OK)
+            ep_error_prefix(error, "the %uth time", passes->round);
+    }
+    return status == EP_OK ? join_and_run(passes, error) : status;
+}
+
+ep_status ll_case_leaves_in_dispatch(const struct ll_setting *setting, const struct shape *shape,
+                                     struct ep_error *error)
+{
+    struct ll_passes passes;
+    ep_status status = ll_open(setting, shape, 1, &passes, error);
+
+    if (status == EP_OK)
+        status = leave_often(&passes, NULL, dispatch_or_leave, error);
+    ll_close(&passes);
+    return status;
+}
+
+ep_status ll_case_leaves_in_combine(const struct ll_setting *setting, const struct shape *shape,
+                                    struct ep_error *error)
+{
+    struct ll_passes passes;
+    ep_status status = ll_open(setting, shape, 1, &passes, error);
+
+    if (status == EP_OK)
+        status = leave_often(&passes, dispatch_only, combine_or_leave, error);
     ll_close(&passes);
     return status;
 }

@@ -69,6 +69,8 @@ ll_case_fn ll_case_overflow;
 ll_case_fn ll_case_absent;
 ll_case_fn ll_case_leaves_dispatch;
 ll_case_fn ll_case_leaves_combine;
+ll_case_fn ll_case_leaves_in_dispatch;
+ll_case_fn ll_case_leaves_in_combine;
 ll_case_fn ll_case_late_dispatch;
 ll_case_fn ll_case_late_combine;
 

@@ -104,6 +104,7 @@ ep_status world_open(const struct ep_cuda_api *api, const struct world_options *
     status = ep_layout_compute(&options->limits, &world->map, error);
     for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++) {
         world->rank[r] = (struct world_rank){ .world = world, .rank = r, .device = r % world->gpus };
+        world->from[r] = 1;
         status = open_memory(&world->rank[r], options->timeout_ms, error);
     }
     for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++)
@@ -315,14 +316,27 @@ static ep_status set_from(struct world *world, uint32_t rank, uint64_t number, s
 {
     ep_status status = EP_OK;
 
+    world->from[rank] = number;
     for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++)
         status = write_word(&world->rank[r], &world->rank[r].state->from[rank], number, error);
     return status;
 }
 
+/* As libepclient does when its rank is lost: an op that still runs ends. */
+static ep_status cut(struct world_rank *rank, struct ep_error *error)
+{
+    ep_status status = EP_OK;
+
+    for (uint32_t r = 0; status == EP_OK && r < rank->world->ranks; r++)
+        status = write_word(rank, &rank->state->from[r], EP_DEVICE_NEVER, error);
+    return status;
+}
+
 ep_status world_leave(struct world *world, uint32_t rank, struct ep_error *error)
 {
-    return set_from(world, rank, EP_DEVICE_NEVER, error);
+    ep_status status = set_from(world, rank, EP_DEVICE_NEVER, error);
+
+    return status == EP_OK ? cut(&world->rank[rank], error) : status;
 }
 
 /* The rank's own count goes on where its peers' is; its handles belong to nobody. */
@@ -332,6 +346,8 @@ static ep_status start_at(struct world_rank *rank, uint64_t number, struct ep_er
     ep_status status =
         rank->world->api->write(rank->device, rank->state->handles, none, sizeof none, NULL, error);
 
+    for (uint32_t r = 0; status == EP_OK && r < rank->world->ranks; r++)
+        status = write_word(rank, &rank->state->from[r], rank->world->from[r], error);
     if (status == EP_OK)
         status = write_word(rank, &rank->state->number, number - 1, error);
     return status == EP_OK ? write_word(rank, &rank->state->begun, number - 1, error) : status;

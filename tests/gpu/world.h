@@ -31,6 +31,7 @@ struct world {
     uint64_t stuck_ns; /* a stream that is not empty after so long never will be */
     struct ep_layout_map map;
     struct ep_placement placement;
+    uint64_t from[WORLD_MAX_RANKS]; /* the number that each rank takes part from */
     struct world_rank rank[WORLD_MAX_RANKS];
 };
 
@@ -76,7 +77,7 @@ ep_status world_fill(struct world_rank *rank, uint64_t offset, uint8_t value, ui
 /* ---- membership, as a server changes it; ops may be under way ------------------------ */
 
 ep_status world_set_timeout(struct world *world, uint32_t timeout_ms, struct ep_error *error);
-/* The rank takes part in nothing any more; its peers stop waiting for it. */
+/* The rank takes part in nothing any more: its peers stop waiting for it, and then it for them. */
 ep_status world_leave(struct world *world, uint32_t rank, struct ep_error *error);
 /* It takes part again from the first number that nobody has begun.  It has forgotten its handles. */
 ep_status world_join(struct world *world, uint32_t rank, struct ep_error *error);
