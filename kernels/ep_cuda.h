@@ -21,8 +21,9 @@
 #include "device_state.h"
 #include "ep_kernels.h"
 
-#define EP_CUDA_API_VERSION 1u
+#define EP_CUDA_API_VERSION 2u
 #define EP_CUDA_UUID_BYTES 16u
+#define EP_CUDA_SERVE_OPS 256u /* that are posted and not over, at most: a stream holds no end of work */
 
 struct ep_cuda_device {
     char name[64];                    /* "NVIDIA H200" */
@@ -39,6 +40,7 @@ struct ep_cuda_device {
 
 struct ep_cuda_memory; /* one allocation, created or imported, mapped into this process */
 struct ep_cuda_rank;   /* what launches a rank's ops */
+struct ep_cuda_serve;  /* what runs the ops that a rank's worker rings for */
 struct ep_cuda_graph;  /* captured work */
 
 struct ep_cuda_rank_options {
@@ -91,10 +93,42 @@ struct ep_cuda_api {
     void (*rank_close)(struct ep_cuda_rank *rank);
     /*
      * Enqueues an op that passed ep_op_check; never waits; may be captured.  One thread at a time.  What
-     * became of it is in the state: records[handle], failure.
+     * became of it is in the window: struct ep_device_report.
      */
     ep_status (*rank_run)(struct ep_cuda_rank *rank, const struct ep_op *op, void *stream,
                           struct ep_error *error);
+
+    /* ---- executor server: window.h has the hand-over ---- */
+    /*
+     * The worker's half: `op`, which passed ep_op_check, to whoever serves the rank that has this window.
+     * What comes later on the stream finds it done.  Never waits; may be captured.
+     */
+    ep_status (*ring)(uint32_t device, void *window, const struct ep_op *op, void *stream,
+                      struct ep_error *error);
+    /*
+     * The server's half.  Of `options` all count.  It has a stream of its own, which waits for the doorbell
+     * most of the time: see serve.c for what a process may ask of the driver meanwhile.  All blocks of an op
+     * run at once, so the max_sms of the ranks that are served on a GPU must not exceed its multiprocessors
+     * in all.  EP_RESOURCE_EXHAUSTED: the GPU has no hardware queue left for one more stream that waits.
+     */
+    ep_status (*serve_open)(const struct ep_cuda_rank_options *options, struct ep_cuda_serve **out,
+                            struct ep_error *error);
+    /*
+     * Gets ready for `ops` more ops: each waits for the doorbell, in turn.  One thread at a time, as wait.
+     * EP_RESOURCE_EXHAUSTED: with those posted before, more than EP_CUDA_SERVE_OPS; EP_CANCELLED after end.
+     */
+    ep_status (*serve_post)(struct ep_cuda_serve *serve, uint32_t ops, struct ep_error *error);
+    /* Sleeps until all ops are over but those of the last post.  EP_CANCELLED after end. */
+    ep_status (*serve_wait)(struct ep_cuda_serve *serve, struct ep_error *error);
+    /*
+     * Any thread: no op begins any more, and what was posted passes without one; a wait ends.  A running op
+     * is to be ended by the membership.  EP_DEADLINE_EXCEEDED: after so long something still runs, and a
+     * wait may not end.  May be called again.
+     */
+    ep_status (*serve_end)(struct ep_cuda_serve *serve, uint32_t timeout_ms, struct ep_error *error);
+    /* After end, whatever that said, and when no wait runs: what still runs keeps its memory, which is never
+     * given back. */
+    void (*serve_close)(struct ep_cuda_serve *serve);
 
     /* ---- streams and graphs ---- */
     ep_status (*stream_create)(uint32_t device, void **stream, struct ep_error *error);

@@ -7,6 +7,7 @@
  *   memory.c   VMM allocations; copy.c: to and from them
  *   stream.c   streams and events; graph.c: captured work
  *   rank.c     a rank's ops: chooses and launches kernels
+ *   serve.c    executor server: both halves of a mailbox
  *   module.c   the table that is exported
  */
 #ifndef CUDA_PRIVATE_H
@@ -91,6 +92,15 @@ ep_status ep_cuda_rank_open(const struct ep_cuda_rank_options *options, struct e
 void ep_cuda_rank_close(struct ep_cuda_rank *rank);
 ep_status ep_cuda_rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, void *stream,
                            struct ep_error *error);
+
+ep_status ep_cuda_ring(uint32_t device, void *window, const struct ep_op *op, void *stream,
+                       struct ep_error *error);
+ep_status ep_cuda_serve_open(const struct ep_cuda_rank_options *options, struct ep_cuda_serve **out,
+                             struct ep_error *error);
+ep_status ep_cuda_serve_post(struct ep_cuda_serve *serve, uint32_t ops, struct ep_error *error);
+ep_status ep_cuda_serve_wait(struct ep_cuda_serve *serve, struct ep_error *error);
+ep_status ep_cuda_serve_end(struct ep_cuda_serve *serve, uint32_t timeout_ms, struct ep_error *error);
+void ep_cuda_serve_close(struct ep_cuda_serve *serve);
 
 ep_status ep_cuda_stream_create(uint32_t device, void **stream, struct ep_error *error);
 void ep_cuda_stream_destroy(uint32_t device, void *stream);

@@ -6,7 +6,8 @@
  * It computes what the kernels compute, slowly, by a protocol of its own in the same windows; it says
  * nothing about kernels/cuda.
  *
- *     module.c   the table: cuda_fixture's memory; streams, events and graphs as queues of ops
+ *     module.c   the table: cuda_fixture's memory; streams, events and graphs as queues of ops;
+ *                both halves of a mailbox
  *     ll.c       an LL op
  */
 #ifndef CUDA_CPU_H
@@ -47,5 +48,7 @@ void cpu_rank_fini(struct cpu_rank *rank);
 
 /* Runs an op to its end and writes its record. */
 void cpu_execute(struct cpu_rank *rank, const struct ep_op *op);
+/* Does not run it, and writes that. */
+void cpu_refuse(struct cpu_rank *rank, const struct ep_op *op, ep_status why);
 
 #endif

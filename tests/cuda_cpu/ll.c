@@ -687,6 +687,29 @@ static void run(struct cpu_rank *r, const struct ep_op *op, bool sends, bool rec
     write_record(&c, dispatch ? EP_DEVICE_DISPATCH : EP_DEVICE_COMBINE, receives && !sends);
 }
 
+/* Of an op that is not executed there is a record and nothing else. */
+void cpu_refuse(struct cpu_rank *r, const struct ep_op *op, ep_status why)
+{
+    struct ep_device_report *report = &((struct ep_control *)(void *)r->window[r->rank])->gpu.report;
+    const uint32_t part = op->kind == EP_OP_COMBINE ? EP_DEVICE_COMBINE : EP_DEVICE_DISPATCH;
+    const uint64_t now = ep_clock_ns();
+    const struct ep_device_record record = { .status = (int32_t)why,
+                                             .generation = op->generation,
+                                             .sequence = ++r->state->scratch.sequence,
+                                             .start_ns = now,
+                                             .end_ns = now };
+
+    r->state->counters[part].count++;
+    r->state->counters[part].errors++;
+    if (op->handle < EP_MAX_HANDLES)
+        report->records[op->handle][part] = record;
+    if (report->failures == 0) {
+        report->failure = record;
+        report->failure_op = part;
+    }
+    __atomic_fetch_add(&report->failures, 1, __ATOMIC_SEQ_CST);
+}
+
 void cpu_execute(struct cpu_rank *r, const struct ep_op *op)
 {
     if (op->kind == EP_OP_COMPLETE) {

@@ -1,11 +1,12 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "cuda_cpu.h"
 #include "ep_clock.h"
 
-enum { QUEUE = 8192, GRAPH_OPS = 1024, RANKS = 64, WORDS_BYTES = 32768 };
+enum { QUEUE = 8192, GRAPH_OPS = 1024, QUEUES = 128, WORDS_BYTES = 32768, NAP_US = 20 };
 
 struct mark {
     uint64_t ns;
@@ -18,125 +19,179 @@ struct work {
     struct ep_op op;
 };
 
-struct ep_cuda_rank {
-    struct cpu_rank rank;
-    uint32_t device;
+/* Work in its order, and the thread that does it. */
+struct queue {
+    void (*run)(struct queue *queue, const struct ep_op *op);
     pthread_t thread;
     uint64_t head, tail; /* next to put, next to run */
-    bool closing;
-    struct work queue[QUEUE];
+    bool closing;        /* under the lock; also read atomically without */
+    struct work work[QUEUE];
+};
+
+struct ep_cuda_rank {
+    struct queue queue; /* first */
+    struct cpu_rank rank;
+};
+
+/* The worker's half of a mailbox. */
+struct ringer {
+    struct queue queue; /* first */
+    void *window;
+    struct ep_mailbox *mailbox;
+};
+
+struct ep_cuda_serve {
+    struct cpu_rank rank;
+    struct ep_mailbox *mailbox;
+    pthread_t thread;
+    /* under the lock; `ending` also read atomically without */
+    uint64_t posted, before, passed; /* ops; before: those that were posted before the last post */
+    bool ending, over;
 };
 
 struct ep_cuda_graph {
     uint32_t n;
     struct {
-        struct ep_cuda_rank *rank;
+        struct queue *queue;
         struct ep_op op;
     } op[GRAPH_OPS];
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-static struct ep_cuda_rank *ranks[RANKS];
+static struct queue *queues[QUEUES];
 static void *capturing;
 static struct ep_cuda_graph *captured;
 static const struct ep_cuda_api *fixture;
 
 /* ---- queues: under the lock ----------------------------------------------------------------------- */
 
-static struct ep_cuda_rank *rank_on(const void *stream)
+static struct queue *queue_of(const void *stream)
 {
-    for (uint32_t i = 0; i < RANKS; i++)
-        for (uint64_t n = ranks[i] ? ranks[i]->tail : 0; ranks[i] && n < ranks[i]->head; n++)
-            if (ranks[i]->queue[n % QUEUE].stream == stream)
-                return ranks[i];
+    for (uint32_t i = 0; i < QUEUES; i++)
+        for (uint64_t n = queues[i] ? queues[i]->tail : 0; queues[i] && n < queues[i]->head; n++)
+            if (queues[i]->work[n % QUEUE].stream == stream)
+                return queues[i];
     return NULL;
 }
 
-static void put(struct ep_cuda_rank *rank, const struct work *work)
+static void put(struct queue *queue, const struct work *work)
 {
-    while (rank->head - rank->tail == QUEUE)
+    while (queue->head - queue->tail == QUEUE)
         pthread_cond_wait(&changed, &lock);
-    rank->queue[rank->head++ % QUEUE] = *work;
+    queue->work[queue->head++ % QUEUE] = *work;
     pthread_cond_broadcast(&changed);
+}
+
+static void put_or_capture(struct queue *queue, const struct ep_op *op, void *stream)
+{
+    if (stream && stream == capturing && captured->n < GRAPH_OPS) {
+        captured->op[captured->n].queue = queue;
+        captured->op[captured->n++].op = *op;
+    } else {
+        put(queue, &(struct work){ .stream = stream, .op = *op });
+    }
 }
 
 static void drain(const void *stream)
 {
     pthread_mutex_lock(&lock);
-    while (rank_on(stream))
+    while (queue_of(stream))
         pthread_cond_wait(&changed, &lock);
     pthread_mutex_unlock(&lock);
 }
 
-static void run_one(struct ep_cuda_rank *rank)
+static void run_one(struct queue *queue)
 {
-    struct work work = rank->queue[rank->tail % QUEUE];
+    struct work work = queue->work[queue->tail % QUEUE];
 
     pthread_mutex_unlock(&lock);
     if (work.mark)
         work.mark->ns = ep_clock_ns();
     else
-        cpu_execute(&rank->rank, &work.op);
+        queue->run(queue, &work.op);
     pthread_mutex_lock(&lock);
-    rank->tail++;
+    queue->tail++;
     pthread_cond_broadcast(&changed);
 }
 
 static void *run_queue(void *arg)
 {
-    struct ep_cuda_rank *rank = arg;
+    struct queue *queue = arg;
 
     pthread_mutex_lock(&lock);
-    while (!rank->closing || rank->tail != rank->head) {
-        if (rank->tail == rank->head)
+    while (!queue->closing || queue->tail != queue->head) {
+        if (queue->tail == queue->head)
             pthread_cond_wait(&changed, &lock);
         else
-            run_one(rank);
+            run_one(queue);
     }
     pthread_mutex_unlock(&lock);
     return NULL;
 }
 
+static void start_queue(struct queue *queue)
+{
+    uint32_t i = 0;
+
+    while (i < QUEUES && queues[i])
+        i++;
+    if (i == QUEUES || pthread_create(&queue->thread, NULL, run_queue, queue) != 0)
+        abort();
+    queues[i] = queue;
+}
+
+/* Not under the lock.  What waits is done first. */
+static void stop_queue(struct queue *queue)
+{
+    pthread_mutex_lock(&lock);
+    __atomic_store_n(&queue->closing, true, __ATOMIC_RELAXED);
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+    pthread_join(queue->thread, NULL);
+    pthread_mutex_lock(&lock);
+    for (uint32_t i = 0; i < QUEUES; i++)
+        if (queues[i] == queue)
+            queues[i] = NULL;
+    pthread_mutex_unlock(&lock);
+}
+
 /* ---- ranks ------------------------------------------------------------------------------------------ */
 
-static ep_status fill(const struct ep_cuda_rank_options *options, struct ep_cuda_rank *rank,
-                      struct ep_error *error)
+static ep_status fill(const struct ep_cuda_rank_options *options, struct cpu_rank *r, struct ep_error *error)
 {
-    struct cpu_rank *r = &rank->rank;
-
-    rank->device = options->device;
     r->rank = options->rank;
     r->ranks = options->map->limits.ranks;
     r->map = *options->map;
     r->state = cuda_fixture_host(options->state);
     for (uint32_t i = 0; i < r->ranks; i++)
         r->window[i] = cuda_fixture_host(options->windows[i]);
-    return cpu_rank_init(r, options->placement) ? EP_OK
-                                                   : ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
+    if (cpu_rank_init(r, options->placement))
+        return EP_OK;
+    cpu_rank_fini(r);
+    return ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
+}
+
+static void run_op(struct queue *queue, const struct ep_op *op)
+{
+    cpu_execute(&((struct ep_cuda_rank *)queue)->rank, op);
 }
 
 static ep_status rank_open(const struct ep_cuda_rank_options *options, struct ep_cuda_rank **out,
                            struct ep_error *error)
 {
     struct ep_cuda_rank *rank = calloc(1, sizeof *rank);
-    uint32_t i = 0;
 
     if (!rank)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
-    if (fill(options, rank, error) != EP_OK) {
-        cpu_rank_fini(&rank->rank);
+    if (fill(options, &rank->rank, error) != EP_OK) {
         free(rank);
         return error->status;
     }
+    rank->queue.run = run_op;
     pthread_mutex_lock(&lock);
-    while (i < RANKS && ranks[i])
-        i++;
-    if (i == RANKS)
-        abort();
-    ranks[i] = rank;
+    start_queue(&rank->queue);
     pthread_mutex_unlock(&lock);
-    pthread_create(&rank->thread, NULL, run_queue, rank);
     *out = rank;
     return EP_OK;
 }
@@ -145,16 +200,7 @@ static void rank_close(struct ep_cuda_rank *rank)
 {
     if (!rank)
         return;
-    pthread_mutex_lock(&lock);
-    rank->closing = true;
-    pthread_cond_broadcast(&changed);
-    pthread_mutex_unlock(&lock);
-    pthread_join(rank->thread, NULL);
-    pthread_mutex_lock(&lock);
-    for (uint32_t i = 0; i < RANKS; i++)
-        if (ranks[i] == rank)
-            ranks[i] = NULL;
-    pthread_mutex_unlock(&lock);
+    stop_queue(&rank->queue);
     cpu_rank_fini(&rank->rank);
     free(rank);
 }
@@ -163,14 +209,225 @@ static ep_status rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, voi
 {
     (void)error;
     pthread_mutex_lock(&lock);
-    if (stream && stream == capturing && captured->n < GRAPH_OPS) {
-        captured->op[captured->n].rank = rank;
-        captured->op[captured->n++].op = *op;
-    } else {
-        put(rank, &(struct work){ .stream = stream, .op = *op });
-    }
+    put_or_capture(&rank->queue, op, stream);
     pthread_mutex_unlock(&lock);
     return EP_OK;
+}
+
+/* ---- executor server: the worker's half ------------------------------------------------------------- */
+
+static void nap(void)
+{
+    usleep(NAP_US);
+}
+
+/* The stream goes on when the op is done, or when the window goes. */
+static void hand_over(struct queue *queue, const struct ep_op *op)
+{
+    struct ep_mailbox *mailbox = ((struct ringer *)queue)->mailbox;
+
+    if (__atomic_load_n(&queue->closing, __ATOMIC_RELAXED))
+        return;
+    mailbox->op = *op;
+    /* Acquire: partner is libepclient, which sets `closed` before done.  Release: partner is serve_one. */
+    if (__atomic_load_n(&mailbox->closed, __ATOMIC_ACQUIRE))
+        __atomic_store_n(&mailbox->done, 1, __ATOMIC_RELEASE);
+    else
+        __atomic_store_n(&mailbox->doorbell, 1, __ATOMIC_RELEASE);
+    while (__atomic_load_n(&mailbox->done, __ATOMIC_ACQUIRE) != 1
+           && !__atomic_load_n(&queue->closing, __ATOMIC_RELAXED))
+        nap();
+    __atomic_store_n(&mailbox->done, 0, __ATOMIC_RELEASE);
+}
+
+/* Under the lock: the one of a window, made when it is first asked for. */
+static struct ringer *ringer_of(void *window)
+{
+    struct ringer *ringer;
+
+    for (uint32_t i = 0; i < QUEUES; i++)
+        if (queues[i] && queues[i]->run == hand_over && ((struct ringer *)queues[i])->window == window)
+            return (struct ringer *)queues[i];
+    ringer = calloc(1, sizeof *ringer);
+    if (!ringer)
+        abort();
+    ringer->queue.run = hand_over;
+    ringer->window = window;
+    ringer->mailbox = &((struct ep_control *)cuda_fixture_host(window))->gpu.mailbox;
+    start_queue(&ringer->queue);
+    return ringer;
+}
+
+static ep_status ring(uint32_t device, void *window, const struct ep_op *op, void *stream, struct ep_error *error)
+{
+    (void)device, (void)error;
+    pthread_mutex_lock(&lock);
+    put_or_capture(&ringer_of(window)->queue, op, stream);
+    pthread_mutex_unlock(&lock);
+    return EP_OK;
+}
+
+static void memory_destroy(struct ep_cuda_memory *memory)
+{
+    const void *at = memory ? fixture->memory_at(memory) : NULL;
+    struct queue *ringer = NULL;
+
+    pthread_mutex_lock(&lock);
+    for (uint32_t i = 0; at && i < QUEUES; i++)
+        if (queues[i] && queues[i]->run == hand_over && ((struct ringer *)queues[i])->window == at)
+            ringer = queues[i];
+    pthread_mutex_unlock(&lock);
+    if (ringer) {
+        stop_queue(ringer);
+        free(ringer);
+    }
+    fixture->memory_destroy(memory);
+}
+
+/* ---- executor server: the server's half ------------------------------------------------------------- */
+
+static bool rings(struct ep_cuda_serve *serve)
+{
+    /* Acquire: partner is hand_over. */
+    while (__atomic_load_n(&serve->mailbox->doorbell, __ATOMIC_ACQUIRE) != 1) {
+        if (__atomic_load_n(&serve->ending, __ATOMIC_RELAXED))
+            return false;
+        nap();
+    }
+    return !__atomic_load_n(&serve->ending, __ATOMIC_RELAXED);
+}
+
+static void serve_one(struct ep_cuda_serve *serve)
+{
+    struct ep_error why = EP_ERROR_INIT;
+    struct ep_op op;
+
+    if (!rings(serve))
+        return;
+    memcpy(&op, &serve->mailbox->op, sizeof op);
+    if (ep_op_check(&serve->rank.map, &op, &why) != EP_OK)
+        cpu_refuse(&serve->rank, &op, EP_INVALID_ARGUMENT);
+    else if (op.kind <= EP_OP_COMBINE && op.mode != EP_MODE_LL)
+        cpu_refuse(&serve->rank, &op, EP_UNIMPLEMENTED);
+    else if (op.kind == EP_OP_COMPLETE && !serve->rank.half[op.handle].kind)
+        cpu_refuse(&serve->rank, &op, EP_FAILED_PRECONDITION);
+    else
+        cpu_execute(&serve->rank, &op);
+    __atomic_store_n(&serve->mailbox->doorbell, 0, __ATOMIC_RELEASE);
+    __atomic_store_n(&serve->mailbox->done, 1, __ATOMIC_RELEASE);
+}
+
+static void *run_serve(void *arg)
+{
+    struct ep_cuda_serve *serve = arg;
+
+    pthread_mutex_lock(&lock);
+    while (!serve->ending) {
+        if (serve->passed == serve->posted) {
+            pthread_cond_wait(&changed, &lock);
+            continue;
+        }
+        pthread_mutex_unlock(&lock);
+        serve_one(serve);
+        pthread_mutex_lock(&lock);
+        serve->passed++;
+        pthread_cond_broadcast(&changed);
+    }
+    serve->passed = serve->posted;
+    serve->over = true;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+    return NULL;
+}
+
+static ep_status serve_open(const struct ep_cuda_rank_options *options, struct ep_cuda_serve **out,
+                            struct ep_error *error)
+{
+    struct ep_cuda_serve *serve = calloc(1, sizeof *serve);
+
+    if (!serve)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory to serve a rank");
+    if (fill(options, &serve->rank, error) != EP_OK) {
+        free(serve);
+        return error->status;
+    }
+    serve->mailbox = &((struct ep_control *)(void *)serve->rank.window[options->rank])->gpu.mailbox;
+    if (pthread_create(&serve->thread, NULL, run_serve, serve) != 0)
+        abort();
+    *out = serve;
+    return EP_OK;
+}
+
+static ep_status ended(struct ep_error *error)
+{
+    return ep_error_set(error, EP_CANCELLED, "no op is served any more");
+}
+
+static ep_status serve_post(struct ep_cuda_serve *serve, uint32_t ops, struct ep_error *error)
+{
+    ep_status status = EP_OK;
+
+    pthread_mutex_lock(&lock);
+    if (serve->ending)
+        status = ended(error);
+    else if (serve->posted - serve->passed + ops > EP_CUDA_SERVE_OPS)
+        status = ep_error_set(error, EP_RESOURCE_EXHAUSTED, "%u ops more: at most %u wait", ops, EP_CUDA_SERVE_OPS);
+    if (status == EP_OK) {
+        serve->before = serve->posted;
+        serve->posted += ops;
+        pthread_cond_broadcast(&changed);
+    }
+    pthread_mutex_unlock(&lock);
+    return status;
+}
+
+static ep_status serve_wait(struct ep_cuda_serve *serve, struct ep_error *error)
+{
+    bool ending;
+
+    pthread_mutex_lock(&lock);
+    while (serve->passed < serve->before)
+        pthread_cond_wait(&changed, &lock);
+    ending = serve->ending;
+    pthread_mutex_unlock(&lock);
+    return ending ? ended(error) : EP_OK;
+}
+
+static ep_status serve_end(struct ep_cuda_serve *serve, uint32_t timeout_ms, struct ep_error *error)
+{
+    const uint64_t end = ep_clock_ns() + timeout_ms * EP_NS_PER_MS;
+    bool over = false;
+
+    pthread_mutex_lock(&lock);
+    __atomic_store_n(&serve->ending, true, __ATOMIC_RELAXED);
+    pthread_cond_broadcast(&changed);
+    while (!(over = serve->over) && ep_clock_ns() < end) {
+        pthread_mutex_unlock(&lock);
+        nap();
+        pthread_mutex_lock(&lock);
+    }
+    pthread_mutex_unlock(&lock);
+    return over ? EP_OK
+                : ep_error_set(error, EP_DEADLINE_EXCEEDED, "rank %u: an op still runs after %u ms", serve->rank.rank,
+                               timeout_ms);
+}
+
+static void serve_close(struct ep_cuda_serve *serve)
+{
+    bool over;
+
+    if (!serve)
+        return;
+    pthread_mutex_lock(&lock);
+    over = serve->over;
+    pthread_mutex_unlock(&lock);
+    if (!over) {
+        pthread_detach(serve->thread); /* it keeps its memory */
+        return;
+    }
+    pthread_join(serve->thread, NULL);
+    cpu_rank_fini(&serve->rank);
+    free(serve);
 }
 
 /* ---- streams, marks, graphs ---------------------------------------------------------------------------- */
@@ -181,7 +438,7 @@ static ep_status stream_query(uint32_t device, void *stream, struct ep_error *er
 
     (void)device;
     pthread_mutex_lock(&lock);
-    busy = rank_on(stream) != NULL;
+    busy = queue_of(stream) != NULL;
     pthread_mutex_unlock(&lock);
     return busy ? ep_error_set(error, EP_UNAVAILABLE, "work is under way") : EP_OK;
 }
@@ -251,14 +508,14 @@ static void event_destroy(uint32_t device, void *event)
 
 static ep_status event_record(uint32_t device, void *event, void *stream, struct ep_error *error)
 {
-    struct ep_cuda_rank *rank;
+    struct queue *queue;
     struct mark *mark = event;
 
     (void)device, (void)error;
     pthread_mutex_lock(&lock);
-    rank = rank_on(stream);
-    if (rank)
-        put(rank, &(struct work){ .stream = stream, .mark = mark });
+    queue = queue_of(stream);
+    if (queue)
+        put(queue, &(struct work){ .stream = stream, .mark = mark });
     else
         mark->ns = ep_clock_ns();
     pthread_mutex_unlock(&lock);
@@ -296,7 +553,7 @@ static ep_status graph_launch(struct ep_cuda_graph *graph, void *stream, struct 
     (void)error;
     pthread_mutex_lock(&lock);
     for (uint32_t i = 0; i < graph->n; i++)
-        put(graph->op[i].rank, &(struct work){ .stream = stream, .op = graph->op[i].op });
+        put(graph->op[i].queue, &(struct work){ .stream = stream, .op = graph->op[i].op });
     pthread_mutex_unlock(&lock);
     return EP_OK;
 }
@@ -316,12 +573,19 @@ const struct ep_cuda_api *ep_cuda_api(void)
 
     fixture = cuda_fixture_api();
     api = *fixture;
+    api.memory_destroy = memory_destroy;
     api.write = write_gpu;
     api.read = read_gpu;
     api.fill = fill_gpu;
     api.rank_open = rank_open;
     api.rank_close = rank_close;
     api.rank_run = rank_run;
+    api.ring = ring;
+    api.serve_open = serve_open;
+    api.serve_post = serve_post;
+    api.serve_wait = serve_wait;
+    api.serve_end = serve_end;
+    api.serve_close = serve_close;
     api.stream_query = stream_query;
     api.stream_sync = stream_sync;
     api.graph_begin = graph_begin;

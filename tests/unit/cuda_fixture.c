@@ -11,7 +11,7 @@
 
 #include "ep_clock.h"
 
-enum { MEMORIES = 256, PAGE = 4096, GRAPH_OPS = 256 };
+enum { MEMORIES = 256, PAGE = 4096, GRAPH_OPS = 256, RINGERS = 64 };
 
 struct ep_cuda_memory {
     int fd;
@@ -30,8 +30,20 @@ struct ep_cuda_rank {
     uint32_t half[EP_MAX_HANDLES]; /* kind of the send-only op that a complete finishes */
 };
 
+struct ep_cuda_serve {
+    uint32_t posted, before; /* ops; those posted before the last post */
+    bool ended;
+};
+
+/* A stream with an op that waits for the test. */
+struct ringer {
+    void *stream;
+    struct ep_mailbox *mailbox; /* NULL: none */
+};
+
 struct graph_op {
-    struct ep_cuda_rank *rank;
+    struct ep_cuda_rank *rank; /* NULL: rung for, in this window */
+    void *window;
     struct ep_op op;
 };
 
@@ -46,6 +58,7 @@ struct cuda_fixture cuda_fixture;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct ep_cuda_memory *memories[MEMORIES];
 static const uint8_t uuids[CUDA_FIXTURE_DEVICES][EP_CUDA_UUID_BYTES] = { "device of tests", "another device." };
+static struct ringer ringers[RINGERS];
 static void *capturing; /* the stream */
 static struct ep_cuda_graph *captured;
 
@@ -228,6 +241,9 @@ static void memory_destroy(struct ep_cuda_memory *memory)
     for (uint32_t i = 0; i < MEMORIES; i++)
         if (memories[i] == memory)
             memories[i] = NULL;
+    for (uint32_t i = 0; i < RINGERS; i++)
+        if ((uint8_t *)ringers[i].mailbox >= memory->host && (uint8_t *)ringers[i].mailbox < memory->host + memory->bytes)
+            ringers[i].mailbox = NULL;
     cuda_fixture.memories--;
     close_memory(memory);
     pthread_mutex_unlock(&lock);
@@ -405,6 +421,26 @@ static void execute(struct ep_cuda_rank *rank, const struct ep_op *op)
     state->counters[part].count++;
 }
 
+/* Under the lock: the stream is one that is captured. */
+static bool capture(const void *stream, const struct graph_op *op)
+{
+    if (!stream || stream != capturing)
+        return false;
+    if (captured->n == GRAPH_OPS)
+        abort();
+    captured->op[captured->n++] = *op;
+    return true;
+}
+
+static void note(const struct ep_op *op, void *stream)
+{
+    if (cuda_fixture.ops < CUDA_FIXTURE_OPS) {
+        cuda_fixture.op[cuda_fixture.ops] = *op;
+        cuda_fixture.stream[cuda_fixture.ops] = stream;
+    }
+    cuda_fixture.ops++;
+}
+
 static ep_status rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, void *stream,
                           struct ep_error *error)
 {
@@ -412,19 +448,184 @@ static ep_status rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, voi
 
     if (status != EP_OK)
         return status;
-    if (stream && stream == capturing) {
-        if (captured->n == GRAPH_OPS)
-            abort();
-        captured->op[captured->n++] = (struct graph_op){ rank, *op };
+    if (capture(stream, &(struct graph_op){ .rank = rank, .op = *op }))
         return leave();
-    }
-    if (cuda_fixture.ops < CUDA_FIXTURE_OPS) {
-        cuda_fixture.op[cuda_fixture.ops] = *op;
-        cuda_fixture.stream[cuda_fixture.ops] = stream;
-    }
-    cuda_fixture.ops++;
+    note(op, stream);
     execute(rank, op);
     return leave();
+}
+
+/* ---- executor server ---------------------------------------------------------------------------- */
+
+/* What the window tells of a rank that somebody else serves. */
+static void answer(struct ep_control *control, const struct ep_op *op)
+{
+    struct ep_device_report *report = &control->gpu.report;
+    struct ep_device_record *records = report->records[op->handle];
+    const bool combined = records[EP_DEVICE_COMBINE].sequence > records[EP_DEVICE_DISPATCH].sequence;
+    const uint32_t part = op->kind == EP_OP_COMBINE || (op->kind == EP_OP_COMPLETE && combined)
+                              ? EP_DEVICE_COMBINE : EP_DEVICE_DISPATCH;
+    const uint64_t dispatched = records[EP_DEVICE_DISPATCH].number;
+    uint64_t number = 0;
+
+    if (op->kind == EP_OP_RELEASE)
+        return;
+    for (uint32_t h = 0; h < EP_MAX_HANDLES; h++)
+        number = report->records[h][EP_DEVICE_DISPATCH].number > number
+                     ? report->records[h][EP_DEVICE_DISPATCH].number : number;
+    records[part] = cuda_fixture.outcome;
+    records[part].generation = op->generation;
+    records[part].sequence = last_sequence(report) + 1;
+    records[part].number = op->kind == EP_OP_DISPATCH ? number + 1 : dispatched;
+    records[part].layout = op->layout;
+    records[part].wire_dtype = op->wire_dtype;
+    if (!records[part].arrived)
+        records[part].arrived = (1ull << control->limits.ranks) - 1;
+    if (records[part].status != EP_OK && report->failures++ == 0) {
+        report->failure = records[part];
+        report->failure_op = part;
+    }
+}
+
+/* Under the lock.  The words are used as real ones are: partner is the test. */
+static void ring_bell(void *window, const struct ep_op *op, void *stream)
+{
+    struct ep_control *control = must_translate(window, sizeof *control);
+    struct ep_mailbox *mailbox = &control->gpu.mailbox;
+    uint32_t i = 0;
+
+    mailbox->op = *op;
+    if (__atomic_load_n(&mailbox->closed, __ATOMIC_ACQUIRE))
+        return;
+    if (!__atomic_load_n(&cuda_fixture.unserved, __ATOMIC_RELAXED)) {
+        answer(control, op);
+        return;
+    }
+    while (i < RINGERS && ringers[i].mailbox)
+        i++;
+    if (i == RINGERS)
+        abort();
+    ringers[i] = (struct ringer){ stream, mailbox };
+    __atomic_store_n(&mailbox->doorbell, 1, __ATOMIC_RELEASE);
+}
+
+/* Under the lock: the stream goes on where `done` is 1; has it come to its end? */
+static bool passes(const void *stream)
+{
+    bool all = true;
+
+    for (uint32_t i = 0; i < RINGERS; i++) {
+        if (!ringers[i].mailbox || ringers[i].stream != stream)
+            continue;
+        if (__atomic_load_n(&ringers[i].mailbox->done, __ATOMIC_ACQUIRE) == 1) {
+            __atomic_store_n(&ringers[i].mailbox->done, 0, __ATOMIC_RELEASE);
+            ringers[i].mailbox = NULL;
+        } else {
+            all = false;
+        }
+    }
+    return all;
+}
+
+static ep_status ring(uint32_t device, void *window, const struct ep_op *op, void *stream, struct ep_error *error)
+{
+    ep_status status = enter("ring", device, error);
+
+    if (status != EP_OK)
+        return status;
+    if (capture(stream, &(struct graph_op){ .window = window, .op = *op }))
+        return leave();
+    note(op, stream);
+    cuda_fixture.rung++;
+    ring_bell(window, op, stream);
+    return leave();
+}
+
+static ep_status serve_open(const struct ep_cuda_rank_options *options, struct ep_cuda_serve **out,
+                            struct ep_error *error)
+{
+    ep_status status = enter("serve_open", options->device, error);
+
+    if (status != EP_OK)
+        return status;
+    for (uint32_t r = 0; r < options->map->limits.ranks; r++)
+        must_translate(options->windows[r], options->map->total_bytes);
+    must_translate(options->state, sizeof *options->state);
+    *out = calloc(1, sizeof **out);
+    cuda_fixture.served = *options;
+    cuda_fixture.serves++;
+    return leave();
+}
+
+static ep_status ended(struct ep_error *error)
+{
+    return ep_error_set(error, EP_CANCELLED, "no op is served any more");
+}
+
+static ep_status serve_post(struct ep_cuda_serve *serve, uint32_t ops, struct ep_error *error)
+{
+    ep_status status = enter("serve_post", 0, error);
+    const uint32_t passed = __atomic_load_n(&cuda_fixture.passed, __ATOMIC_SEQ_CST);
+
+    if (status != EP_OK)
+        return status;
+    if (!serve->ended && serve->posted + ops > passed + EP_CUDA_SERVE_OPS) {
+        fprintf(stderr, "cuda_fixture: %u ops posted, %u over\n", serve->posted + ops, passed);
+        abort();
+    }
+    if (!serve->ended) {
+        serve->before = serve->posted;
+        serve->posted += ops;
+        cuda_fixture.posted += ops;
+    }
+    leave();
+    return serve->ended ? ended(error) : EP_OK;
+}
+
+static ep_status serve_wait(struct ep_cuda_serve *serve, struct ep_error *error)
+{
+    for (;;) {
+        ep_status status = enter("serve_wait", 0, error);
+        const bool over = serve->before <= __atomic_load_n(&cuda_fixture.passed, __ATOMIC_SEQ_CST);
+        const bool gone = serve->ended;
+
+        if (status != EP_OK)
+            return status;
+        leave();
+        if (gone)
+            return ended(error);
+        if (over)
+            return EP_OK;
+        usleep(100);
+    }
+}
+
+static ep_status serve_end(struct ep_cuda_serve *serve, uint32_t timeout_ms, struct ep_error *error)
+{
+    ep_status status = enter("serve_end", 0, error);
+
+    if (status != EP_OK)
+        return status;
+    serve->ended = true;
+    cuda_fixture.ended++;
+    leave();
+    return __atomic_load_n(&cuda_fixture.stuck, __ATOMIC_SEQ_CST)
+               ? ep_error_set(error, EP_DEADLINE_EXCEEDED, "an op still runs after %u ms", timeout_ms)
+               : EP_OK;
+}
+
+static void serve_close(struct ep_cuda_serve *serve)
+{
+    if (!serve)
+        return;
+    pthread_mutex_lock(&lock);
+    if (!serve->ended) {
+        fprintf(stderr, "cuda_fixture: a serve is closed that was not ended\n");
+        abort();
+    }
+    cuda_fixture.serves--;
+    free(serve);
+    pthread_mutex_unlock(&lock);
 }
 
 /* ---- streams and graphs ------------------------------------------------------------------------- */
@@ -452,12 +653,13 @@ static void stream_destroy(uint32_t device, void *stream)
 static ep_status stream_query(uint32_t device, void *stream, struct ep_error *error)
 {
     ep_status status = enter("stream_query", device, error);
+    bool over;
 
-    (void)stream;
     if (status != EP_OK)
         return status;
+    over = passes(stream);
     leave();
-    return __atomic_load_n(&cuda_fixture.busy, __ATOMIC_SEQ_CST)
+    return !over || __atomic_load_n(&cuda_fixture.busy, __ATOMIC_SEQ_CST)
                ? ep_error_set(error, EP_UNAVAILABLE, "work is under way")
                : EP_OK;
 }
@@ -498,11 +700,14 @@ static ep_status graph_launch(struct ep_cuda_graph *graph, void *stream, struct 
 {
     ep_status status = enter("graph_launch", 0, error);
 
-    (void)stream;
     if (status != EP_OK)
         return status;
-    for (uint32_t i = 0; i < graph->n; i++)
-        execute(graph->op[i].rank, &graph->op[i].op);
+    for (uint32_t i = 0; i < graph->n; i++) {
+        if (graph->op[i].rank)
+            execute(graph->op[i].rank, &graph->op[i].op);
+        else
+            ring_bell(graph->op[i].window, &graph->op[i].op, stream);
+    }
     return leave();
 }
 
@@ -574,6 +779,12 @@ static const struct ep_cuda_api api = {
     .rank_open = rank_open,
     .rank_close = rank_close,
     .rank_run = rank_run,
+    .ring = ring,
+    .serve_open = serve_open,
+    .serve_post = serve_post,
+    .serve_wait = serve_wait,
+    .serve_end = serve_end,
+    .serve_close = serve_close,
     .stream_create = stream_create,
     .stream_destroy = stream_destroy,
     .stream_query = stream_query,
@@ -595,12 +806,13 @@ const struct ep_cuda_api *cuda_fixture_api(void)
 
 void cuda_fixture_reset(void)
 {
-    if (cuda_fixture.memories || cuda_fixture.streams || cuda_fixture.ranks || cuda_fixture.graphs
-        || cuda_fixture.events) {
-        fprintf(stderr, "cuda_fixture: alive: %u memories, %u streams, %u ranks, %u graphs, %u events\n",
-                cuda_fixture.memories, cuda_fixture.streams, cuda_fixture.ranks, cuda_fixture.graphs,
-                cuda_fixture.events);
+    if (cuda_fixture.memories || cuda_fixture.streams || cuda_fixture.ranks || cuda_fixture.serves
+        || cuda_fixture.graphs || cuda_fixture.events) {
+        fprintf(stderr, "cuda_fixture: alive: %u memories, %u streams, %u ranks, %u serves, %u graphs, %u events\n",
+                cuda_fixture.memories, cuda_fixture.streams, cuda_fixture.ranks, cuda_fixture.serves,
+                cuda_fixture.graphs, cuda_fixture.events);
         abort();
     }
     cuda_fixture = (struct cuda_fixture){ 0 };
+    memset(ringers, 0, sizeof ringers);
 }

@@ -1,6 +1,8 @@
 /*
  * A cuda backend without GPUs, for tests of what is around it: memory is memfds, streams run nothing,
- * an op writes the record that the test has asked for.
+ * an op writes the record that the test has asked for, whether it is launched or rung for.  Who serves a rank
+ * here runs nothing: a test that looks at the server's half plays the worker, and says with `passed` how many
+ * ops are over.
  *
  * Addresses of "GPU" memory cannot be followed: whoever does so dies of SIGSEGV.  cuda_fixture_host() is
  * where a test looks at the bytes.
@@ -18,17 +20,24 @@ struct cuda_fixture {
     uint32_t fail_after; /* calls of it that still work */
     uint32_t busy;       /* streams say that work is under way; atomic */
     struct ep_device_record outcome; /* of the next ops; number, generation, sequence are filled in */
+    uint32_t unserved;   /* ops that are rung for wait for the test, which plays the server: a stream is busy
+                            until `done` of the mailbox is 1.  0: they are over at once; atomic */
+    uint32_t passed;     /* ops that are over at each serve, for its wait; atomic */
+    uint32_t stuck;      /* serve_end says that something still runs; atomic */
     uint32_t lost;       /* bit d: whatever is asked of device d fails with EP_IO */
     void (*on_info)(uint32_t device, struct ep_cuda_device *info); /* what else a device is */
     void (*on_read)(const void *gpu, void *user); /* before a copy to the host: a kernel may run on now */
     void *user;
 
     /* what it has seen */
-    uint32_t memories, streams, ranks, graphs, events; /* alive */
+    uint32_t memories, streams, ranks, serves, graphs, events; /* alive */
     uint32_t copies;             /* write, read, fill */
     uint32_t ops;                /* executed */
     struct ep_op op[CUDA_FIXTURE_OPS];  /* the first of them */
     void *stream[CUDA_FIXTURE_OPS];     /* that each was given to */
+    uint32_t rung;               /* of the ops, those that came through ring */
+    struct ep_cuda_rank_options served; /* the last serve_open; its pointers are the caller's */
+    uint32_t posted, ended;      /* ops, of all serves; calls of serve_end */
 };
 
 extern struct cuda_fixture cuda_fixture;
