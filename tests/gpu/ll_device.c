@@ -178,6 +178,7 @@ static void describe(const struct shape *s, char *text, size_t size)
 struct options {
     uint32_t ranks, gpus; /* 0: as many as there are */
     const char *filter;
+    bool served;
     uint32_t timeout_ms;
     uint64_t seed, soak;
 };
@@ -238,10 +239,13 @@ static void run_soak(const struct ll_setting *setting, const struct options *o, 
 
 static void usage(FILE *to)
 {
-    fputs("usage: ll_device [--ranks N] [--gpus N] [--filter TEXT] [--seed N] [--soak N] [--timeout-ms N]\n"
+    fputs("usage: ll_device [--ranks N] [--gpus N] [--executor direct|server] [--filter TEXT] [--seed N]\n"
+          "                 [--soak N] [--timeout-ms N]\n"
           "\n"
           "  --ranks N       ranks of the group (default: one per GPU, four on a single one)\n"
           "  --gpus N        GPUs to use (default: all)\n"
+          "  --executor E    who launches ops: the ranks themselves, or another thread that they ring for\n"
+          "                  (default direct)\n"
           "  --filter TEXT   only cases whose name has TEXT in it\n"
           "  --seed N        of all inputs (default 1)\n"
           "  --soak N        N random ops instead of the cases\n"
@@ -253,6 +257,7 @@ static bool parse(int argc, char **argv, struct options *o)
 {
     static const struct option known[] = { { "ranks", required_argument, NULL, 'r' },
                                            { "gpus", required_argument, NULL, 'g' },
+                                           { "executor", required_argument, NULL, 'e' },
                                            { "filter", required_argument, NULL, 'f' },
                                            { "seed", required_argument, NULL, 's' },
                                            { "soak", required_argument, NULL, 'o' },
@@ -266,6 +271,11 @@ static bool parse(int argc, char **argv, struct options *o)
         switch (c) {
         case 'r': o->ranks = (uint32_t)strtoul(optarg, NULL, 10); break;
         case 'g': o->gpus = (uint32_t)strtoul(optarg, NULL, 10); break;
+        case 'e':
+            o->served = strcmp(optarg, "server") == 0;
+            if (!o->served && strcmp(optarg, "direct") != 0)
+                return false;
+            break;
         case 'f': o->filter = optarg; break;
         case 's': o->seed = strtoull(optarg, NULL, 10); break;
         case 'o': o->soak = strtoull(optarg, NULL, 10); break;
@@ -294,8 +304,8 @@ static ep_status settle(const struct options *o, struct ll_setting *setting, str
         setting->gpus = setting->ranks;
     status = setting->api->device_info(0, &device, error);
     if (status == EP_OK)
-        printf("%u ranks on %u x %s, driver %u, %s MPS, seed %llu\n", setting->ranks, setting->gpus,
-               device.name, device.driver, device.mps ? "with" : "without",
+        printf("%u ranks on %u x %s, driver %u, %s MPS, executor %s, seed %llu\n", setting->ranks, setting->gpus,
+               device.name, device.driver, device.mps ? "with" : "without", setting->served ? "server" : "direct",
                (unsigned long long)setting->seed);
     return status;
 }
@@ -313,6 +323,7 @@ int main(int argc, char **argv)
     }
     setting.seed = o.seed;
     setting.timeout_ms = o.timeout_ms;
+    setting.served = o.served;
     if (ep_cuda_open(&setting.api, &error) != EP_OK) {
         printf("no GPU here: %s\n", error.text);
         return EXIT_SKIPPED;

@@ -42,6 +42,7 @@ ep_status ll_open(const struct ll_setting *setting, const struct shape *shape, u
     *passes = (struct ll_passes){
         .shape = shape, .places = places, .timeout_ms = setting->timeout_ms, .seed = setting->seed
     };
+    options.served = setting->served;
     if (status == EP_OK)
         status = world_open(setting->api, &options, &passes->world, error);
     if (status == EP_OK)

@@ -557,7 +557,8 @@ static uint64_t lay_place(const struct ep_limits *l, uint64_t start, struct plac
 
 static ep_status open_soak(const struct ll_setting *setting, struct soak *soak, struct ep_error *error)
 {
-    struct world_options options = { .gpus = setting->gpus, .timeout_ms = setting->timeout_ms };
+    struct world_options options = { .gpus = setting->gpus, .served = setting->served,
+                                     .timeout_ms = setting->timeout_ms };
     struct ep_limits *l = &options.limits;
     ep_status status;
 

@@ -16,6 +16,7 @@
 struct ll_setting {
     const struct ep_cuda_api *api;
     uint32_t ranks, gpus;
+    bool served;         /* executor server */
     uint32_t timeout_ms; /* of ops that nobody delays */
     uint64_t seed;
 };

@@ -1,6 +1,5 @@
 #include "world.h"
 
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,6 +11,8 @@
 #define STUCK_TIMEOUTS 3u
 #define POLL_US        20u
 #define DUMP_S         30u /* a GPU that answers no more must not hold up the end */
+#define POST_OPS       32u /* at a time; twice as many wait */
+#define END_MS         5000u
 
 /* ---- open and close ------------------------------------------------------------------ */
 
@@ -61,6 +62,53 @@ static ep_status open_memory(struct world_rank *rank, uint32_t timeout_ms, struc
     return write_state(rank, timeout_ms, error);
 }
 
+/* Keeps ops posted until the serve is ended. */
+static void *serve_rank(void *arg)
+{
+    struct world_rank *rank = arg;
+    const struct ep_cuda_api *api = rank->world->api;
+    struct ep_error error = EP_ERROR_INIT;
+
+    while (api->serve_post(rank->serve, POST_OPS, &error) == EP_OK && api->serve_wait(rank->serve, &error) == EP_OK)
+        ;
+    if (error.status != EP_CANCELLED)
+        fprintf(stderr, "rank %u is served no more: %s\n", rank->rank, error.text);
+    return NULL;
+}
+
+static ep_status open_serve(struct world_rank *rank, const struct ep_cuda_rank_options *options,
+                            struct ep_error *error)
+{
+    const struct ep_cuda_api *api = rank->world->api;
+    struct ep_cuda_serve *serve;
+    ep_status status = api->serve_open(options, &serve, error);
+
+    if (status != EP_OK)
+        return status;
+    rank->serve = serve;
+    if (pthread_create(&rank->server, NULL, serve_rank, rank) == 0)
+        return EP_OK;
+    fprintf(stderr, "no thread to serve rank %u\n", rank->rank);
+    _exit(1);
+}
+
+/* After this no kernel of ours runs, or the program ends. */
+static void close_serve(struct world_rank *rank)
+{
+    const struct ep_cuda_api *api = rank->world->api;
+    struct ep_error error = EP_ERROR_INIT;
+
+    if (!rank->serve)
+        return;
+    if (api->serve_end(rank->serve, END_MS, &error) != EP_OK) {
+        fprintf(stderr, "rank %u: %s\n", rank->rank, error.text);
+        fflush(stderr);
+        _exit(1);
+    }
+    pthread_join(rank->server, NULL);
+    api->serve_close(rank->serve);
+}
+
 /* Ranks of one GPU share its multiprocessors, so that the kernels of all of them fit at once. */
 static ep_status open_ops(struct world_rank *rank, struct ep_error *error)
 {
@@ -81,7 +129,7 @@ static ep_status open_ops(struct world_rank *rank, struct ep_error *error)
     for (uint32_t r = 0; r < world->ranks; r++)
         windows[r] = world->rank[r].window;
     options.max_sms = sharing > 1 ? device.sms / sharing : 0;
-    return world->api->rank_open(&options, &rank->ops, error);
+    return world->served ? open_serve(rank, &options, error) : world->api->rank_open(&options, &rank->ops, error);
 }
 
 ep_status world_open(const struct ep_cuda_api *api, const struct world_options *options, struct world **out,
@@ -99,6 +147,7 @@ ep_status world_open(const struct ep_cuda_api *api, const struct world_options *
     world->api = api;
     world->ranks = options->limits.ranks;
     world->gpus = options->gpus;
+    world->served = options->served;
     world->stuck_ns = STUCK_TIMEOUTS * options->timeout_ms * EP_NS_PER_MS;
     world->placement = options->placement;
     status = ep_layout_compute(&options->limits, &world->map, error);
@@ -127,6 +176,8 @@ void world_close(struct world *world)
     for (uint32_t r = 0; r < world->ranks; r++)
         if (world->rank[r].stream)
             (void)world_wait(&world->rank[r], NULL);
+    for (uint32_t r = 0; r < world->ranks; r++)
+        close_serve(&world->rank[r]);
     for (uint32_t r = 0; r < world->ranks; r++) {
         struct world_rank *rank = &world->rank[r];
 
@@ -251,9 +302,13 @@ ep_status world_wait(struct world_rank *rank, struct ep_error *error)
 
 ep_status world_run(struct world_rank *rank, const struct ep_op *op, struct ep_error *error)
 {
+    const struct ep_cuda_api *api = rank->world->api;
     ep_status status = ep_op_check(&rank->world->map, op, error);
 
-    return status == EP_OK ? rank->world->api->rank_run(rank->ops, op, rank->stream, error) : status;
+    if (status != EP_OK)
+        return status;
+    return rank->serve ? api->ring(rank->device, rank->window, op, rank->stream, error)
+                       : api->rank_run(rank->ops, op, rank->stream, error);
 }
 
 static ep_status read_state(struct world_rank *rank, const void *from, void *to, uint64_t bytes,

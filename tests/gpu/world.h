@@ -3,11 +3,14 @@
  *
  * Rank r is on GPU r mod N.  Each has a window, which all of the GPUs can use, a state, a stream and what
  * launches its ops; a test gives each rank a thread.  What a server would do about membership is done here
- * by writing states.  No wait is without an end: a stream that does not come to one shows every rank's
+ * by writing states, and it can run the ops too (executor server): then world_run() rings for a rank's op, and
+ * a thread per rank serves it on a stream of its own.  No wait is without an end: a stream that does not come to one shows every rank's
  * state and ends the program.
  */
 #ifndef WORLD_H
 #define WORLD_H
+
+#include <pthread.h>
 
 #include "ep_cuda.h"
 
@@ -22,12 +25,15 @@ struct world_rank {
     uint8_t *window;               /* GPU memory, like the state */
     struct ep_device_state *state;
     void *stream;
-    struct ep_cuda_rank *ops;
+    struct ep_cuda_rank *ops;    /* one of them: who runs its ops */
+    struct ep_cuda_serve *serve;
+    pthread_t server;            /* keeps posting, when there is a serve */
 };
 
 struct world {
     const struct ep_cuda_api *api;
     uint32_t ranks, gpus;
+    bool served;
     uint64_t stuck_ns; /* a stream that is not empty after so long never will be */
     struct ep_layout_map map;
     struct ep_placement placement;
@@ -37,6 +43,7 @@ struct world {
 
 struct world_options {
     uint32_t gpus, timeout_ms;
+    bool served; /* executor server */
     struct ep_limits limits;
     struct ep_placement placement; /* the world's from here on, also when opening fails */
 };
