@@ -274,6 +274,7 @@ ep_status claim_attach(struct claim *claim, struct connection *connection,
     }
     uv_timer_stop(&claim->timer);
     claim->state = CLAIM_ATTACHED;
+    (void)watch_pidfd(claim); /* its connection does not close when another process has inherited it */
     ep_membership_info(claim->membership, info);
     claim->direct = info->executor == EP__V1__EXECUTOR__EXECUTOR_DIRECT;
     EP_INFO("attach", "rank attached", EP_S("group", info->group), EP_U("rank", info->rank),

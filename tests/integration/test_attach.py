@@ -218,6 +218,27 @@ class AttachTest(harness.TestCase):
             new.leave()
         self.assertLess(sorted(took)[2], 0.1 * harness.SCALE, took)
 
+    def test_a_killed_worker_is_gone_though_a_child_has_its_connection(self):
+        self.serve()
+        script = ("import os\n"
+                  "import sys\n"
+                  "import time\n"
+                  "import test_attach\n"
+                  "w = test_attach.Worker(sys.argv[1], 'moe', 1)\n"
+                  "child = os.fork()\n"
+                  "if child == 0:\n"
+                  "    time.sleep(60)\n"
+                  "print(child, flush=True)\n"
+                  "time.sleep(60)\n")
+        with subprocess.Popen([sys.executable, "-c", script, self.server.socket], stdout=subprocess.PIPE, text=True,
+                              cwd=os.path.dirname(os.path.abspath(__file__))) as process:
+            child = int(process.stdout.readline())
+            try:
+                process.kill()
+                harness.wait_until(lambda: self.take("moe", 1), "the rank taken again").leave()
+            finally:
+                os.kill(child, signal.SIGKILL)
+
     def test_a_closed_connection_is_quarantined_until_the_process_is_gone(self):
         self.serve()
         script = ("import sys\n"
