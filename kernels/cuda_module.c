@@ -81,6 +81,11 @@ static void load(void)
     loaded = entry(); /* for the life of the process */
 }
 
+void ep_cuda_ask_for_queues(void)
+{
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+}
+
 ep_status ep_cuda_open(const struct ep_cuda_api **api, struct ep_error *error)
 {
     uint32_t devices = 0;

@@ -126,6 +126,7 @@ struct bench_rank_result {
     uint32_t reserved;
 
     double open_us, join_us, claim_wait_us; /* attaching; waiting until the rank could be claimed */
+    double context_us; /* making a GPU's context, before that */
     uint64_t window_bytes, arena_bytes;
     struct bench_verdict verdict;
     uint64_t wire_bytes, logical_bytes; /* of one dispatch and combine */

@@ -63,6 +63,7 @@ static ep_status replace(struct crew *crew, uint32_t case_index, struct kill_res
     if (status == EP_OK)
         status = crew_do(crew, victim, BENCH_ATTACH, case_index, BENCH_FLAG_RETRY, error);
     kill->claim_wait_us = result->claim_wait_us;
+    kill->context_us = result->context_us;
     kill->join_us = result->join_us;
     kill->attach_us = result->open_us + result->join_us;
     return status == EP_OK ? crew_do(crew, victim, BENCH_PREPARE, case_index, 0, error) : status;

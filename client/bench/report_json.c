@@ -70,13 +70,13 @@ static json_t *config_object(const struct bench_config *config)
 
 static json_t *kill_object(const struct kill_result *kill)
 {
-    return json_pack("{s:I, s:I, s:b, s:I, s:I, s:I, s:I, s:f, s:b, s:f, s:f, s:f}", "rank",
+    return json_pack("{s:I, s:I, s:b, s:I, s:I, s:I, s:I, s:f, s:b, s:f, s:f, s:f, s:f}", "rank",
                      (json_int_t)kill->rank, "case", (json_int_t)kill->case_index, "done", kill->done,
                      "survivors", (json_int_t)kill->survivors, "ops_expected", (json_int_t)kill->ops_expected,
                      "ops_finished", (json_int_t)kill->ops_finished, "ops_failed",
                      (json_int_t)kill->ops_failed, "longest_op_us", kill->longest_op_us, "masked_verified",
                      kill->masked_verified, "claim_wait_us", kill->claim_wait_us, "attach_us",
-                     kill->attach_us, "join_us", kill->join_us);
+                     kill->attach_us, "join_us", kill->join_us, "context_us", kill->context_us);
 }
 
 static json_t *figures_object(const struct figures *figures)
@@ -105,8 +105,9 @@ ep_status report_json(const struct sweep *sweep, const struct figures *figures, 
 
     for (uint32_t i = 0; i < sweep->n_results; i++)
         json_array_append_new(cases, case_object(&sweep->config, &sweep->results[i]));
-    root = json_pack("{s:b, s:o, s:f, s:f, s:o}", "ok", sweep_verdict(sweep) == EP_OK, "config",
+    root = json_pack("{s:b, s:o, s:f, s:f, s:f, s:o}", "ok", sweep_verdict(sweep) == EP_OK, "config",
                      config_object(&sweep->config), "attach_us", sweep->attach_us, "join_us", sweep->join_us,
+                     "context_us", sweep->context_us,
                      "cases", cases);
     if (root) {
         json_object_set_new(root, "backend", json_string(bench_backends[sweep->config.backend]));

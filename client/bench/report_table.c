@@ -112,6 +112,8 @@ static void print_kill(const struct kill_result *kill)
         printf("kill: a new worker attached in %.2f ms (joining alone %.2f ms) after waiting %.2f ms for the "
                "rank\n",
                kill->attach_us / 1e3, kill->join_us / 1e3, kill->claim_wait_us / 1e3);
+    if (kill->done && kill->context_us > 0)
+        printf("kill: before that it made its GPU's context, in %.1f ms\n", kill->context_us / 1e3);
 }
 
 /* ---- figures ------------------------------------------------------------------------------------ */

@@ -43,6 +43,7 @@ struct kill_result {
     bool masked_verified;
     double claim_wait_us;      /* from the new worker's first try until the rank could be claimed */
     double attach_us, join_us; /* of the new worker: connecting and joining; joining alone */
+    double context_us;         /* of the new worker, before it attached: making a GPU's context */
 };
 
 struct sweep {
@@ -51,7 +52,7 @@ struct sweep {
     struct case_result *results; /* [config.n_cases] */
     struct kill_result kill;
     uint32_t executor;         /* ep_executor of the ranks */
-    double attach_us, join_us; /* slowest rank at the start */
+    double attach_us, join_us, context_us; /* slowest rank at the start */
 };
 
 /* The error of a case is in its result; what is returned stopped the sweep. */

@@ -160,10 +160,10 @@ typedef struct ep_join_options {
  * waited for.  EP_UNIMPLEMENTED: the executor asked for does not exist on the group's backend, or
  * this process cannot use GPUs.
  *
- * On cuda, the first join of a process starts the CUDA driver if nothing else has, and puts
- * CUDA_DEVICE_MAX_CONNECTIONS=32 into the environment for it unless it is set.  Without it, streams of ranks
- * that share a GPU may stand in each other's way.  A program that uses CUDA before its first join, or whose
- * other threads use the environment meanwhile, sets it itself when it begins.
+ * On cuda, the first join of a process starts the CUDA driver if nothing else has, and makes the GPU's
+ * context: most of a second, against milliseconds of a process that has one.  A program that holds several
+ * ranks of one GPU sets CUDA_DEVICE_MAX_CONNECTIONS=32 in its environment when it begins: with fewer hardware
+ * queues, streams of ranks that share a GPU may stand in each other's way.
  */
 EP_API ep_status ep_join(ep_client *client, const ep_join_options *options, ep_rank **rank);
 

@@ -18,7 +18,6 @@
 #include "ep_cuda.h"
 
 #define EP_CUDA_MAX_DEVICES 64u /* bits of ep_cuda_device.peers */
-#define EP_CUDA_QUEUES "32"     /* hardware queues of a GPU: the most that CUDA_DEVICE_MAX_CONNECTIONS may be */
 
 #ifdef __cplusplus
 extern "C" {

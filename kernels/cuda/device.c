@@ -12,22 +12,10 @@ static pthread_once_t driver_once = PTHREAD_ONCE_INIT;
 static CUresult driver_result;
 static uint32_t driver_devices;
 
-/*
- * Streams that share one of the GPU's hardware queues wait for each other.  With the driver's default of 8, a
- * kernel that waits for a peer on the same GPU can stand before what that peer's stream needs to go on.  The
- * driver reads this once, when it starts.  glibc's setenv() may move the environment under a getenv() of
- * another thread, and there is no other way to tell the driver: ep_cuda.h says who sets it earlier.
- */
-static void ask_for_queues(void)
-{
-    setenv("CUDA_DEVICE_MAX_CONNECTIONS", EP_CUDA_QUEUES, 0);
-}
-
 static void start_driver(void)
 {
     int n = 0;
 
-    ask_for_queues();
     driver_result = cuInit(0);
     if (driver_result == CUDA_SUCCESS)
         driver_result = cuDeviceGetCount(&n);

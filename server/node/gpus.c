@@ -144,8 +144,10 @@ static ep_status open_cuda(struct ep_node *node, const struct ep_node_options *o
     ep_status status = EP_OK;
 
     node->cuda = options->cuda;
-    if (!node->cuda)
+    if (!node->cuda) {
+        ep_cuda_ask_for_queues();
         status = ep_cuda_open(&node->cuda, error);
+    }
     if (!status)
         status = find_gpus(node, error);
     if (status)

@@ -122,7 +122,7 @@ number() { awk -F'[:, ]+' -v name="\"$2\"" '$2 == name { print $3; exit }' "$1";
 thousandth() { awk -v us="$(number "$1" "$2")" 'BEGIN { print us / 1000 }'; }
 
 deaths() {
-    local i longest=() attach=() join=()
+    local i longest=() attach=() join=() context=()
     if ((gpus < 2)); then
         echo 'a killed worker: skipped, two GPUs are needed'
         return
@@ -134,10 +134,12 @@ deaths() {
         longest+=("$(thousandth "$logs/death-$i.out" longest_op_us)")
         attach+=("$(thousandth "$logs/death-$i.out" attach_us)")
         join+=("$(thousandth "$logs/death-$i.out" join_us)")
+        context+=("$(thousandth "$logs/death-$i.out" context_us)")
     done
     figure kill_ms "kill -9 of a worker: its peers' longest op, ms" "${longest[@]}"
-    figure attach_ms 'a new worker attaches to the running group, ms' "${attach[@]}"
+    figure attach_ms 'a new worker with a GPU context attaches to the running group, ms' "${attach[@]}"
     figure join_ms '  of this ep_join alone' "${join[@]}"
+    figure context_ms '  before that, a fresh process makes its GPU context' "${context[@]}"
 }
 
 # What a group would have, on a server of our own.

@@ -324,6 +324,7 @@ int main(int argc, char **argv)
     setting.seed = o.seed;
     setting.timeout_ms = o.timeout_ms;
     setting.served = o.served;
+    ep_cuda_ask_for_queues();
     if (ep_cuda_open(&setting.api, &error) != EP_OK) {
         printf("no GPU here: %s\n", error.text);
         return EXIT_SKIPPED;
