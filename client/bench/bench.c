@@ -3,18 +3,35 @@
 #include "ep_client.h"
 
 const struct bench_dtype_info bench_dtypes[BENCH_DTYPES] = {
-    [BENCH_BF16] = { "bf16", EP_BF16, EP_BF16, EP_BF16 },
-    [BENCH_FP16] = { "fp16", EP_FP16, EP_FP16, EP_FP16 },
-    [BENCH_FP32] = { "fp32", EP_FP32, EP_FP32, EP_FP32 },
-    [BENCH_FP8] = { "fp8", EP_BF16, EP_FP8_E4M3, EP_BF16 },
-    [BENCH_FP16_TO_FP8] = { "fp16-to-fp8", EP_FP16, EP_FP8_E4M3, EP_FP16 },
-    [BENCH_FP32_TO_FP8] = { "fp32-to-fp8", EP_FP32, EP_FP8_E4M3, EP_FP32 },
-    [BENCH_FP8_GIVEN] = { "fp8-given", EP_FP8_E4M3, EP_FP8_E4M3, EP_BF16 },
+    [BENCH_BF16] = { "bf16", EP_BF16, EP_BF16, EP_BF16, NULL },
+    [BENCH_FP16] = { "fp16", EP_FP16, EP_FP16, EP_FP16, NULL },
+    [BENCH_FP32] = { "fp32", EP_FP32, EP_FP32, EP_FP32, NULL },
+    [BENCH_FP8] = { "fp8", EP_BF16, EP_FP8_E4M3, EP_BF16, "fp8/ue8m0" },
+    [BENCH_FP16_TO_FP8] = { "fp16-to-fp8", EP_FP16, EP_FP8_E4M3, EP_FP16, "fp16-to-fp8/ue8m0" },
+    [BENCH_FP32_TO_FP8] = { "fp32-to-fp8", EP_FP32, EP_FP8_E4M3, EP_FP32, "fp32-to-fp8/ue8m0" },
+    [BENCH_FP8_GIVEN] = { "fp8-given", EP_FP8_E4M3, EP_FP8_E4M3, EP_BF16, "fp8-given/ue8m0" },
 };
 
 bool bench_quantised(enum bench_dtype dtype)
 {
     return bench_dtypes[dtype].input != bench_dtypes[dtype].wire;
+}
+
+bool bench_scaled(const struct bench_case *of)
+{
+    return bench_dtypes[of->dtype].wire == EP_FP8_E4M3;
+}
+
+const char *bench_scales_name(ep_scale_format format)
+{
+    return format == EP_SCALE_UE8M0 ? "ue8m0" : "fp32";
+}
+
+const char *bench_case_dtype(const struct bench_case *of)
+{
+    const struct bench_dtype_info *dtype = &bench_dtypes[of->dtype];
+
+    return of->scales == EP_SCALE_UE8M0 ? dtype->powers : dtype->name;
 }
 
 const char *const bench_backends[] = {

@@ -51,11 +51,13 @@ enum bench_dtype {
 struct bench_dtype_info {
     const char *name;
     ep_dtype input, wire, combine;
+    const char *powers; /* fp8: its name with scales in UE8M0 */
 };
 extern const struct bench_dtype_info bench_dtypes[BENCH_DTYPES];
 bool bench_quantised(enum bench_dtype dtype); /* on the way */
 
 const char *bench_mode_name(ep_mode mode);
+const char *bench_scales_name(ep_scale_format format);
 const char *bench_executor_name(uint32_t executor); /* ep_executor */
 const char *bench_layout_name(ep_layout layout);
 bool bench_layout_exists(ep_mode mode, ep_layout layout);
@@ -65,7 +67,10 @@ struct bench_case {
     ep_layout layout;
     enum bench_dtype dtype;
     uint32_t tokens;
+    ep_scale_format scales; /* of fp8; else 0 */
 };
+bool bench_scaled(const struct bench_case *of);          /* travels in fp8 */
+const char *bench_case_dtype(const struct bench_case *of); /* as "fp8/ue8m0" */
 
 /* AUTO: what the group or the node has; settled before a worker begins. */
 enum bench_backend { BENCH_BACKEND_AUTO, BENCH_BACKEND_HOST, BENCH_BACKEND_CUDA };

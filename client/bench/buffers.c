@@ -7,7 +7,7 @@ void buffer_sizes(const struct bench_config *config, const struct bench_case *of
                   uint32_t local_experts, uint32_t max_tokens, uint64_t positions, struct buffer_sizes *sizes)
 {
     const struct bench_dtype_info *dtype = &bench_dtypes[of->dtype];
-    size_t h = config->hidden, k = config->top_k, scales = (h + EP_FP8_BLOCK - 1) / EP_FP8_BLOCK;
+    size_t h = config->hidden, k = config->top_k, scales = inputs_scale_bytes(config, of);
     bool rank_major = of->layout == EP_LAYOUT_RANK_MAJOR, fp8 = dtype->wire == EP_FP8_E4M3;
     bool with_topk = rank_major || of->layout == EP_LAYOUT_FLAT;
 
@@ -17,11 +17,11 @@ void buffer_sizes(const struct bench_config *config, const struct bench_case *of
         positions = (uint64_t)config->ranks * max_tokens;
     *sizes = (struct buffer_sizes){
         .x = tokens * h * ep_ref_bytes(dtype->input),
-        .x_scales = dtype->input == EP_FP8_E4M3 ? tokens * scales * sizeof(float) : 0,
+        .x_scales = dtype->input == EP_FP8_E4M3 ? tokens * scales : 0,
         .topk = tokens * k * sizeof(int64_t),
         .weights = tokens * k * sizeof(float),
         .out = rank_major ? 0 : positions * h * ep_ref_bytes(dtype->wire),
-        .out_scales = fp8 && !rank_major ? positions * scales * sizeof(float) : 0,
+        .out_scales = fp8 && !rank_major ? positions * scales : 0,
         .counts = (local_experts > config->ranks ? local_experts : config->ranks) * sizeof(int32_t),
         .offsets = of->layout == EP_LAYOUT_PACKED ? (local_experts + 1) * sizeof(int32_t) : 0,
         .out_topk = with_topk ? positions * k * sizeof(int32_t) : 0,

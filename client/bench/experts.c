@@ -19,7 +19,7 @@ const void *received_row(const struct received *received, uint64_t position)
            position % received->max_tokens * received->row_bytes;
 }
 
-const float *received_scales(const struct received *received, uint64_t position)
+const void *received_scales(const struct received *received, uint64_t position)
 {
     uint64_t offset = position * received->scale_row;
 
@@ -28,7 +28,7 @@ const float *received_scales(const struct received *received, uint64_t position)
     if (received->layout == EP_LAYOUT_RANK_MAJOR)
         offset = position / received->max_tokens * received->scale_stride +
                  position % received->max_tokens * received->scale_row;
-    return (const float *)((const char *)received->scale_base + offset);
+    return (const char *)received->scale_base + offset;
 }
 
 static float from_bits(uint32_t bits)
@@ -50,7 +50,8 @@ static uint32_t to_bits(float value)
 static void load_row(const struct received *received, uint64_t position, double *values)
 {
     const void *row = received_row(received, position);
-    const float *scales = received_scales(received, position);
+    const void *scales = received_scales(received, position);
+    double scale = 1;
     uint32_t bytes = ep_ref_bytes(received->dtype);
 
     for (uint32_t h = 0; h < received->hidden; h++) {
@@ -60,8 +61,9 @@ static void load_row(const struct received *received, uint64_t position, double 
             values[h] = (double)((const float *)row)[h];
         else
             values[h] = ep_ref_decode(received->dtype, (const char *)row + (size_t)h * bytes);
-        if (scales)
-            values[h] *= (double)scales[h / EP_FP8_BLOCK];
+        if (scales && h % EP_FP8_BLOCK == 0)
+            scale = ep_ref_scale(received->scale_format, scales, h / EP_FP8_BLOCK);
+        values[h] *= scale;
     }
 }
 
@@ -174,7 +176,7 @@ static void radius_of_block(struct experts_model *model, uint32_t first, uint32_
     for (uint32_t h = first; h < last; h++)
         amax = fmax(amax, fabs(model->values[h]));
     for (uint32_t h = first; h < last; h++)
-        model->radius[h] = ep_ref_fp8_radius(EP_SCALE_FP32, model->values[h], amax);
+        model->radius[h] = ep_ref_fp8_radius(model->inputs->of.scales, model->values[h], amax);
 }
 
 /* A token is asked for once per expert, one after the other. */

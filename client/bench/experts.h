@@ -18,14 +18,15 @@ struct received {
     uint64_t row_bytes;
     const char *base; /* rank-major: rank r at base + r * stride */
     uint64_t stride;
-    const float *scale_base;          /* fp8 */
+    const void *scale_base;           /* fp8 */
+    ep_scale_format scale_format;
     uint64_t scale_stride, scale_row; /* bytes */
     const int32_t *counts, *offsets, *topk;
     const float *weights;
 };
 
 const void *received_row(const struct received *received, uint64_t position);
-const float *received_scales(const struct received *received, uint64_t position); /* NULL without fp8 */
+const void *received_scales(const struct received *received, uint64_t position); /* NULL without fp8 */
 
 /* One element, rounded once; any dtype but fp8. */
 void experts_store(ep_dtype dtype, double value, void *row, uint32_t column);

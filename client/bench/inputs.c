@@ -46,14 +46,20 @@ static uint8_t e4m3_of(uint64_t bits, uint32_t column)
     return (code & 0x7f) == 0x7f ? code ^ 1 : code; /* 448 instead of NaN */
 }
 
+static bool powers(const struct inputs *inputs)
+{
+    return inputs->of.scales == EP_SCALE_UE8M0;
+}
+
 static float scale_of(const struct inputs *inputs, uint32_t rank, uint32_t token, uint32_t block)
 {
     uint64_t bits = bench_hash(inputs->config->seed, STREAM_SCALE, rank, token, block);
+    double mantissa = powers(inputs) ? 1.0 : 1.0 + (double)(bits & 0xffff) / 65536.0;
 
-    return (float)ldexp(1.0 + (double)(bits & 0xffff) / 65536.0, -6 - (int)(bits >> 16 & 7));
+    return (float)ldexp(mantissa, -6 - (int)(bits >> 16 & 7));
 }
 
-static void fp8_row(const struct inputs *inputs, uint32_t rank, uint32_t token, uint8_t *row, float *scales)
+static void fp8_row(const struct inputs *inputs, uint32_t rank, uint32_t token, uint8_t *row, void *scales)
 {
     uint64_t bits = 0;
 
@@ -62,11 +68,17 @@ static void fp8_row(const struct inputs *inputs, uint32_t rank, uint32_t token, 
             bits = four(inputs, rank, token, h);
         row[h] = e4m3_of(bits, h);
     }
-    for (uint32_t b = 0; b < inputs->scales; b++)
-        scales[b] = scale_of(inputs, rank, token, b);
+    for (uint32_t b = 0; b < inputs->scales; b++) {
+        float scale = scale_of(inputs, rank, token, b);
+
+        if (powers(inputs))
+            ((uint8_t *)scales)[b] = (uint8_t)(127 + ilogbf(scale));
+        else
+            ((float *)scales)[b] = scale;
+    }
 }
 
-void inputs_row(const struct inputs *inputs, uint32_t rank, uint32_t token, void *row, float *scales)
+void inputs_row(const struct inputs *inputs, uint32_t rank, uint32_t token, void *row, void *scales)
 {
     ep_dtype dtype = bench_dtypes[inputs->of.dtype].input;
     uint64_t bits = 0;
@@ -113,6 +125,16 @@ double inputs_expert(uint32_t expert)
     return ldexp(expert / 16 % 2 ? -mantissa : mantissa, (int)(expert / 32 % 4) - 1);
 }
 
+static uint32_t scales_of(const struct bench_config *config)
+{
+    return (config->hidden + EP_FP8_BLOCK - 1) / EP_FP8_BLOCK;
+}
+
+size_t inputs_scale_bytes(const struct bench_config *config, const struct bench_case *of)
+{
+    return (size_t)scales_of(config) * ep_ref_scale_bytes(of->scales);
+}
+
 /* ---- routes --------------------------------------------------------------------- */
 
 uint32_t inputs_tokens(const struct bench_config *config, const struct bench_case *of, uint32_t rank)
@@ -145,7 +167,8 @@ ep_status inputs_open(const struct bench_config *config, const struct bench_case
     *out = (struct inputs){ .config = config,
                             .of = *of,
                             .hidden = config->hidden,
-                            .scales = (config->hidden + EP_FP8_BLOCK - 1) / EP_FP8_BLOCK };
+                            .scales = scales_of(config),
+                            .scale_bytes = inputs_scale_bytes(config, of) };
     out->rank = calloc(config->ranks, sizeof *out->rank);
     for (uint32_t r = 0; out->rank && ok && r < config->ranks; r++) {
         out->rank[r].present = true;

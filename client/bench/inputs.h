@@ -2,7 +2,7 @@
  * inputs: what every rank sends in a case, by the seed alone.
  *
  * Elements are n * 2^(s - 10) with n in -128..127 and s in 0..7 (fp8-given: any code, with a scale per
- * 128 elements), so they are exact in every format, differ from row to row, and blocks of 128 reach
+ * 128 elements, as the case says), so they are exact in every format, differ from row to row, and blocks of 128 reach
  * e4m3's subnormal range when they are quantised.
  *
  * Expert e multiplies by a constant of its own (inputs_expert): 1024 different ones, 8 significant
@@ -18,9 +18,13 @@ struct inputs {
     const struct bench_config *config;
     struct bench_case of;
     uint32_t hidden, scales;  /* elements, scales of a row */
+    size_t scale_bytes;       /* of a row's scales */
     struct ep_ref_rank *rank; /* [ranks]: choices and weights, as `routing` sees them */
     struct ep_ref_routing routing;
 };
+
+/* Of a row's scales in the case. */
+size_t inputs_scale_bytes(const struct bench_config *config, const struct bench_case *of);
 
 /* Tokens of this rank in the case: --zero-rank has none. */
 uint32_t inputs_tokens(const struct bench_config *config, const struct bench_case *of, uint32_t rank);
@@ -31,7 +35,7 @@ ep_status inputs_open(const struct bench_config *config, const struct bench_case
 void inputs_close(struct inputs *inputs);
 
 /* Row of a token as it is dispatched; scales (fp8-given only) may be NULL otherwise. */
-void inputs_row(const struct inputs *inputs, uint32_t rank, uint32_t token, void *row, float *scales);
+void inputs_row(const struct inputs *inputs, uint32_t rank, uint32_t token, void *row, void *scales);
 
 /* The same row as numbers. */
 void inputs_values(const struct inputs *inputs, uint32_t rank, uint32_t token, double *values);

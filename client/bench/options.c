@@ -26,6 +26,7 @@ enum {
     KEY_MODES,
     KEY_LAYOUTS,
     KEY_DTYPES,
+    KEY_SCALES,
     KEY_ROUTING,
     KEY_ITERS,
     KEY_GRAPH,
@@ -73,6 +74,7 @@ static const struct argp_option flags[] = {
       "of bf16, fp16, fp32, fp8 (bf16 quantised on the way), fp16-to-fp8, fp32-to-fp8, fp8-given (default "
       "bf16)",
       3 },
+    { "scales", KEY_SCALES, "LIST", 0, "of fp32, ue8m0: what rows in fp8 are scaled with (default fp32)", 3 },
     { "routing", KEY_ROUTING, "NAME", 0,
       "uniform, zipf:S, hot:E, deepseek-v3, text:FILE or trace:FILE (default uniform); see below", 3 },
     { "drop", KEY_DROP, "P", 0, "share of the choices that become -1, 0 to 1 (default 0)", 3 },
@@ -122,7 +124,7 @@ struct parse {
     struct bench_config *config;
     struct ep_error *error;
     uint32_t tokens[64], n_tokens;
-    uint32_t modes, layouts, dtypes; /* bits */
+    uint32_t modes, layouts, dtypes, scales; /* bits */
     bool bad;
 };
 
@@ -240,6 +242,16 @@ static ep_status dtypes_item(struct parse *parse, const char *text)
                         text);
 }
 
+static ep_status scales_item(struct parse *parse, const char *text)
+{
+    for (ep_scale_format scales = EP_SCALE_FP32; scales <= EP_SCALE_UE8M0; scales++)
+        if (strcmp(text, bench_scales_name(scales)) == 0) {
+            parse->scales |= 1u << scales;
+            return EP_OK;
+        }
+    return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--scales: '%s' must be fp32 or ue8m0", text);
+}
+
 static ep_status routing(const char *text, struct bench_config *config, struct ep_error *error)
 {
     ep_status status = string("routing", text, config->routing_text, sizeof config->routing_text, error);
@@ -316,6 +328,7 @@ static ep_status take_flag(struct parse *parse, int key, const char *text)
     case KEY_MODES: return each("modes", text, parse, modes_item);
     case KEY_LAYOUTS: return each("layouts", text, parse, layouts_item);
     case KEY_DTYPES: return each("dtypes", text, parse, dtypes_item);
+    case KEY_SCALES: return each("scales", text, parse, scales_item);
     case KEY_ROUTING: return routing(text, config, error);
     case KEY_ITERS: return number32("iters", text, 1, BENCH_MAX_ITERS, &config->iters, error);
     case KEY_GRAPH: return number32("graph", text, 1, 256, &config->graph, error);
@@ -355,11 +368,17 @@ static error_t on_flag(int key, char *text, struct argp_state *state)
 
 /* ---- the cases ---------------------------------------------------------- */
 
-static void add_case(struct bench_config *config, ep_mode mode, ep_layout layout, enum bench_dtype dtype,
-                     uint32_t tokens)
+/* What has no scales is one case, whatever --scales says. */
+static void add_cases(const struct parse *parse, ep_mode mode, ep_layout layout, enum bench_dtype dtype,
+                      uint32_t tokens)
 {
-    if (config->n_cases < BENCH_MAX_CASES)
-        config->cases[config->n_cases++] = (struct bench_case){ mode, layout, dtype, tokens };
+    struct bench_config *config = parse->config;
+    struct bench_case of = { mode, layout, dtype, tokens, EP_SCALE_FP32 };
+    uint32_t scales = bench_scaled(&of) ? parse->scales : 1u << EP_SCALE_FP32;
+
+    for (; of.scales <= EP_SCALE_UE8M0; of.scales++)
+        if (scales & 1u << of.scales && config->n_cases < BENCH_MAX_CASES)
+            config->cases[config->n_cases++] = of;
 }
 
 static void cross(const struct parse *parse)
@@ -370,7 +389,15 @@ static void cross(const struct parse *parse)
                 for (uint32_t t = 0; t < parse->n_tokens; t++)
                     if (parse->modes & 1u << mode && parse->layouts & 1u << layout &&
                         parse->dtypes & 1u << dtype && bench_layout_exists(mode, layout))
-                        add_case(parse->config, mode, layout, (enum bench_dtype)dtype, parse->tokens[t]);
+                        add_cases(parse, mode, layout, (enum bench_dtype)dtype, parse->tokens[t]);
+}
+
+static bool any_scaled(const struct parse *parse)
+{
+    for (int dtype = 0; dtype < BENCH_DTYPES; dtype++)
+        if (parse->dtypes & 1u << dtype && bench_dtypes[dtype].wire == EP_FP8_E4M3)
+            return true;
+    return false;
 }
 
 static ep_status finish(struct parse *parse)
@@ -390,6 +417,11 @@ static ep_status finish(struct parse *parse)
         parse->layouts = ~0u;
     if (parse->dtypes == 0)
         parse->dtypes = 1u << BENCH_BF16;
+    if (parse->scales != 0 && !any_scaled(parse))
+        return ep_error_set(parse->error, EP_INVALID_ARGUMENT,
+                            "--scales: none of the dtypes has scales; add fp8 to --dtypes");
+    if (parse->scales == 0)
+        parse->scales = 1u << EP_SCALE_FP32;
     cross(parse);
     if (config->n_cases == 0)
         return ep_error_set(parse->error, EP_INVALID_ARGUMENT,

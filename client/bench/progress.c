@@ -19,7 +19,7 @@ void progress(uint32_t index, uint32_t n, const struct bench_case *of, const cha
         return;
     last = now;
     fprintf(stderr, "%s%u/%u %s %s %s T=%u: %s%s", terminal ? "\r\033[K" : "ep-bench: ", index + 1, n,
-            bench_mode_name(of->mode), bench_layout_name(of->layout), bench_dtypes[of->dtype].name,
+            bench_mode_name(of->mode), bench_layout_name(of->layout), bench_case_dtype(of),
             of->tokens, what, terminal ? "" : "\n");
     line_open = terminal;
 }

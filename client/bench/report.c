@@ -29,7 +29,7 @@ static void print_failures(const struct sweep *sweep)
         char name[80];
 
         snprintf(name, sizeof name, "case %u (%s %s %s T=%u)", i, bench_mode_name(r->of.mode),
-                 bench_layout_name(r->of.layout), bench_dtypes[r->of.dtype].name, r->of.tokens);
+                 bench_layout_name(r->of.layout), bench_case_dtype(&r->of), r->of.tokens);
         if (r->error.status != EP_OK)
             fprintf(stderr, "ep-bench: %s: %s\n", name, r->error.text);
         if (r->mismatches)
@@ -44,10 +44,10 @@ static void csv_line(const struct sweep *sweep, const struct case_result *r)
 {
     const char *verified = !sweep->config.verify ? "unchecked" : r->verified ? "yes" : "no";
 
-    printf("%s,%s,%s,%u,%s,%llu,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.4f,%.4f,%llu,%.9g,%."
+    printf("%s,%s,%s,%s,%u,%s,%llu,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.4f,%.4f,%llu,%.9g,%."
            "6f,%.3f,%s,%s\n",
            bench_mode_name(r->of.mode), bench_layout_name(r->of.layout), bench_dtypes[r->of.dtype].name,
-           r->of.tokens, verified, (unsigned long long)r->mismatches, r->dispatch.p50, r->dispatch.p90,
+           bench_scaled(&r->of) ? bench_scales_name(r->of.scales) : "", r->of.tokens, verified, (unsigned long long)r->mismatches, r->dispatch.p50, r->dispatch.p90,
            r->dispatch.p99, r->combine.p50, r->combine.p90, r->combine.p99, r->pair.p50, r->pair.p90,
            r->pair.p99, r->pair_us, r->service_us, r->wire_gbps, r->logical_gbps,
            (unsigned long long)r->buffer_bytes, r->max_error, r->max_bound_ratio, r->graph_us,
@@ -56,7 +56,7 @@ static void csv_line(const struct sweep *sweep, const struct case_result *r)
 
 static ep_status report_csv(const struct sweep *sweep)
 {
-    puts("mode,layout,dtype,tokens,verified,mismatches,dispatch_p50_us,dispatch_p90_us,dispatch_p99_us,"
+    puts("mode,layout,dtype,scales,tokens,verified,mismatches,dispatch_p50_us,dispatch_p90_us,dispatch_p99_us,"
          "combine_p50_us,combine_p90_us,combine_p99_us,p50_us,p90_us,p99_us,pair_us,service_us,wire_gbps,"
          "logical_gbps,buffer_bytes,max_error,max_bound_ratio,graph_pair_us,backend,executor");
     for (uint32_t i = 0; i < sweep->n_results; i++)

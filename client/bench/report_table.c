@@ -82,7 +82,7 @@ static void case_line(struct libscols_table *table, const struct sweep *sweep, c
         return;
     put(line, &column, "%s", bench_mode_name(r->of.mode));
     put(line, &column, "%s", bench_layout_name(r->of.layout));
-    put(line, &column, "%s", bench_dtypes[r->of.dtype].name);
+    put(line, &column, "%s", bench_case_dtype(&r->of));
     put(line, &column, "%u", r->of.tokens);
     put(line, &column, "%s", verdict_word(sweep, r));
     put_quantiles(line, &column, &r->dispatch, r->measured);

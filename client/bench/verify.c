@@ -134,21 +134,31 @@ static void check_padding(struct verifier *verifier, const struct received *rece
                     (unsigned long long)row->position);
 }
 
+/* In UE8M0 there is one right code. */
+static bool quantised_well(ep_scale_format format, double got, double value, double amax, double scale)
+{
+    if (format == EP_SCALE_UE8M0)
+        return got == ep_ref_round(EP_FP8_E4M3, value / scale) * scale;
+    return fabs(got - value) <= ep_ref_fp8_radius(format, value, amax);
+}
+
 static void check_quantised_block(struct verifier *verifier, const struct ep_ref_row *row,
-                                  const uint8_t *codes, float scale, const double *values, uint32_t first,
+                                  const uint8_t *codes, double scale, const double *values, uint32_t first,
                                   uint32_t n)
 {
+    ep_scale_format format = verifier->inputs->of.scales;
     double amax = 0;
 
     for (uint32_t i = 0; i < n; i++)
         amax = fmax(amax, fabs(values[i]));
-    verify_mismatch(verifier->verdict, !ep_ref_fp8_scale_ok(EP_SCALE_FP32, amax, (double)scale),
-                    "scale of row %llu, elements from %u, is %.9g, must be %.9g",
-                    (unsigned long long)row->position, first, (double)scale, amax / 448);
+    verify_mismatch(verifier->verdict, !ep_ref_fp8_scale_ok(format, amax, scale),
+                    "scale of row %llu, elements from %u, is %.9g, must be %.9g%s",
+                    (unsigned long long)row->position, first, scale, amax / 448,
+                    format == EP_SCALE_UE8M0 ? " or the power of two above" : "");
     for (uint32_t i = 0; i < n; i++) {
-        double got = ep_ref_decode(EP_FP8_E4M3, &codes[i]) * (double)scale;
+        double got = ep_ref_decode(EP_FP8_E4M3, &codes[i]) * scale;
 
-        verify_mismatch(verifier->verdict, !(fabs(got - values[i]) <= ep_ref_fp8_radius(EP_SCALE_FP32, values[i], amax)),
+        verify_mismatch(verifier->verdict, !quantised_well(format, got, values[i], amax, scale),
                         "element %u of row %llu (token %u of rank %u) is %.9g, must be %.9g within fp8",
                         first + i, (unsigned long long)row->position, row->token, row->source, got,
                         values[i]);
@@ -159,20 +169,19 @@ static void check_quantised(struct verifier *verifier, const struct received *re
                             const struct ep_ref_row *row, double *values)
 {
     const uint8_t *codes = received_row(received, row->position);
-    const float *scales = received_scales(received, row->position);
+    const void *scales = received_scales(received, row->position);
 
     inputs_values(verifier->inputs, row->source, row->token, values);
     for (uint32_t b = 0; b < received->scales; b++) {
         uint32_t first = b * EP_FP8_BLOCK, left = received->hidden - first;
 
-        check_quantised_block(verifier, row, codes + first, scales[b], values + first, first,
-                              left < EP_FP8_BLOCK ? left : EP_FP8_BLOCK);
+        check_quantised_block(verifier, row, codes + first, ep_ref_scale(received->scale_format, scales, b),
+                              values + first, first, left < EP_FP8_BLOCK ? left : EP_FP8_BLOCK);
     }
 }
 
 struct scratch {
-    void *row;
-    float *scales;
+    void *row, *scales;
     double *values;
 };
 
@@ -192,13 +201,13 @@ static void check_row(struct verifier *verifier, const struct received *received
                received->row_bytes);
     if (received->scale_base)
         check_same(verifier, row, "scale", received_scales(received, row->position), scratch->scales,
-                   received->scales * sizeof(float));
+                   verifier->inputs->scale_bytes);
 }
 
 static bool scratch_init(struct scratch *scratch, const struct inputs *inputs)
 {
     scratch->row = malloc((size_t)inputs->hidden * 4);
-    scratch->scales = malloc(inputs->scales * sizeof *scratch->scales);
+    scratch->scales = malloc(inputs->scale_bytes);
     scratch->values = malloc(inputs->hidden * sizeof *scratch->values);
     return scratch->row && scratch->scales && scratch->values;
 }
@@ -304,7 +313,8 @@ uint64_t verify_hash_dispatch(const struct received *received, const struct ep_r
 
         hash = verify_hash(hash, received_row(received, position), received->row_bytes);
         if (received->scale_base && !plan->rows[i].padding)
-            hash = verify_hash(hash, received_scales(received, position), received->scales * sizeof(float));
+            hash = verify_hash(hash, received_scales(received, position),
+                               received->scales * ep_ref_scale_bytes(received->scale_format));
         if (plan->topk)
             hash = verify_hash(hash, received->topk + position * received->top_k,
                                received->top_k * sizeof(int32_t));

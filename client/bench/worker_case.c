@@ -23,7 +23,7 @@ static ep_status fill_inputs(struct worker *worker, struct ep_error *error)
 
     for (uint32_t t = 0; t < worker->tokens; t++)
         inputs_row(in, worker->rank, t, (char *)b->x + t * row,
-                   b->x_scales ? b->x_scales + (size_t)t * in->scales : NULL);
+                   b->x_scales ? (char *)b->x_scales + t * in->scale_bytes : NULL);
     for (size_t i = 0; i < choices; i++) {
         if (index_bytes(worker) == 4)
             ((int32_t *)b->topk)[i] = (int32_t)own->topk[i];
@@ -133,6 +133,7 @@ ep_status worker_dispatch(struct worker *worker, struct ep_error *error)
         .out_topk = b->out_topk,
         .out_weights = b->out_weights,
         .sources = b->sources,
+        .scale_format = worker->of.scales,
     };
     ep_status status = ep_dispatch(worker->handle, &args, worker->stream);
 

@@ -286,7 +286,8 @@ static void describe(const struct worker *worker, const ep_op_info *info, struct
         .row_bytes = view->row,
         .base = worker->own.out,
         .scale_base = fp8 ? worker->own.out_scales : NULL,
-        .scale_row = worker->inputs.scales * sizeof(float),
+        .scale_format = worker->of.scales,
+        .scale_row = worker->inputs.scale_bytes,
         .counts = worker->own.counts,
         .offsets = worker->own.offsets,
         .topk = worker->own.out_topk,
@@ -322,7 +323,7 @@ ep_status memory_receive(struct worker *worker, const struct ep_ref_dispatch *pl
     const struct rows there = { in_window ? writable(info->view) : b->out, info->view_stride,
                                 received->row_bytes };
     const struct rows own = { writable(received->base), received->stride, received->row_bytes };
-    const struct rows there_scales = { in_window ? writable(info->scales_view) : (char *)b->out_scales,
+    const struct rows there_scales = { in_window ? writable(info->scales_view) : b->out_scales,
                                        info->scales_view_stride, received->scale_row };
     const struct rows own_scales = { writable(received->scale_base), received->scale_stride,
                                      received->scale_row };

@@ -25,16 +25,15 @@ void buffer_sizes(const struct bench_config *config, const struct bench_case *of
 uint64_t buffer_total(const struct buffer_sizes *sizes);
 
 struct buffers {
-    void *x, *topk, *out, *rows, *result;
-    float *x_scales, *weights, *out_scales, *out_weights;
+    void *x, *x_scales, *topk, *out, *out_scales, *rows, *result;
+    float *weights, *out_weights;
     int32_t *counts, *offsets, *out_topk;
     ep_source_row *sources;
 };
 
 /* On a GPU: where this process keeps rows that arrive in the window. */
 struct view {
-    char *rows;
-    float *scales;
+    char *rows, *scales;
     uint64_t row, scale_row; /* bytes; of every layout and backend */
 };
 

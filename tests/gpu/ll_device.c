@@ -166,7 +166,8 @@ static void describe(const struct shape *s, char *text, size_t size)
         { s->banks > 2, " more-banks" },
     };
     int n = snprintf(text, size, "%s %s T=%u K=%u E=%u H=%u", bench_layout_name(s->layout),
-                     bench_dtypes[s->dtype].name, s->tokens, s->top_k, s->experts, s->hidden);
+                     s->scales == EP_SCALE_UE8M0 ? bench_dtypes[s->dtype].powers : bench_dtypes[s->dtype].name,
+                     s->tokens, s->top_k, s->experts, s->hidden);
 
     for (size_t i = 0; i < sizeof odd / sizeof *odd && n > 0 && (size_t)n < size; i++)
         if (odd[i].is)

@@ -66,7 +66,7 @@ static ep_status open_inputs(struct pass *pass, struct ep_error *error)
                                          .seed = pass->config.seed,
                                          .drop = s->drop };
     const struct bench_case of = {
-        .mode = EP_MODE_LL, .layout = s->layout, .dtype = s->dtype, .tokens = s->tokens
+        .mode = EP_MODE_LL, .layout = s->layout, .dtype = s->dtype, .tokens = s->tokens, .scales = s->scales
     };
     struct routing *routing;
     ep_status status = routing_parse(s->routing ? s->routing : "uniform", &spec, error);
@@ -96,10 +96,9 @@ static void make_bias(const struct pass *pass)
 static ep_status upload_rows(struct pass *pass, struct ep_error *error)
 {
     const struct bench_dtype_info *d = &bench_dtypes[pass->shape->dtype];
-    const size_t row = (size_t)pass->shape->hidden * ep_ref_bytes(d->input), scales = pass->inputs.scales;
+    const size_t row = (size_t)pass->shape->hidden * ep_ref_bytes(d->input), scales = pass->inputs.scale_bytes;
     const bool fp8 = d->input == EP_FP8_E4M3;
-    char *x = malloc(pass->tokens * row + 1);
-    float *s = malloc(pass->tokens * scales * sizeof *s + 1);
+    char *x = malloc(pass->tokens * row + 1), *s = malloc(pass->tokens * scales + 1);
     ep_status status = x && s ? EP_OK : ep_error_set(error, EP_NO_MEMORY, "no memory for tokens");
 
     for (uint32_t t = 0; status == EP_OK && t < pass->tokens; t++)
@@ -107,7 +106,7 @@ static ep_status upload_rows(struct pass *pass, struct ep_error *error)
     if (status == EP_OK)
         status = world_put(pass->rank, pass->at.x.offset, x, pass->tokens * row, error);
     if (status == EP_OK && fp8)
-        status = world_put(pass->rank, pass->at.x_scales.offset, s, pass->tokens * scales * sizeof *s, error);
+        status = world_put(pass->rank, pass->at.x_scales.offset, s, pass->tokens * scales, error);
     free(x);
     free(s);
     return status;

@@ -15,6 +15,7 @@
 struct shape {
     ep_layout layout;
     enum bench_dtype dtype;
+    ep_scale_format scales; /* fp8 */
     uint32_t experts, hidden, tokens, top_k;
     uint32_t max_tokens, max_top_k; /* the group's; 0: as the ops' */
     uint32_t banks;                 /* 0: 2 */
@@ -59,8 +60,8 @@ struct pass {
     struct ep_ref_dispatch plan;
     bool planned;
     struct received received; /* copies on the host */
-    char *out, *rows, *result, *bias;
-    float *out_scales, *out_weights;
+    char *out, *out_scales, *rows, *result, *bias;
+    float *out_weights;
     int32_t *counts, *offsets, *out_topk;
     ep_source_row *sources;
     uint64_t hash; /* of all that came out */

@@ -78,6 +78,7 @@ struct ep_op pass_dispatch_op(const struct pass *pass, uint32_t flags)
         .flags = flags,
         .input_dtype = d->input,
         .wire_dtype = d->wire,
+        .scale_format = pass->shape->scales,
         .tokens = pass->tokens,
         .top_k = pass->shape->top_k,
         .index_bytes = index_bytes,
@@ -95,7 +96,7 @@ struct ep_op pass_dispatch_op(const struct pass *pass, uint32_t flags)
     };
 
     if (b->x_scales.bytes)
-        op.x_scales = part(b->x_scales, t * pass->inputs.scales * sizeof(float));
+        op.x_scales = part(b->x_scales, t * pass->inputs.scale_bytes);
     if (!(flags & EP_OP_CACHED)) {
         op.topk_idx = part(b->topk, choices * index_bytes);
         if (!pass->shape->no_weights)
@@ -249,7 +250,7 @@ static struct rows_of received_scales_of(const struct pass *pass)
                                  .stride = map->scales_bytes };
     return (struct rows_of){ .offset = pass->at.out_scales.offset,
                              .copy = pass->out_scales,
-                             .stride = pass->inputs.scales * sizeof(float) };
+                             .stride = pass->inputs.scale_bytes };
 }
 
 static ep_status copy_rows(struct pass *pass, struct ep_error *error)
@@ -296,8 +297,9 @@ static void describe_received(struct pass *pass)
         .base = pass->out,
         .stride = map->limits.ll_max_tokens * row,
         .scale_base = has_scales(pass) ? pass->out_scales : NULL,
+        .scale_format = pass->shape->scales,
         .scale_stride = (uint64_t)map->limits.ll_max_tokens * map->scales_bytes,
-        .scale_row = rank_major(pass) ? map->scales_bytes : pass->inputs.scales * sizeof(float),
+        .scale_row = rank_major(pass) ? map->scales_bytes : pass->inputs.scale_bytes,
         .counts = pass->counts,
         .offsets = pass->offsets,
         .topk = pass->out_topk,
@@ -349,7 +351,7 @@ static void check_sent(struct pass *pass)
 {
     const struct bench_dtype_info *d = dtype_of(pass);
     const uint64_t row = row_bytes(pass, d->wire),
-                   scales = has_scales(pass) ? pass->inputs.scales * sizeof(float) : 0;
+                   scales = has_scales(pass) ? pass->inputs.scale_bytes : 0;
 
     check_number(pass, "arrived", pass->dispatched.arrived, pass->expected);
     if (!everybody(pass))

@@ -87,7 +87,7 @@ uint64_t shape_buffers(const struct ep_limits *l, const struct shape *s, uint64_
 {
     const struct bench_dtype_info *d = &bench_dtypes[s->dtype];
     const uint64_t t = l->ll_max_tokens, h = l->hidden, k = s->top_k, rows = most_rows(l, s);
-    const uint64_t scales = ep_row_scales(l->hidden) * sizeof(float);
+    const uint64_t scales = ep_row_scale_bytes(l->hidden, s->scales);
     const bool rank_major = s->layout == EP_LAYOUT_RANK_MAJOR, fp8 = d->wire == EP_FP8_E4M3;
     const uint32_t most = l->local_experts > l->ranks ? l->local_experts : l->ranks;
     uint64_t end = start;

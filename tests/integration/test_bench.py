@@ -10,7 +10,7 @@ import harness
 
 TEXT = os.path.join(harness.ROOT, "tests", "data", "text.txt")
 CASE_KEYS = {
-    "mode", "layout", "dtype", "tokens", "verified", "mismatches", "p50_us", "p90_us", "p99_us", "pair_us",
+    "mode", "layout", "dtype", "scales", "tokens", "verified", "mismatches", "p50_us", "p90_us", "p99_us", "pair_us",
     "dispatch_p50_us", "combine_p50_us", "service_us", "wire_gbps", "logical_gbps", "buffer_bytes", "max_error",
     "max_bound_ratio"}
 LL_LAYOUTS = ["expert-major", "rank-major", "packed"]
@@ -67,6 +67,22 @@ class Verification(BenchCase):
                 self.assertEqual(case["mismatches"], 0)
                 self.assertGreater(case["max_error"], 0)  # sums were rounded, and by no more than they may be
                 self.assertLessEqual(case["max_bound_ratio"], 1)
+
+    def test_scales_of_both_formats_are_right(self):
+        report = self.bench_json("--spawn", *ODD, "--tokens=77", "--dtypes=bf16,fp8,fp16-to-fp8,fp32-to-fp8,fp8-given",
+                                 "--scales=fp32,ue8m0", "--drop=0.3", "--alignment=8", "--iters=4", "--warmup=1")
+        self.assertTrue(report["ok"])
+        seen = {(c["mode"], c["layout"], c["dtype"], c["scales"]) for c in report["cases"]}
+        places = [("ll", layout) for layout in LL_LAYOUTS] + [("ht", layout) for layout in HT_LAYOUTS]
+        expected = {place + ("bf16", None) for place in places}
+        expected |= {place + (dtype, scales) for place in places for scales in ("fp32", "ue8m0")
+                     for dtype in ("fp8", "fp16-to-fp8", "fp32-to-fp8", "fp8-given")}
+        self.assertEqual(seen, expected)
+        self.assertEqual(len(report["cases"]), len(expected))
+        self.assertTrue(all(c["verified"] and c["mismatches"] == 0 for c in report["cases"]), report)
+        hashes = {(c["mode"], c["layout"], c["dtype"], c["scales"]): c["hash"] for c in report["cases"]}
+        for place in places:
+            self.assertNotEqual(hashes[place + ("fp8", "fp32")], hashes[place + ("fp8", "ue8m0")])
 
     def test_batches_of_any_size(self):
         report = self.bench_json("--spawn", *ODD, "--tokens=0,1,2,129", "--iters=3", "--warmup=0")

@@ -60,6 +60,13 @@ class BenchTest(CudaTest):
                          {(l, d) for l in LAYOUTS for d in ALL_DTYPES.split(",")})
         self.assertTrue(all(c["verified"] and c["graph_pair_us"] is None for c in report["cases"]), report)
 
+    def test_scales_in_ue8m0_are_right(self):
+        report = self.bench_json("--spawn", "--ranks=3", "--experts=20", "--hidden=1040", "--top-k=6", "--modes=ll",
+                                 "--tokens=7", "--dtypes=fp8,fp16-to-fp8,fp32-to-fp8,fp8-given", "--scales=ue8m0",
+                                 "--alignment=8", "--iters=3", "--warmup=1")
+        self.assertTrue(report["ok"], report)
+        self.assertEqual({(c["layout"], c["scales"]) for c in report["cases"]}, {(l, "ue8m0") for l in LAYOUTS})
+
     def test_a_graph_of_pairs_gives_the_same(self):
         report = self.bench_json("--spawn", *QUICK, "--tokens=4", "--iters=20", "--graph=6")
         self.assertTrue(report["ok"], report)
