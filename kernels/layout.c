@@ -8,20 +8,9 @@ typedef unsigned __int128 wide;
 #define MAX_WINDOW_BYTES (1ull << 44)
 #define SCALE_BYTES 4u
 
-static const struct dtype_info {
-    const char *name;
-    uint32_t bytes;
-} dtypes[] = {
-    [EP_BF16] = { "bf16", 2 },
-    [EP_FP16] = { "fp16", 2 },
-    [EP_FP32] = { "fp32", 4 },
-    [EP_FP8_E4M3] = { "fp8_e4m3", 1 },
+static const char *const dtype_names[] = {
+    [EP_BF16] = "bf16", [EP_FP16] = "fp16", [EP_FP32] = "fp32", [EP_FP8_E4M3] = "fp8_e4m3",
 };
-
-uint32_t ep_dtype_bytes(ep_dtype dtype)
-{
-    return dtype >= EP_BF16 && dtype <= EP_FP8_E4M3 ? dtypes[dtype].bytes : 0;
-}
 
 static bool has_mode(const struct ep_limits *l, ep_mode mode)
 {
@@ -68,12 +57,12 @@ static ep_status check_sets(const struct ep_limits *l, struct ep_error *error)
 static ep_status check_rows(const struct ep_limits *l, struct ep_error *error)
 {
     for (uint32_t d = EP_BF16; d <= EP_FP8_E4M3; d++) {
-        uint64_t bytes = (uint64_t)l->hidden * dtypes[d].bytes;
+        uint64_t bytes = (uint64_t)l->hidden * ep_dtype_bytes(d);
 
         if (has_dtype(l, (ep_dtype)d) && bytes % 16 != 0)
             return ep_error_set(error, EP_INVALID_ARGUMENT,
                                 "hidden is %u: its row of %llu bytes (%s) must be a multiple of "
-                                "16 bytes", l->hidden, (unsigned long long)bytes, dtypes[d].name);
+                                "16 bytes", l->hidden, (unsigned long long)bytes, dtype_names[d]);
     }
     return EP_OK;
 }
@@ -115,7 +104,7 @@ static void lay_strides(struct ep_layout_map *map)
         ? (uint32_t)align_up(ep_row_scales(l->hidden) * SCALE_BYTES, 16) : 0;
     map->row_bytes = map->combine_row_bytes = 0;
     for (uint32_t d = EP_BF16; d <= EP_FP8_E4M3; d++) {
-        uint32_t bytes = l->hidden * dtypes[d].bytes;
+        uint32_t bytes = l->hidden * ep_dtype_bytes(d);
 
         if (has_dtype(l, (ep_dtype)d) && bytes > map->row_bytes)
             map->row_bytes = bytes;

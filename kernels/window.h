@@ -50,6 +50,12 @@ extern "C" {
 #define EP_STATIC_ASSERT _Static_assert
 #endif
 
+#ifdef __CUDACC__ /* functions for device code too */
+#define EP_HD __host__ __device__
+#else
+#define EP_HD
+#endif
+
 #define EP_WINDOW_MAGIC 0x31574e4957534550ull /* "EPSWINW1" */
 #define EP_WINDOW_VERSION 3u
 #define EP_LINE 64u
@@ -103,13 +109,16 @@ struct ep_layout_map { /* offsets from the window's start, bytes */
 };
 
 /* One element of `dtype`, and one row of H of them; a row is a multiple of 16 bytes. */
-uint32_t ep_dtype_bytes(ep_dtype dtype);
-static inline uint32_t ep_row_scales(uint32_t hidden)
+EP_HD static inline uint32_t ep_dtype_bytes(ep_dtype dtype) /* 0: there is no such type */
+{
+    return dtype == EP_BF16 || dtype == EP_FP16 ? 2 : dtype == EP_FP32 ? 4 : dtype == EP_FP8_E4M3 ? 1 : 0;
+}
+EP_HD static inline uint32_t ep_row_scales(uint32_t hidden)
 {
     return (hidden + EP_FP8_BLOCK - 1) / EP_FP8_BLOCK;
 }
 /* A row's scales, bytes.  Rows of them lie tight in the arena, ep_layout_map.scales_bytes apart in a bank. */
-static inline uint32_t ep_row_scale_bytes(uint32_t hidden, uint32_t scale_format)
+EP_HD static inline uint32_t ep_row_scale_bytes(uint32_t hidden, uint32_t scale_format)
 {
     return ep_row_scales(hidden) * (scale_format == EP_SCALE_UE8M0 ? 1u : 4u);
 }
