@@ -328,6 +328,7 @@ static ep_status open_node(struct daemon *d, struct ep_error *error)
         .mps = mps[d->options->mps],
         .host_devices = (uint32_t)d->options->host_ranks,
         .memory_budget = d->options->memory,
+        .sms_per_rank = (uint32_t)d->options->sms_per_rank,
         .socket = d->options->socket,
         .admin_address = d->options->listen,
     };

@@ -23,6 +23,16 @@ static struct ep_text memory(uint64_t used, uint64_t all)
     return text;
 }
 
+/* Held by ranks whose ops the server runs; "-" where there are none. */
+static struct ep_text multiprocessors(const Ep__V1__Device *device)
+{
+    struct ep_text text = { "-" };
+
+    if (device->sms)
+        snprintf(text.s, sizeof text.s, "%u of %u", device->sms_held, device->sms);
+    return text;
+}
+
 /* "1 worker", "2 workers", and how the sentence goes on. */
 static struct ep_text workers(uint32_t n, const char *one, const char *many)
 {
@@ -81,6 +91,7 @@ static void print_devices(const Ep__V1__NodeInfo *node)
         { "BACKEND", 0 },
         { "MEMORY", 0 },
         { "GROUPS", EP_COLUMN_RIGHT },
+        { "SERVED SMS", EP_COLUMN_RIGHT },
         { "DETAIL", EP_COLUMN_LONG },
     };
     struct ep_table *table;
@@ -95,7 +106,8 @@ static void print_devices(const Ep__V1__NodeInfo *node)
                      (const char *[]){ device->name,
                                        ep_text_enum(&ep__v1__backend__descriptor, (int)device->backend),
                                        memory(device->used_bytes, device->memory_bytes).s,
-                                       ep_text_u64(device->groups).s, device->detail });
+                                       ep_text_u64(device->groups).s, multiprocessors(device).s,
+                                       device->detail });
     }
     putchar('\n');
     ep_table_print(table, stdout);

@@ -36,6 +36,8 @@ static void fill(struct ep_api *api, Ep__V1__NodeInfo *info)
         info->store_error = text;
     }
     info->attachments = ep_groups_attachments(groups);
+    for (size_t d = 0; d < info->n_devices; d++)
+        info->devices[d]->sms_held = ep_groups_sms(groups, (uint32_t)d);
     for (size_t i = 0; i < ep_groups_count(groups); i++)
         count_groups(ep_groups_at(groups, i), info);
 }

@@ -135,7 +135,7 @@ struct claim {
     uv_timer_t timer;              /* RESERVED: expiry.  LEAVING without pidfd: look again */
     uv_poll_t gone;                /* LEAVING with pidfd */
     bool gone_open;
-    bool direct;                   /* peers' kernels wait for its kernels */
+    bool on_gpu;                   /* kernels of peers wait for its ops */
     bool detached;                 /* the group said so; acted on when the loop runs again */
     char *reason;
     unsigned handles;

@@ -158,7 +158,7 @@ void claim_disconnected(struct claim *claim, const char *why)
     snprintf(reason, sizeof reason, "%s (pid %d)", process_dying(&claim->process) ? "its worker died" : why,
              (int)claim->pid);
     /* A process takes long to give up a GPU, and meanwhile its peers' kernels would wait for it. */
-    if (claim->direct || !watch_pidfd(claim)) {
+    if (claim->on_gpu || !watch_pidfd(claim)) {
         leave(claim, reason);
         return;
     }
@@ -276,7 +276,7 @@ ep_status claim_attach(struct claim *claim, struct connection *connection,
     claim->state = CLAIM_ATTACHED;
     (void)watch_pidfd(claim); /* its connection does not close when another process has inherited it */
     ep_membership_info(claim->membership, info);
-    claim->direct = info->executor == EP__V1__EXECUTOR__EXECUTOR_DIRECT;
+    claim->on_gpu = info->device_uuid != NULL;
     EP_INFO("attach", "rank attached", EP_S("group", info->group), EP_U("rank", info->rank),
             EP_U("epoch", info->epoch), EP_S("worker", claim->worker), EP_I("pid", claim->pid));
     return EP_OK;

@@ -88,6 +88,8 @@ bool ep_groups_rank_counters(const struct ep_groups *groups, const char *name, u
 /* Tells every attached worker to leave when it suits (node drain, shutdown). */
 void ep_groups_announce_drain(struct ep_groups *groups, const char *reason);
 uint32_t ep_groups_attachments(const struct ep_groups *groups);
+/* Multiprocessors of a GPU that are held by ranks whose ops the server runs. */
+uint32_t ep_groups_sms(const struct ep_groups *groups, uint32_t device);
 
 /* ---- attachments ------------------------------------------------------------------ */
 
@@ -133,8 +135,9 @@ typedef void (*ep_group_event_fn)(enum ep_group_event event, uint32_t rank, uint
  * Reserves a rank of the newest epoch: rank < 0 takes the lowest free one.  An executor that the backend
  * has not, or that the group does not allow this worker, is refused.  EP_ALREADY_EXISTS: it is
  * held, and the text says by whom (pid, uid, name, since when).  EP_UNAVAILABLE: it will be free
- * without anybody's doing, as soon as its executor has stopped or an old worker's process has ended; ask
- * again after the group's next change.
+ * without anybody's doing, as soon as executors have stopped or an old worker's process has ended; ask
+ * again after the next change.  EP_RESOURCE_EXHAUSTED: executor server, and the rank's GPU is full; the text
+ * says of what.
  */
 ep_status ep_groups_claim(struct ep_groups *groups, const char *group, int32_t rank,
                           const struct ep_worker *worker, ep_group_event_fn on_event, void *user,

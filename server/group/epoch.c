@@ -161,11 +161,37 @@ static void give_back(uv_work_t *work)
 {
     struct epoch *epoch = work->data;
 
+    if (epoch->lost)
+        return;
     if (epoch->team)
         ep_team_destroy(epoch->team);
     for (uint32_t i = 0; i < epoch->n_ranks; i++)
         if (epoch->ranks[i].window)
             ep_node_window_destroy(epoch->ranks[i].window);
+}
+
+static void forget(struct epoch *epoch)
+{
+    for (uint32_t i = 0; i < epoch->n_ranks; i++) {
+        struct rank *rank = &epoch->ranks[i];
+
+        if (rank->reserved)
+            ep_node_release(epoch->group->groups->node, rank->device, epoch->settled.rank_bytes);
+        worker_clear(&rank->claimant);
+        worker_clear(&rank->worker);
+    }
+    ep_settled_clear(&epoch->settled);
+    free(epoch->ranks);
+    free(epoch);
+}
+
+/* Something that still runs may write it: the memory stays, and stays reserved. */
+static void keep(struct epoch *epoch)
+{
+    static struct epoch *lost;
+
+    epoch->next = lost;
+    lost = epoch;
 }
 
 static void given_back(uv_work_t *work, int status)
@@ -174,17 +200,10 @@ static void given_back(uv_work_t *work, int status)
     struct group *group = epoch->group;
 
     (void)status; /* it is never cancelled */
-    for (uint32_t i = 0; i < epoch->n_ranks; i++) {
-        struct rank *rank = &epoch->ranks[i];
-
-        if (rank->reserved)
-            ep_node_release(group->groups->node, rank->device, epoch->settled.rank_bytes);
-        worker_clear(&rank->claimant);
-        worker_clear(&rank->worker);
-    }
-    ep_settled_clear(&epoch->settled);
-    free(epoch->ranks);
-    free(epoch);
+    if (epoch->lost)
+        keep(epoch);
+    else
+        forget(epoch);
     group->freeing--;
     group_later(group->groups);
 }
@@ -193,6 +212,7 @@ void epoch_free(struct epoch *epoch)
 {
     epoch->group->freeing++;
     epoch->freeing.data = epoch;
+    epoch->lost = epoch->team && ep_team_stuck(epoch->team, -1);
     if (uv_queue_work(epoch->group->groups->loop, &epoch->freeing, give_back, given_back) == 0)
         return;
     give_back(&epoch->freeing); /* cannot be, and slow is better than never */
@@ -206,12 +226,12 @@ bool epoch_idle(const struct epoch *epoch)
 
 bool epoch_reset_due(const struct epoch *epoch)
 {
-    return epoch->used && !epoch->attached && !epoch->executors && !epoch->quarantined;
+    return epoch_resetting(epoch) && !epoch->executors;
 }
 
 bool epoch_resetting(const struct epoch *epoch)
 {
-    return epoch->used && !epoch->attached && !epoch->quarantined;
+    return epoch->used && !epoch->attached && !epoch->quarantined && !ep_team_stuck(epoch->team, -1);
 }
 
 void epoch_reset(struct epoch *epoch)

@@ -6,6 +6,7 @@
  *   records.c  what the store keeps of a group
  *   epoch.c    windows, team and counters of one configuration
  *   member.c   claim, attach, release
+ *   executor.c who runs the ops of a rank, and on what part of its GPU
  *   status.c   messages for operators: groups, counters, watches
  *   spec*.c    from what is asked to what is settled;  group_phase.c: the state machines
  *
@@ -54,6 +55,7 @@ struct rank {
     struct worker claimant;   /* of member */
     struct worker worker;     /* the attached or last one */
     struct ep_executor *executor; /* not NULL until it has stopped */
+    uint32_t sms; /* of its GPU, held for what the server runs for it: from the claim to the executor's end */
     struct ep_rank_counters counters;
     struct ep_node_window *window;
     bool reserved;
@@ -75,6 +77,7 @@ struct epoch {
     bool used;     /* a rank has attached since it was formed or reset */
     bool detached; /* its group is gone: no attach any more */
     bool apart;    /* a reset has failed: ranks that are expected have to join too */
+    bool lost;     /* its team is stuck: its memory is never given back */
     uv_work_t freeing;
 };
 
@@ -195,6 +198,19 @@ ep_status rank_claimable(const struct rank *rank, struct ep_error *error);
 void rank_orphan(struct rank *rank, const char *reason);
 void worker_clear(struct worker *worker);
 void worker_set(struct worker *worker, const struct ep_worker *from);
+
+/* ---- executor.c ---------------------------------------------------------------- */
+
+/* What the worker gets of what it asked for; or why the backend or the group do not have it. */
+ep_status executor_settle(const struct group *group, const struct ep_worker *worker, Ep__V1__Executor *out,
+                          struct ep_error *error);
+/*
+ * Has the rank's GPU room for what the server would run for it?  EP_UNAVAILABLE: it will, as soon as others
+ * have stopped.
+ */
+ep_status executor_fits(const struct rank *rank, Ep__V1__Executor executor, struct ep_error *error);
+/* Takes what executor_fits() found free; it is held in rank->sms. */
+void executor_take(struct rank *rank, Ep__V1__Executor executor);
 
 /* ---- status.c ----------------------------------------------------------------- */
 

@@ -43,59 +43,6 @@ void rank_set_state(struct rank *rank, enum ep_rank_event event)
     rank->state = next;
 }
 
-/* ---- executor ------------------------------------------------------------------ */
-
-#define EXECUTOR(name) EP__V1__EXECUTOR__EXECUTOR_##name
-#define DIRECT(name)   EP__V1__DIRECT__DIRECT_##name
-
-static const char *executor_name(Ep__V1__Executor executor)
-{
-    return executor == EXECUTOR(DIRECT) ? "direct" : executor == EXECUTOR(SERVER) ? "server" : "auto";
-}
-
-/* May this worker run its own ops?  It maps the windows of its peers then. */
-static ep_status check_direct(const struct group *group, const struct ep_worker *worker, struct ep_error *error)
-{
-    const char *asked = executor_name(worker->executor);
-    const char *only = worker->executor == EXECUTOR(AUTO) ? ", and executor server is not there yet on the cuda "
-                                                            "backend" : "";
-
-    switch (group->epoch->settled.spec->direct) {
-    case DIRECT(ANY): return EP_OK;
-    case DIRECT(NONE):
-        return ep_error_set(error, EP_FAILED_PRECONDITION,
-                            "executor is %s: direct of group %s is none%s; set it to same_uid or any", asked,
-                            group->name, only);
-    default:
-        if (worker->uid == geteuid())
-            return EP_OK;
-        return ep_error_set(error, EP_PERMISSION_DENIED,
-                            "executor is %s: direct of group %s is same_uid, and uid %u is not the server's, which "
-                            "is %u%s; run the worker as that user, or set direct to any",
-                            asked, group->name, (unsigned)worker->uid, (unsigned)geteuid(), only);
-    }
-}
-
-static ep_status settle_executor(const struct group *group, const struct ep_worker *worker,
-                                 Ep__V1__Executor *out, struct ep_error *error)
-{
-    const bool cuda = ep_node_backend(group->groups->node) == EP__V1__BACKEND__BACKEND_CUDA;
-
-    if (worker->executor != EXECUTOR(AUTO) && worker->executor != EXECUTOR(SERVER) &&
-        worker->executor != EXECUTOR(DIRECT))
-        return ep_error_set(error, EP_INVALID_ARGUMENT,
-                            "executor is %d: must be 0 (auto), 1 (server) or 2 (direct)", (int)worker->executor);
-    if (!cuda && worker->executor == EXECUTOR(DIRECT))
-        return ep_error_set(error, EP_FAILED_PRECONDITION,
-                            "executor is direct: group %s is on the host backend, where the server runs the ops; "
-                            "ask for server or auto", group->name);
-    if (cuda && worker->executor == EXECUTOR(SERVER))
-        return ep_error_set(error, EP_UNIMPLEMENTED,
-                            "executor is server: it is not there yet on the cuda backend; use direct");
-    *out = cuda ? EXECUTOR(DIRECT) : EXECUTOR(SERVER);
-    return cuda ? check_direct(group, worker, error) : EP_OK;
-}
-
 /* ---- claim -------------------------------------------------------------------- */
 
 static ep_status refuse_held(const struct rank *rank, struct ep_error *error)
@@ -123,25 +70,41 @@ ep_status rank_claimable(const struct rank *rank, struct ep_error *error)
             "window; it is free when that process has ended",
             rank->number, group, (int)rank->worker.pid, (unsigned)rank->worker.uid,
             worker_name(&rank->worker));
+    if (ep_team_stuck(rank->epoch->team, (int32_t)rank->number))
+        return ep_error_set(error, EP_FAILED_PRECONDITION,
+                            "rank %u of group %s is lost: what the server ran for its last worker has not ended and "
+                            "may still use its memory; make the group anew, or restart the server",
+                            rank->number, group);
     if (rank->executor || epoch_resetting(rank->epoch))
         return ep_error_set(error, EP_UNAVAILABLE, "rank %u of group %s is being released: try again",
                             rank->number, group);
     return EP_OK;
 }
 
-/* The lowest free one; the best of the reasons when there is none. */
-static struct rank *pick_rank(struct epoch *epoch, struct ep_error *error)
+static ep_status check_rank(const struct rank *rank, Ep__V1__Executor executor, struct ep_error *error)
 {
-    struct ep_error why = EP_ERROR_INIT, soon = EP_ERROR_INIT;
+    ep_status status = rank_claimable(rank, error);
+
+    return status ? status : executor_fits(rank, executor, error);
+}
+
+/* The lowest free one; the best of the reasons when there is none. */
+static struct rank *pick_rank(struct epoch *epoch, Ep__V1__Executor executor, struct ep_error *error)
+{
+    struct ep_error why = EP_ERROR_INIT, soon = EP_ERROR_INIT, full = EP_ERROR_INIT;
 
     for (uint32_t i = 0; i < epoch->n_ranks; i++) {
-        if (rank_claimable(&epoch->ranks[i], &why) == EP_OK)
+        if (check_rank(&epoch->ranks[i], executor, &why) == EP_OK)
             return &epoch->ranks[i];
         if (why.status == EP_UNAVAILABLE && !soon.status)
             soon = why;
+        if (why.status == EP_RESOURCE_EXHAUSTED && !full.status)
+            full = why;
     }
     if (soon.status)
         ep_error_set(error, EP_UNAVAILABLE, "no rank is free yet: %.300s", soon.text);
+    else if (full.status)
+        *error = full;
     else
         ep_error_set(error, EP_ALREADY_EXISTS, "all %u ranks of group %s are held", epoch->n_ranks,
                      epoch->group->name);
@@ -167,18 +130,19 @@ static ep_status check_open(const struct group *group, struct ep_error *error)
     return EP_OK;
 }
 
-static struct rank *find_rank(struct group *group, int32_t number, struct ep_error *error)
+static struct rank *find_rank(struct group *group, int32_t number, Ep__V1__Executor executor,
+                              struct ep_error *error)
 {
     struct epoch *epoch = group->epoch;
 
     if (number < 0)
-        return pick_rank(epoch, error);
+        return pick_rank(epoch, executor, error);
     if ((uint32_t)number >= epoch->n_ranks) {
         ep_error_set(error, EP_INVALID_ARGUMENT, "rank is %d: group %s has ranks 0 to %u", number,
                      group->name, epoch->n_ranks - 1);
         return NULL;
     }
-    return rank_claimable(&epoch->ranks[number], error) == EP_OK ? &epoch->ranks[number] : NULL;
+    return check_rank(&epoch->ranks[number], executor, error) == EP_OK ? &epoch->ranks[number] : NULL;
 }
 
 ep_status ep_groups_claim(struct ep_groups *groups, const char *name, int32_t number,
@@ -191,8 +155,8 @@ ep_status ep_groups_claim(struct ep_groups *groups, const char *name, int32_t nu
     struct rank *rank = NULL;
     Ep__V1__Executor executor;
 
-    if (group && check_open(group, &why) == EP_OK && settle_executor(group, worker, &executor, &why) == EP_OK)
-        rank = find_rank(group, number, &why);
+    if (group && check_open(group, &why) == EP_OK && executor_settle(group, worker, &executor, &why) == EP_OK)
+        rank = find_rank(group, number, executor, &why);
     if (!rank) {
         if (error)
             *error = why;
@@ -200,6 +164,7 @@ ep_status ep_groups_claim(struct ep_groups *groups, const char *name, int32_t nu
     }
     member = group_allocate(1, sizeof *member);
     *member = (struct ep_membership){ .rank = rank, .executor = executor, .on_event = on_event, .user = user };
+    executor_take(rank, executor);
     worker_set(&rank->claimant, worker);
     rank->claimed_us = ep_clock_wall_us();
     rank->member = member;
@@ -224,7 +189,7 @@ void ep_membership_info(const struct ep_membership *member, struct ep_membership
     info->executor = member->executor;
     info->device_uuid = ep_node_device_uuid(rank->epoch->group->groups->node, rank->device);
     info->memories = 1;
-    if (member->executor != EXECUTOR(DIRECT))
+    if (member->executor != EP__V1__EXECUTOR__EXECUTOR_DIRECT)
         return;
     info->state_bytes = ep_team_state_bytes(rank->epoch->team);
     info->memories += 1 + (rank->epoch->n_ranks - 1);
@@ -259,13 +224,28 @@ static void on_timeout(const struct ep_engine_timeout *timeout, void *user)
     status_timeout(user, timeout);
 }
 
+/* The worker is told as if its group were gone, and lets go. */
+static void on_failed(const struct ep_error *why, void *user)
+{
+    struct rank *rank = user;
+    char text[REASON_MAX];
+
+    if (!rank->member)
+        return;
+    snprintf(text, sizeof text, "the server cannot run its ops any more: %.200s", why->text);
+    rank->member->on_event(EP_GROUP_DETACHED, rank->number, rank->epoch->number, text, rank->member->user);
+}
+
 static ep_status start_executor(struct rank *rank, struct ep_error *error)
 {
     struct epoch *epoch = rank->epoch;
     const struct ep_executor_options options = {
         .rank = rank->number,
+        .direct = rank->member->executor == EP__V1__EXECUTOR__EXECUTOR_DIRECT,
+        .max_sms = rank->sms,
         .counters = &rank->counters,
         .on_timeout = on_timeout,
+        .on_failed = on_failed,
         .user = rank,
     };
     /* An expected rank is part of the team already; one that was absent joins at the next op. */
@@ -330,7 +310,10 @@ static void on_executor_stopped(void *user)
 
     rank->executor = NULL;
     rank->epoch->executors--;
-    vacate(rank);
+    if (!ep_team_stuck(rank->epoch->team, (int32_t)rank->number)) {
+        rank->sms = 0;
+        vacate(rank);
+    }
     group_later(group->groups);
     status_changed(group);
 }
@@ -365,6 +348,8 @@ void ep_membership_release(struct ep_membership *member, const char *reason, boo
         }
         if (attached)
             leave(rank, reason, writer_alive);
+        else
+            rank->sms = 0;
         if (attached && !epoch->detached)
             epoch_tell(epoch, rank, true, EP_GROUP_RANK_LOST, rank->number, epoch->number, rank->reason);
         group_assess(epoch->group);

@@ -124,6 +124,7 @@ static ep_status fill(struct ep_node *node, const struct ep_node_options *option
     if (!node->name || !node->socket || !node->admin_address || !node->kernel || !node->reason)
         return ep_error_set(error, EP_NO_MEMORY, "node: out of memory");
     node->cpus = count_cpus();
+    node->sms_per_rank = options->sms_per_rank ? options->sms_per_rank : UINT32_MAX;
     node->started_us = ep_clock_wall_us();
     status = ep_node_choose_backend(node, options, error);
     if (status || node->cuda)
@@ -186,6 +187,16 @@ const char *ep_node_device_name(const struct ep_node *node, uint32_t device)
 const uint8_t *ep_node_device_uuid(const struct ep_node *node, uint32_t device)
 {
     return node->cuda && device < node->n_devices ? node->devices[device].gpu.uuid : NULL;
+}
+
+uint32_t ep_node_sms(const struct ep_node *node, uint32_t device)
+{
+    return node->cuda && device < node->n_devices ? node->devices[device].gpu.sms : 0;
+}
+
+uint32_t ep_node_sms_per_rank(const struct ep_node *node)
+{
+    return node->sms_per_rank;
 }
 
 /* ---- cordon ------------------------------------------------------------------ */
@@ -343,6 +354,7 @@ static Ep__V1__Device *device_info(const struct ep_node *node, uint32_t number)
     device->backend = ep_node_backend(node);
     device->memory_bytes = node->cuda ? from->budget : node->budget; /* host devices share the node's memory */
     device->used_bytes = from->used;
+    device->sms = ep_node_sms(node, number);
     device->detail = node->cuda ? ep_node_gpu_detail(node, number) : own("CPU threads and shared memory");
     if (!device->detail)
         abort();

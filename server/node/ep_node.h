@@ -28,6 +28,7 @@ struct ep_node_options {
     const struct ep_cuda_api *cuda; /* NULL: ep_cuda_open() */
     uint32_t host_devices;          /* ranks of the host backend that this node offers */
     uint64_t memory_budget;         /* bytes for windows, on GPUs of each; 0: half of what is free at start */
+    uint32_t sms_per_rank;          /* the most multiprocessors for a rank whose ops the server runs; 0: no bound */
     const char *socket, *admin_address;
 };
 
@@ -41,6 +42,10 @@ uint32_t ep_node_devices(const struct ep_node *node);
 const char *ep_node_device_name(const struct ep_node *node, uint32_t device);
 /* EP_CUDA_UUID_BYTES bytes; NULL on the host backend. */
 const uint8_t *ep_node_device_uuid(const struct ep_node *node, uint32_t device);
+
+/* Multiprocessors of a GPU; 0 on the host backend.  And how many of them one rank may have at most. */
+uint32_t ep_node_sms(const struct ep_node *node, uint32_t device);
+uint32_t ep_node_sms_per_rank(const struct ep_node *node);
 
 /* Cordon: no new attachments.  The state survives a restart (the caller stores it). */
 void ep_node_cordon(struct ep_node *node, bool cordoned, const char *reason);

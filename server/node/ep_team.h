@@ -5,9 +5,10 @@
  * Owned by the loop's thread; only destroy may run on another one.
  *
  *   host   ep_host_team.  An engine of the server executes the ops of an attached rank.
- *   cuda   memory of the GPUs: each rank's window and, beside it, its state (device_state.h).  Workers
- *          launch the kernels themselves (executor direct), so the server writes who takes part, and reads
- *          what was counted.  No call of a team waits for a kernel.
+ *   cuda   memory of the GPUs: each rank's window and, beside it, its state (device_state.h).  The server
+ *          writes who takes part, and reads what was counted.  Workers launch the kernels themselves
+ *          (executor direct), or hand their ops to the server, which does (executor server).  No call of a
+ *          team waits for a kernel.
  */
 #ifndef EP_TEAM_H
 #define EP_TEAM_H
@@ -65,6 +66,13 @@ ep_status ep_team_reset(struct ep_team *team, struct ep_error *error);
 bool ep_team_clean(struct ep_team *team, uint32_t rank);
 
 /*
+ * Something of the server's has not ended when the executor of the rank (< 0: of any) had to stop, and may
+ * still use every window of the team.  So the rank has no further executor, numbers do not start anew, and
+ * neither team nor windows are ever given back.
+ */
+bool ep_team_stuck(const struct ep_team *team, int32_t rank);
+
+/*
  * How long `rank` has waited for `peer` in all its ops, and the longest of these waits.  False: the
  * backend does not know.
  */
@@ -82,9 +90,13 @@ struct ep_executor;
 
 struct ep_executor_options {
     uint32_t rank;
+    bool direct;      /* the worker runs its own ops */
+    uint32_t max_sms; /* cuda, where it does not: multiprocessors that its kernels may fill */
     struct ep_rank_counters *counters; /* outlive the executor; several may use them in turn */
     /* On the loop's thread, after an op timed out (coalesced). */
     void (*on_timeout)(const struct ep_engine_timeout *timeout, void *user);
+    /* On the loop's thread, once at most: no op of the rank will be run any more. */
+    void (*on_failed)(const struct ep_error *why, void *user);
     void *user;
 };
 
@@ -94,7 +106,7 @@ ep_status ep_executor_start(struct ep_team *team, const struct ep_executor_optio
 void ep_executor_refresh(struct ep_executor *executor);
 /*
  * ep_team_leave() must have been called, so that the running op ends.  on_stopped runs on the loop's
- * thread, later, once nothing of the executor touches the window; it is freed then.
+ * thread, later, once nothing of the executor touches the window, or the rank is stuck; it is freed then.
  */
 void ep_executor_stop(struct ep_executor *executor, void (*on_stopped)(void *user), void *user);
 

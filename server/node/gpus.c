@@ -125,6 +125,16 @@ static ep_status check_mps(const struct ep_node *node, enum ep_node_mps wanted, 
     return EP_OK;
 }
 
+/* What it means for the workers, whose processes share the GPUs with this one. */
+static void tell_mps(const struct ep_node *node)
+{
+    if (gpu_with_mps(node, false))
+        EP_INFO("node", "there is no MPS server: with executor server each op switches the GPU from the worker to "
+                        "this process and back; with executor direct none does");
+    else
+        EP_INFO("node", "GPUs are used through an MPS server: kernels of workers and of this process run at once");
+}
+
 /* ---- the backend --------------------------------------------------------------- */
 
 static void tell_gpus(const struct ep_node *node)
@@ -165,6 +175,7 @@ ep_status ep_node_choose_backend(struct ep_node *node, const struct ep_node_opti
     if (open_cuda(node, options, &why) == EP_OK) {
         set_budgets(node, options->memory_budget);
         tell_gpus(node);
+        tell_mps(node);
         return check_mps(node, options->mps, error);
     }
     if (options->backend == EP_NODE_CUDA)

@@ -5,7 +5,8 @@
  *   gpus.c       the GPUs of a node, and MPS
  *   window.c     windows, and who has how much memory in them
  *   team.c       teams: what both backends have in common; team_host.c, team_cuda.c the backends
- *   watch_cuda.c what the server does for a worker that runs its own ops: it looks on
+ *   watch_cuda.c what kernels count and report; for a worker that runs its own ops nothing else is done
+ *   serve_cuda.c runs the ops of a worker that hands them over
  *   engine.c     executes the ops of one rank on the host backend
  */
 #ifndef EP_NODE_PRIVATE_H
@@ -40,7 +41,7 @@ struct ep_node_window {
 
 struct ep_node {
     char *name, *socket, *admin_address, *kernel;
-    uint32_t cpus;
+    uint32_t cpus, sms_per_rank;
     uint64_t started_us, budget, used;
     const struct ep_cuda_api *cuda; /* NULL: the host backend */
     uint32_t n_devices;

@@ -55,6 +55,11 @@ bool ep_team_peer_wait(const struct ep_team *team, uint32_t rank, uint32_t peer,
     return team->ops->peer_wait(team, rank, peer, sum_ns, max_ns);
 }
 
+bool ep_team_stuck(const struct ep_team *team, int32_t rank)
+{
+    return team->ops->stuck(team, rank);
+}
+
 uint64_t ep_team_state_bytes(const struct ep_team *team)
 {
     return team->state_bytes;

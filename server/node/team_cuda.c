@@ -1,9 +1,9 @@
 /*
  * The cuda backend: the states of the ranks (device_state.h), each on its rank's GPU.
  *
- * Workers run the kernels, at any time and without asking.  What the server has to say to them is who
- * takes part: rank r does in every number n >= from[r], and every rank's state has a from[] of its own,
- * which running kernels look at again while they wait.  So
+ * Workers run the kernels, or the server does for them, at any time and without asking.  What has to be said
+ * to these is who takes part: rank r does in every number n >= from[r], and every rank's state has a from[] of
+ * its own, which running kernels look at again while they wait.  So
  *
  *   leave  is one word in each state, EP_DEVICE_NEVER;
  *   join   needs a number that nobody has begun: a kernel that began it before it saw from[r] would
@@ -17,7 +17,7 @@
  *   reset  starts numbers again at 1.  Rows of the old numbers would pass for new ones: the banks are
  *          cleared.  Nothing runs then.
  *
- * Copies go through a stream of the backend's own and wait for no kernel of a worker.
+ * Copies go through a stream of the backend's own and wait for no kernel.
  */
 #include "team_cuda.h"
 
@@ -205,22 +205,40 @@ static ep_status write_identity(struct cuda_team *team, uint32_t rank, struct ep
     return cuda_write(team, rank, team->ranks[rank].window, &control, offsetof(struct ep_control, wake), error);
 }
 
+/* Whom the server runs ops for writes into the windows of all. */
+static ep_status share_window(struct cuda_team *team, uint32_t rank, struct ep_cuda_memory *memory,
+                              struct ep_error *error)
+{
+    uint64_t mapped = 1ull << team->ranks[rank].ordinal;
+    ep_status status = EP_OK;
+
+    for (uint32_t i = 0; !status && i < team->n; i++) {
+        const uint32_t ordinal = team->ranks[i].ordinal;
+
+        if (!(mapped >> ordinal & 1))
+            status = team->api->memory_share(memory, ordinal, error);
+        mapped |= 1ull << ordinal;
+    }
+    return status;
+}
+
 static ep_status set_window(struct ep_team *base, uint32_t rank, struct ep_node_window *window,
                             struct ep_error *error)
 {
     struct cuda_team *team = cuda(base);
-    ep_status status;
+    ep_status status = share_window(team, rank, window->memory, error);
 
     team->ranks[rank].window = ep_node_window_base(window);
-    status = write_identity(team, rank, error);
+    if (!status)
+        status = write_identity(team, rank, error);
     return status ? ep_error_prefix(error, "window of rank %u", rank) : EP_OK;
 }
 
 /*
- * What was the worker's to write.  Peers have the window mapped and may be in the middle of an op, so it
- * stays what it is, and so do the banks: numbers tell what is stale in them.
+ * What was the worker's to write, mailbox and report among it.  Peers have the window mapped and may be in the
+ * middle of an op, so it stays what it is, and so do the banks: numbers tell what is stale in them.
  */
-ep_status ep_team_cuda_clean(struct cuda_team *team, uint32_t rank, struct ep_error *error)
+static ep_status clean_rank(struct cuda_team *team, uint32_t rank, struct ep_error *error)
 {
     struct cuda_rank *r = &team->ranks[rank];
     const uint64_t image = ep_device_state_image_bytes(team->map, team->placement);
@@ -247,7 +265,7 @@ static bool clean(struct ep_team *team, uint32_t rank)
 {
     struct ep_error error = EP_ERROR_INIT;
 
-    if (ep_team_cuda_clean(cuda(team), rank, &error))
+    if (clean_rank(cuda(team), rank, &error))
         EP_ERROR("node", "a rank's memory is not cleared", EP_U("epoch", cuda(team)->epoch),
                  EP_S("error", error.text));
     return true;
@@ -258,6 +276,34 @@ static ep_status state_export(const struct ep_team *base, uint32_t rank, int *fd
     const struct cuda_team *team = (const struct cuda_team *)base;
 
     return team->api->memory_export(team->ranks[rank].state, fd, error);
+}
+
+static bool stuck(const struct ep_team *base, int32_t rank)
+{
+    const struct cuda_team *team = (const struct cuda_team *)base;
+    bool any = false;
+
+    for (uint32_t i = 0; i < team->n; i++)
+        any |= team->ranks[i].stuck;
+    return rank < 0 ? any : team->ranks[rank].stuck;
+}
+
+static ep_status start(struct ep_team *base, const struct ep_executor_options *options, struct ep_executor **out,
+                       struct ep_error *error)
+{
+    struct cuda_team *team = cuda(base);
+    ep_status status;
+
+    if (team->ranks[options->rank].stuck)
+        return ep_error_set(error, EP_FAILED_PRECONDITION,
+                            "what the server ran for the last worker of rank %u has not ended", options->rank);
+    status = clean_rank(team, options->rank, error);
+    if (!status)
+        status = options->direct ? ep_team_cuda_watch(team, options, out, error)
+                                 : ep_team_cuda_serve(team, options, out, error);
+    if (!status)
+        team->ranks[options->rank].used = true;
+    return status;
 }
 
 /* Kernels count how long they waited, not for whom. */
@@ -315,7 +361,8 @@ static const struct ep_team_ops cuda_ops = {
     .clean = clean,
     .peer_wait = peer_wait,
     .state_export = state_export,
-    .start = ep_team_cuda_start,
+    .stuck = stuck,
+    .start = start,
 };
 
 static void fill(struct cuda_team *team, const struct ep_team_options *options)

@@ -1,4 +1,4 @@
-/* team_cuda: the cuda backend's team, for the two files that implement it. */
+/* team_cuda: the cuda backend's team, for the files that implement it. */
 #ifndef EP_TEAM_CUDA_H
 #define EP_TEAM_CUDA_H
 
@@ -11,6 +11,7 @@ struct cuda_rank {
     uint8_t *window; /* on the GPU */
     struct ep_device_counters seen[EP_DEVICE_PARTS]; /* of the state: what has been counted already */
     bool used; /* a worker has had the window since it was clean */
+    bool stuck; /* a kernel of ours has not ended, see ep_team_stuck() */
 };
 
 struct cuda_team {
@@ -50,11 +51,30 @@ static inline ep_status cuda_clear(const struct cuda_team *team, uint32_t rank, 
     return bytes ? team->api->fill(team->ranks[rank].ordinal, to, 0, bytes, NULL, error) : EP_OK;
 }
 
-/* What the worker of an earlier attachment left is gone; nothing to do when nobody has had the window. */
-ep_status ep_team_cuda_clean(struct cuda_team *team, uint32_t rank, struct ep_error *error);
+/* ---- watch_cuda.c: what kernels count and report ----------------------------------------- */
 
-/* watch_cuda.c */
-ep_status ep_team_cuda_start(struct ep_team *team, const struct ep_executor_options *options,
+struct cuda_watch {
+    struct ep_executor base; /* whose watch it is */
+    struct cuda_team *team;
+    struct ep_executor_options options;
+    uv_timer_t timer;
+    uint64_t told; /* sequence of the last failure: one that is counted and not written yet still has it */
+    bool blind;    /* a look has failed, and that was told */
+    void (*on_closed)(struct cuda_watch *watch);
+};
+
+void cuda_watch_start(struct cuda_watch *watch, struct cuda_team *team, const struct ep_executor_options *options);
+void cuda_watch_look(struct cuda_watch *watch);
+/* After a last look; on_closed comes later, from the loop. */
+void cuda_watch_stop(struct cuda_watch *watch, void (*on_closed)(struct cuda_watch *watch));
+
+/* ---- the executors: of a clean window -------------------------------------------------- */
+
+/* Executor direct, in watch_cuda.c. */
+ep_status ep_team_cuda_watch(struct cuda_team *team, const struct ep_executor_options *options,
+                             struct ep_executor **out, struct ep_error *error);
+/* Executor server, in serve_cuda.c. */
+ep_status ep_team_cuda_serve(struct cuda_team *team, const struct ep_executor_options *options,
                              struct ep_executor **out, struct ep_error *error);
 
 #endif

@@ -150,6 +150,13 @@ static bool peer_wait(const struct ep_team *team, uint32_t rank, uint32_t peer, 
     return true;
 }
 
+/* An engine that does not end has not stopped, and is waited for. */
+static bool stuck(const struct ep_team *team, int32_t rank)
+{
+    (void)team, (void)rank;
+    return false;
+}
+
 static ep_status state_export(const struct ep_team *team, uint32_t rank, int *fd, struct ep_error *error)
 {
     (void)team, (void)fd;
@@ -166,6 +173,7 @@ static const struct ep_team_ops host_ops = {
     .reset = reset,
     .clean = clean,
     .peer_wait = peer_wait,
+    .stuck = stuck,
     .state_export = state_export,
     .start = start,
 };

@@ -1,8 +1,9 @@
 /*
- * What the server does for a worker that runs its own ops: it looks on.  Kernels count in the rank's state
- * and report in its window; the server reads both every second, and when somebody asks, adds what is new to
- * the rank's counters and tells of an op that timed out.  The worker can write them too: what is read decides
- * nothing.
+ * Kernels, whoever launches them, count in the rank's state and report in its window.  The server reads both
+ * every second, and when somebody asks, adds what is new to the rank's counters and tells of an op that timed
+ * out.  The worker can write them too: what is read decides nothing.
+ *
+ * For a worker that runs its own ops that is all the server does.
  */
 #include <stdlib.h>
 
@@ -11,17 +12,6 @@
 #include "team_cuda.h"
 
 #define LOOK_MS 1000
-
-struct watch {
-    struct ep_executor base;
-    struct cuda_team *team;
-    struct ep_executor_options options;
-    uv_timer_t timer;
-    uint64_t told; /* sequence of the last failure: one that is counted and not written yet still has it */
-    bool blind; /* a look has failed, and that was told */
-    void (*on_stopped)(void *user);
-    void *user;
-};
 
 static const enum ep_op_class classes[EP_DEVICE_PARTS] = {
     [EP_DEVICE_DISPATCH] = EP_CLASS_LL_DISPATCH,
@@ -51,7 +41,7 @@ static void count(struct ep_op_counters *sum, const struct ep_device_counters *n
         __atomic_store_n(&sum->max_wait_ns, now->max_wait_ns, __ATOMIC_RELAXED);
 }
 
-static void tell_timeout(struct watch *watch, const struct ep_device_report *report)
+static void tell_timeout(struct cuda_watch *watch, const struct ep_device_report *report)
 {
     const struct ep_engine_timeout timeout = {
         .number = report->failure.number,
@@ -66,14 +56,14 @@ static void tell_timeout(struct watch *watch, const struct ep_device_report *rep
         watch->options.on_timeout(&timeout, watch->options.user);
 }
 
-static struct ep_device_report *report_of(const struct watch *watch)
+static struct ep_device_report *report_of(const struct cuda_watch *watch)
 {
     struct ep_control *control = (struct ep_control *)(void *)watch->team->ranks[watch->options.rank].window;
 
     return &control->gpu.report;
 }
 
-static ep_status take_counters(struct watch *watch, struct ep_error *error)
+static ep_status take_counters(struct cuda_watch *watch, struct ep_error *error)
 {
     const uint32_t rank = watch->options.rank;
     struct cuda_rank *r = &watch->team->ranks[rank];
@@ -91,7 +81,7 @@ static ep_status take_counters(struct watch *watch, struct ep_error *error)
 }
 
 /* The kernel keeps the first failure since `failures` was 0. */
-static ep_status take_failure(struct watch *watch, struct ep_error *error)
+static ep_status take_failure(struct cuda_watch *watch, struct ep_error *error)
 {
     const uint32_t rank = watch->options.rank;
     const uint64_t none = 0;
@@ -109,16 +99,15 @@ static ep_status take_failure(struct watch *watch, struct ep_error *error)
     return EP_OK;
 }
 
-static ep_status look(struct watch *watch, struct ep_error *error)
+static ep_status look(struct cuda_watch *watch, struct ep_error *error)
 {
     ep_status status = take_counters(watch, error);
 
     return status ? status : take_failure(watch, error);
 }
 
-static void refresh(struct ep_executor *executor)
+void cuda_watch_look(struct cuda_watch *watch)
 {
-    struct watch *watch = (struct watch *)executor;
     struct ep_error error = EP_ERROR_INIT;
     ep_status status = look(watch, &error);
 
@@ -132,49 +121,74 @@ static void refresh(struct ep_executor *executor)
 
 static void on_timer(uv_timer_t *timer)
 {
-    refresh(timer->data);
+    cuda_watch_look(timer->data);
 }
 
-static void on_closed(uv_handle_t *handle)
+void cuda_watch_start(struct cuda_watch *watch, struct cuda_team *team, const struct ep_executor_options *options)
 {
-    struct watch *watch = handle->data;
-    void (*on_stopped)(void *user) = watch->on_stopped;
-    void *user = watch->user;
-
-    free(watch);
-    on_stopped(user);
-}
-
-static void stop(struct ep_executor *executor, void (*on_stopped)(void *user), void *user)
-{
-    struct watch *watch = (struct watch *)executor;
-
-    refresh(executor);
-    watch->on_stopped = on_stopped;
-    watch->user = user;
-    uv_close((uv_handle_t *)&watch->timer, on_closed);
-}
-
-ep_status ep_team_cuda_start(struct ep_team *base, const struct ep_executor_options *options,
-                             struct ep_executor **out, struct ep_error *error)
-{
-    static const struct ep_executor_ops ops = { .refresh = refresh, .stop = stop };
-    struct cuda_team *team = (struct cuda_team *)base;
-    struct watch *watch;
-    ep_status status = ep_team_cuda_clean(team, options->rank, error);
-
-    if (status)
-        return status;
-    watch = calloc(1, sizeof *watch);
-    if (!watch)
-        return ep_error_set(error, EP_NO_MEMORY, "no memory for an executor");
-    watch->base.ops = &ops;
     watch->team = team;
     watch->options = *options;
     watch->timer.data = watch;
     uv_timer_init(team->loop, &watch->timer); /* cannot fail */
     uv_timer_start(&watch->timer, on_timer, LOOK_MS, LOOK_MS);
-    team->ranks[options->rank].used = true;
-    *out = &watch->base;
+}
+
+static void on_closed(uv_handle_t *handle)
+{
+    struct cuda_watch *watch = handle->data;
+
+    watch->on_closed(watch);
+}
+
+void cuda_watch_stop(struct cuda_watch *watch, void (*on_watch_closed)(struct cuda_watch *watch))
+{
+    cuda_watch_look(watch);
+    watch->on_closed = on_watch_closed;
+    uv_close((uv_handle_t *)&watch->timer, on_closed);
+}
+
+/* ---- executor direct ------------------------------------------------------------------ */
+
+struct onlooker {
+    struct cuda_watch watch;
+    void (*on_stopped)(void *user);
+    void *user;
+};
+
+static void refresh(struct ep_executor *executor)
+{
+    cuda_watch_look((struct cuda_watch *)executor);
+}
+
+static void on_watch_closed(struct cuda_watch *watch)
+{
+    struct onlooker *onlooker = (struct onlooker *)watch;
+    void (*on_stopped)(void *user) = onlooker->on_stopped;
+    void *user = onlooker->user;
+
+    free(onlooker);
+    on_stopped(user);
+}
+
+static void stop(struct ep_executor *executor, void (*on_stopped)(void *user), void *user)
+{
+    struct onlooker *onlooker = (struct onlooker *)executor;
+
+    onlooker->on_stopped = on_stopped;
+    onlooker->user = user;
+    cuda_watch_stop(&onlooker->watch, on_watch_closed);
+}
+
+ep_status ep_team_cuda_watch(struct cuda_team *team, const struct ep_executor_options *options,
+                             struct ep_executor **out, struct ep_error *error)
+{
+    static const struct ep_executor_ops ops = { .refresh = refresh, .stop = stop };
+    struct onlooker *onlooker = calloc(1, sizeof *onlooker);
+
+    if (!onlooker)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for an executor");
+    onlooker->watch.base.ops = &ops;
+    cuda_watch_start(&onlooker->watch, team, options);
+    *out = &onlooker->watch.base;
     return EP_OK;
 }

@@ -27,11 +27,11 @@ FROM, BEGUN = 128, 448 # in kernels/device_state.h
 NEVER = 2**64 - 1
 
 
-def fields(path, rank, executor=0):
+def fields(path, rank, executor=0, group="moe"):
     """The fields of a ClaimReply, by number."""
     return rawrpc.fields(rawrpc.call(
         path, "ep.v1.Attach/Claim",
-        rawrpc.field(1, "moe") + rawrpc.field(2, rank) + rawrpc.field(3, "test_gpus")
+        rawrpc.field(1, group) + rawrpc.field(2, rank) + rawrpc.field(3, "test_gpus")
         + rawrpc.field(4, worker.WINDOW_VERSION) + rawrpc.field(5, worker.VERSION) + rawrpc.field(7, executor)))
 
 
@@ -86,13 +86,13 @@ class GpusTest(harness.TestCase):
         group = self.admin("group", "get", "moe", "--output=json").json()
         return group["status"]["ranks"][rank]["state"]
 
-    def spawn_worker(self, rank):
+    def spawn_worker(self, rank, executor):
         """A process of its own, which says when it is attached."""
         script = ("import sys, test_gpus\n"
-                  "w = test_gpus.Worker(sys.argv[1], int(sys.argv[2]))\n"
+                  "w = test_gpus.Worker(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))\n"
                   "print('attached', flush=True)\n"
                   "sys.stdin.readline()\n")
-        process = subprocess.Popen([sys.executable, "-c", script, self.server.socket, str(rank)], text=True,
+        process = subprocess.Popen([sys.executable, "-c", script, self.server.socket, str(rank), str(executor)], text=True,
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                    cwd=os.path.dirname(os.path.abspath(__file__)))
         self.addCleanup(process.wait)
@@ -124,9 +124,6 @@ class GpusTest(harness.TestCase):
             big = self.run_cmd(["ep-admin", "group", *command, "--ll-max-tokens=60000"], server=self.server)
             self.assertEqual(big.code, 2, big)
             self.assertIn("ll_max_tokens is 60000: with top_k 2 must be at most ", big.err)
-        with self.assertRaises(rawrpc.RpcError) as caught:
-            fields(self.server.socket, 0, SERVER)
-        self.assertIn("executor is server: it is not there yet", caught.exception.text)
 
     def test_mps_that_is_not_there(self):
         result = self.run_cmd(["ep-server", "--socket=" + self.path("s"), "--state-dir=" + self.path("d"),
@@ -161,11 +158,42 @@ class GpusTest(harness.TestCase):
         with self.assertRaises(rawrpc.RpcError) as caught:
             fields(self.server.socket, 0, DIRECT)
         self.assertIn("direct of group moe is none", caught.exception.text)
+        with Worker(self.server.socket, 0) as w:
+            self.assertEqual((w.claim[9], sorted(w.windows)), (SERVER, [0]))
         self.admin("group", "update", "moe", "--direct=any")
         with Worker(self.server.socket, 0, DIRECT) as w:
             self.assertEqual(len(w.windows), 4)
         self.admin("group", "create", "other", *GROUP[4:], "--direct=none")
         self.assertRegex(self.admin("group", "get", "other").out, r"(?m)^direct +none: ")
+
+    def test_a_served_worker_gets_its_window_only(self):
+        self.serve()
+        with Worker(self.server.socket, 2, SERVER) as w:
+            self.assertEqual((w.claim[8], w.claim[9], len(w.claim[10]), 11 in w.claim), (2, SERVER, 16, False))
+            self.assertEqual((sorted(w.windows), w.state), ([2], None))
+            self.assertEqual(struct.unpack_from("=I", w.windows[2], 12)[0], 2)
+
+    def served(self, device):
+        """Multiprocessors of a GPU that ranks hold, and how many it has."""
+        info = self.admin("node", "get", "--output=json").json()["devices"][device]
+        return info["sms_held"], info["sms"]
+
+    def test_a_gpu_that_is_full_serves_no_further_rank(self):
+        self.serve()
+        self.admin("group", "create", "other", *GROUP[4:])
+        with Worker(self.server.socket, 0, SERVER), Worker(self.server.socket, 2, SERVER):
+            self.assertEqual((self.served(0), self.served(1)), ((8, 8), (0, 8)))
+            self.assertRegex(self.admin("node", "get").out, r"GPU-fixture-0 .* 8 of 8 ")
+            with self.assertRaises(rawrpc.RpcError) as caught:
+                fields(self.server.socket, 0, SERVER, group="other")
+            self.assertIn("held by: group moe 8 (2 ranks); use executor direct", caught.exception.text)
+            self.assertEqual(fields(self.server.socket, 0, group="other")[9], DIRECT)
+        harness.wait_until(lambda: self.served(0) == (0, 8), "the ranks' part free")
+
+    def test_what_a_rank_may_fill_is_the_operators_choice(self):
+        self.serve("--sms-per-rank=1")
+        with Worker(self.server.socket, 0, SERVER), Worker(self.server.socket, 1, DIRECT):
+            self.assertEqual((self.served(0), self.served(1)), ((1, 8), (0, 8)))
 
     def test_peers_see_each_others_windows(self):
         self.serve()
@@ -174,11 +202,17 @@ class GpusTest(harness.TestCase):
             self.assertEqual(b.windows[3][-1], 7)
 
     def test_a_killed_worker_is_absent_for_the_kernels_of_its_peers(self):
+        self.killed(DIRECT)
+
+    def test_so_is_one_whose_ops_the_server_runs(self):
+        self.killed(SERVER)
+
+    def killed(self, executor):
         self.serve()
         took = []
         with Worker(self.server.socket, 0) as w:
             for i in range(5):
-                process = self.spawn_worker(1)
+                process = self.spawn_worker(1, executor)
                 began = 100 * (i + 1)
                 word(w.state, BEGUN, began)
                 start = time.monotonic()
@@ -187,9 +221,9 @@ class GpusTest(harness.TestCase):
                 took.append(time.monotonic() - start)
                 process.wait()
                 harness.wait_until(lambda: self.rank_state(1) == "RANK_STATE_ABSENT", "the rank free")
-                with Worker(self.server.socket, 1) as again:
+                with Worker(self.server.socket, 1, executor) as again:
                     self.assertEqual(w.since(1), began + 1) # the first number that nobody has begun
-                    self.assertEqual(word(again.state, BEGUN), began)
+                    self.assertEqual(again.state and word(again.state, BEGUN), began if executor == DIRECT else None)
         self.assertLess(sorted(took)[2], 0.05 * harness.SCALE, took)
 
     def test_numbers_begin_again_when_all_have_left(self):

@@ -465,7 +465,7 @@ static void answer(struct ep_control *control, const struct ep_op *op)
     const bool combined = records[EP_DEVICE_COMBINE].sequence > records[EP_DEVICE_DISPATCH].sequence;
     const uint32_t part = op->kind == EP_OP_COMBINE || (op->kind == EP_OP_COMPLETE && combined)
                               ? EP_DEVICE_COMBINE : EP_DEVICE_DISPATCH;
-    const uint64_t dispatched = records[EP_DEVICE_DISPATCH].number;
+    const uint64_t dispatched = records[EP_DEVICE_DISPATCH].number, sequence = last_sequence(report) + 1;
     uint64_t number = 0;
 
     if (op->kind == EP_OP_RELEASE)
@@ -475,7 +475,7 @@ static void answer(struct ep_control *control, const struct ep_op *op)
                      ? report->records[h][EP_DEVICE_DISPATCH].number : number;
     records[part] = cuda_fixture.outcome;
     records[part].generation = op->generation;
-    records[part].sequence = last_sequence(report) + 1;
+    records[part].sequence = sequence;
     records[part].number = op->kind == EP_OP_DISPATCH ? number + 1 : dispatched;
     records[part].layout = op->layout;
     records[part].wire_dtype = op->wire_dtype;

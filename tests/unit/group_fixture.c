@@ -29,7 +29,8 @@ void fixture_open(struct fixture *f)
                                              .backend = f->cuda ? EP_NODE_CUDA : EP_NODE_HOST,
                                              .cuda = f->cuda,
                                              .host_devices = f->devices,
-                                             .memory_budget = f->budget };
+                                             .memory_budget = f->budget,
+                                             .sms_per_rank = f->sms_per_rank };
     struct ep_error error = EP_ERROR_INIT;
 
     f->ready = false;

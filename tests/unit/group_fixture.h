@@ -22,6 +22,7 @@ struct fixture {
     char directory[64], path[96];
     uint32_t devices;
     uint64_t budget;
+    uint32_t sms_per_rank;
     const struct ep_cuda_api *cuda; /* GPUs instead of host devices */
     struct ep_worker identity;      /* who claims: this process */
     struct ep_node *node;

@@ -168,18 +168,22 @@ static void a_claim_is_for_the_direct_executor(void **state)
     }
 }
 
-static void executor_server_is_not_there_yet(void **state)
+static void a_served_worker_gets_its_window_only(void **state)
 {
     struct fixture *f = *state;
     Ep__V1__GroupSpec spec = small_spec();
-    struct ep_error error = EP_ERROR_INIT;
+    struct ep_membership_info info;
     struct worker w;
 
     create(f, "moe", &spec);
     f->identity.executor = EXECUTOR(SERVER);
-    assert_int_equal(claim(f, &w, "moe", 0, &error), EP_UNIMPLEMENTED);
-    assert_string_equal(error.text,
-                        "executor is server: it is not there yet on the cuda backend; use direct");
+    assert_int_equal(claim(f, &w, "moe", 1, NULL), EP_OK);
+    ep_membership_info(w.membership, &info);
+    assert_int_equal(info.executor, EXECUTOR(SERVER));
+    assert_memory_equal(info.device_uuid, cuda_fixture_uuid(1), EP_CUDA_UUID_BYTES);
+    assert_int_equal(info.memories, 1);
+    assert_int_equal(info.state_bytes, 0);
+    release(&w, false);
 }
 
 static void set_direct(struct fixture *f, Ep__V1__Direct direct)
@@ -192,6 +196,18 @@ static void set_direct(struct fixture *f, Ep__V1__Direct direct)
     assert_int_equal(answer.error.status, EP_OK);
     assert_int_equal(answer.group->status->epoch, 1); /* it is looked at by claims only */
     answer_clear(&answer);
+}
+
+static Ep__V1__Executor settled(struct fixture *f, Ep__V1__Executor asked)
+{
+    struct ep_membership_info info;
+    struct worker w;
+
+    f->identity.executor = asked;
+    assert_int_equal(claim(f, &w, "moe", 0, NULL), EP_OK);
+    ep_membership_info(w.membership, &info);
+    release(&w, false);
+    return info.executor;
 }
 
 static void the_group_says_who_may_run_its_own_ops(void **state)
@@ -209,18 +225,123 @@ static void the_group_says_who_may_run_its_own_ops(void **state)
     snprintf(own, sizeof own, "is not the server's, which is %u;", (unsigned)geteuid());
     assert_non_null(strstr(error.text, "executor is direct: direct of group moe is same_uid, and uid "));
     assert_non_null(strstr(error.text, own));
-    f->identity.executor = EXECUTOR(AUTO);
-    assert_int_equal(claim(f, &w, "moe", 0, &error), EP_PERMISSION_DENIED);
-    assert_non_null(strstr(error.text, "executor server is not there yet"));
+    assert_int_equal(settled(f, EXECUTOR(AUTO)), EXECUTOR(SERVER));
+    assert_int_equal(settled(f, EXECUTOR(SERVER)), EXECUTOR(SERVER));
 
     set_direct(f, DIRECT(ANY));
-    assert_int_equal(claim(f, &w, "moe", 0, &error), EP_OK);
-    release(&w, false);
+    assert_int_equal(settled(f, EXECUTOR(DIRECT)), EXECUTOR(DIRECT));
+    assert_int_equal(settled(f, EXECUTOR(AUTO)), EXECUTOR(DIRECT));
 
     set_direct(f, DIRECT(NONE));
     f->identity.uid = geteuid();
+    f->identity.executor = EXECUTOR(DIRECT);
     assert_int_equal(claim(f, &w, "moe", 0, &error), EP_FAILED_PRECONDITION);
     assert_non_null(strstr(error.text, "direct of group moe is none"));
+    assert_int_equal(settled(f, EXECUTOR(AUTO)), EXECUTOR(SERVER));
+}
+
+/* ---- multiprocessors --------------------------------------------------------------------------- */
+
+static void claim_served(struct fixture *f, struct worker *w, const char *group, int32_t rank)
+{
+    f->identity.executor = EXECUTOR(SERVER);
+    claim_when_free(f, w, group, rank);
+}
+
+/* 8 of them, and two ranks of the group on each GPU. */
+static void served_ranks_divide_a_gpu(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct worker w[RANKS];
+
+    create(f, "moe", &spec);
+    for (int i = 0; i < RANKS; i++) {
+        claim_served(f, &w[i], "moe", i);
+        attach(&w[i]);
+        assert_int_equal(cuda_fixture.served.max_sms, 4);
+    }
+    assert_int_equal(ep_groups_sms(f->groups, 0), 8);
+    assert_int_equal(ep_groups_sms(f->groups, 1), 8);
+    for (int i = 0; i < RANKS; i++)
+        release(&w[i], false);
+    RUN_UNTIL(f, ep_groups_sms(f->groups, 0) == 0 && ep_groups_sms(f->groups, 1) == 0);
+}
+
+static void refused_for_room(struct fixture *f, const char *group, int32_t rank, const char *text)
+{
+    struct ep_error error = EP_ERROR_INIT;
+    struct worker w;
+
+    f->identity.executor = EXECUTOR(SERVER);
+    assert_int_equal(claim(f, &w, group, rank, &error), EP_RESOURCE_EXHAUSTED);
+    if (!strstr(error.text, text))
+        fail_msg("\"%s\" does not say \"%s\"", error.text, text);
+}
+
+static void a_full_gpu_serves_no_further_rank(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct worker a, b, other;
+
+    create(f, "moe", &spec);
+    create(f, "other", &spec);
+    claim_served(f, &a, "moe", 0);
+    claim_served(f, &b, "moe", 2);
+    refused_for_room(f, "other", 0,
+                     "executor server needs 4 of the 8 multiprocessors of GPU-fixture-0 for rank 0 of group other, and "
+                     "0 are free; held by: group moe 8 (2 ranks); use executor direct, or start ep-server with "
+                     "--sms-per-rank");
+    assert_true(ep_groups_rank_free(f->groups, "other", 0)); /* who runs its own ops needs none */
+    claim_served(f, &other, "other", -1); /* on the other GPU */
+    attach(&other);
+    assert_int_equal(other.info.rank, 1);
+    f->identity.executor = EXECUTOR(DIRECT);
+    release(&b, false); /* it never attached: at once */
+    release(&other, false);
+    claim_served(f, &b, "other", 0);
+    refused_for_room(f, "moe", 2, "held by: group moe 4 (1 rank), group other 4 (1 rank)");
+    release(&a, false);
+    release(&b, false);
+}
+
+static void what_is_being_released_is_worth_waiting_for(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct ep_error error = EP_ERROR_INIT;
+    struct worker a, b, other;
+
+    create(f, "moe", &spec);
+    create(f, "other", &spec);
+    claim_served(f, &a, "moe", 0);
+    attach(&a);
+    claim_served(f, &b, "moe", 2);
+    release(&a, false);
+    assert_int_equal(claim(f, &other, "other", 0, &error), EP_UNAVAILABLE);
+    assert_non_null(strstr(error.text, "the multiprocessors of GPU-fixture-0 are being released"));
+    claim_when_free(f, &other, "other", 0);
+    release(&other, false);
+    release(&b, false);
+}
+
+static void a_smaller_share_leaves_room_for_others(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct worker w[4];
+
+    fixture_close(f);
+    f->sms_per_rank = 2;
+    fixture_open(f);
+    create(f, "moe", &spec);
+    create(f, "other", &spec);
+    for (int i = 0; i < 4; i++)
+        claim_served(f, &w[i], i < 2 ? "moe" : "other", i % 2 * 2);
+    assert_int_equal(ep_groups_sms(f->groups, 0), 8);
+    for (int i = 0; i < 4; i++)
+        release(&w[i], false);
 }
 
 /* ---- memory ---------------------------------------------------------------------------------- */
@@ -377,6 +498,128 @@ static void a_broken_gpu_is_told_to_who_wants_to_join(void **state)
     release(&b, false);
 }
 
+/* ---- executor server --------------------------------------------------------------------------- */
+
+static void ranks_of_both_executors_are_one_team(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct ep_device_state *peers;
+    struct worker own, served, next;
+
+    create(f, "moe", &spec);
+    f->identity.executor = EXECUTOR(DIRECT);
+    join(f, &own, "moe", 0);
+    peers = map_state(&own);
+    f->identity.executor = EXECUTOR(SERVER);
+    join(f, &served, "moe", 1);
+    assert_int_equal(cuda_fixture.serves, 1);
+    peers->begun = 30;
+    release(&served, false);
+    assert_int_equal(peers->from[1], EP_DEVICE_NEVER);
+    join(f, &next, "moe", 1);
+    assert_int_equal(peers->from[1], 31);
+    assert_int_equal(cuda_fixture.serves, 1);
+    unmap_state(peers, &own);
+    release(&next, false);
+    release(&own, false);
+}
+
+static struct ep_mailbox *mailbox_of(uint8_t *window)
+{
+    return &((struct ep_control *)(void *)window)->gpu.mailbox;
+}
+
+/* It may ring as long as it lives, and nobody hears it. */
+static void a_mailbox_is_cleared_when_its_worker_is_gone(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct ep_error error = EP_ERROR_INIT;
+    struct worker a, b, next;
+    uint8_t *kept;
+
+    create(f, "moe", &spec);
+    f->identity.executor = EXECUTOR(SERVER);
+    join(f, &a, "moe", 0);
+    join(f, &b, "moe", 1);
+    kept = map_window(&b);
+    release(&b, true);
+    RUN_UNTIL(f, cuda_fixture.serves == 1);
+    mailbox_of(kept)->doorbell = 1;
+    f->identity.executor = EXECUTOR(SERVER);
+    assert_int_equal(claim(f, &next, "moe", 1, &error), EP_UNAVAILABLE);
+    assert_int_equal(rank_state(f, "moe", 1), STATE(QUARANTINED));
+    writer_gone(&b);
+    RUN_UNTIL(f, mailbox_of(kept)->doorbell == 0);
+    join(f, &next, "moe", 1);
+    munmap(kept, next.window_bytes);
+    release(&next, false);
+    release(&a, false);
+}
+
+static void a_worker_that_nobody_serves_any_more_is_detached(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct worker a, b;
+
+    create(f, "moe", &spec);
+    f->identity.executor = EXECUTOR(SERVER);
+    join(f, &a, "moe", 0);
+    cuda_fixture.fail_after = 2;
+    cuda_fixture.fail = "serve_wait";
+    join(f, &b, "moe", 1);
+    RUN_UNTIL(f, a.detached + b.detached == 1);
+    cuda_fixture.fail = NULL;
+    assert_non_null(strstr(a.detached ? a.text : b.text, "the server cannot run its ops any more: serve_wait failed"));
+    release(&a, false);
+    release(&b, false);
+}
+
+/* What may still be written is not given to anybody, nor back. */
+static void a_rank_that_does_not_end_is_lost_with_its_epoch(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct ep_error error = EP_ERROR_INIT;
+    uint64_t left, all = ep_node_memory_left(f->node);
+    struct answer answer;
+    struct worker a, b;
+
+    spec.timeout_ms = 1;
+    create(f, "moe", &spec);
+    left = ep_node_memory_left(f->node);
+    f->identity.executor = EXECUTOR(SERVER);
+    join(f, &a, "moe", 0);
+    join(f, &b, "moe", 1);
+    __atomic_store_n(&cuda_fixture.stuck, 1, __ATOMIC_SEQ_CST);
+    release(&b, false);
+    while (claim(f, &b, "moe", 1, &error) == EP_UNAVAILABLE)
+        uv_run(&f->loop, UV_RUN_ONCE);
+    __atomic_store_n(&cuda_fixture.stuck, 0, __ATOMIC_SEQ_CST);
+    assert_int_equal(error.status, EP_FAILED_PRECONDITION);
+    assert_non_null(strstr(error.text, "rank 1 of group moe is lost: what the server ran for its last worker"));
+    assert_int_equal(ep_groups_sms(f->groups, 1), 4);
+    release(&a, false);
+    claim_when_free(f, &a, "moe", 0); /* numbers do not begin anew, and the others may come and go */
+    attach(&a);
+    release(&a, false);
+    answer = delete (f, "moe", false);
+    assert_int_equal(answer.error.status, EP_OK);
+    answer_clear(&answer);
+    assert_int_equal(ep_node_memory_left(f->node), left);
+    ep_node_release(f->node, 0, (all - left) / 2); /* the fixture wants it back */
+    ep_node_release(f->node, 1, (all - left) / 2);
+}
+
+static int teardown_lost(void **state)
+{
+    fixture_teardown(state);
+    assert_int_equal(cuda_fixture.memories, 2 * RANKS);
+    return 0;
+}
+
 /* ---- what operators see ---------------------------------------------------------------------- */
 
 static void counters_of_kernels_are_shown_when_asked_for(void **state)
@@ -486,18 +729,27 @@ int main(void)
         TEST(memory_is_what_is_reserved),
         TEST(a_group_that_cannot_have_its_memory_leaves_none),
         TEST(a_claim_is_for_the_direct_executor),
-        TEST(executor_server_is_not_there_yet),
+        TEST(a_served_worker_gets_its_window_only),
         TEST(the_group_says_who_may_run_its_own_ops),
+        TEST(served_ranks_divide_a_gpu),
+        TEST(a_full_gpu_serves_no_further_rank),
+        TEST(what_is_being_released_is_worth_waiting_for),
+        TEST(a_smaller_share_leaves_room_for_others),
         TEST(a_worker_gets_its_window_its_state_and_its_peers_windows),
         TEST(peers_kernels_are_told_who_has_gone),
         TEST(a_new_worker_takes_part_from_the_next_number),
         TEST(memory_is_cleared_when_no_one_can_write_it),
         TEST(numbers_begin_again_when_the_last_has_left),
         TEST(a_broken_gpu_is_told_to_who_wants_to_join),
+        TEST(ranks_of_both_executors_are_one_team),
+        TEST(a_mailbox_is_cleared_when_its_worker_is_gone),
+        TEST(a_worker_that_nobody_serves_any_more_is_detached),
         TEST(counters_of_kernels_are_shown_when_asked_for),
         TEST(a_late_rank_is_recorded_by_name),
         TEST(watchers_hear_of_a_late_rank_unasked),
         TEST(closing_with_workers_leaves_their_memberships_safe),
+        /* The last one: memory stays. */
+        cmocka_unit_test_setup_teardown(a_rank_that_does_not_end_is_lost_with_its_epoch, setup, teardown_lost),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);

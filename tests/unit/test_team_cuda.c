@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "cuda_fixture.h"
 #include "ep_log.h"
@@ -27,7 +28,8 @@ struct fixture {
     struct ep_executor *executor;
     struct ep_rank_counters counters;
     struct ep_engine_timeout timeout;
-    unsigned timeouts;
+    unsigned timeouts, failures;
+    struct ep_error failure;
     bool stopped;
 };
 
@@ -348,18 +350,37 @@ static void on_timeout(const struct ep_engine_timeout *timeout, void *user)
     f->timeouts++;
 }
 
+static void on_failed(const struct ep_error *why, void *user)
+{
+    struct fixture *f = user;
+
+    f->failure = *why;
+    f->failures++;
+}
+
 static void on_stopped(void *user)
 {
     ((struct fixture *)user)->stopped = true;
 }
 
-static void start(struct fixture *f, uint32_t rank)
+static struct ep_executor_options options_of(struct fixture *f, uint32_t rank, bool direct)
 {
-    const struct ep_executor_options options = { .rank = rank, .counters = &f->counters, .on_timeout = on_timeout,
-                                                 .user = f };
+    return (struct ep_executor_options){ .rank = rank, .direct = direct, .max_sms = direct ? 0 : 3,
+                                         .counters = &f->counters, .on_timeout = on_timeout,
+                                         .on_failed = on_failed, .user = f };
+}
+
+static void start_as(struct fixture *f, uint32_t rank, bool direct)
+{
+    const struct ep_executor_options options = options_of(f, rank, direct);
 
     f->stopped = false;
     assert_int_equal(ep_executor_start(f->team, &options, &f->executor, NULL), EP_OK);
+}
+
+static void start(struct fixture *f, uint32_t rank)
+{
+    start_as(f, rank, true);
 }
 
 static void stop(struct fixture *f)
@@ -460,7 +481,7 @@ static void the_next_worker_reads_nothing_of_the_last_one(void **state)
 static void who_gets_uncleared_memory_is_refused(void **state)
 {
     struct fixture *f = *state;
-    const struct ep_executor_options options = { .rank = 1, .counters = &f->counters };
+    const struct ep_executor_options options = options_of(f, 1, true);
     struct ep_executor *executor;
     struct ep_error error = EP_ERROR_INIT;
 
@@ -474,6 +495,213 @@ static void who_gets_uncleared_memory_is_refused(void **state)
     cuda_fixture.lost = 0;
     start(f, 1);
     assert_int_equal(window_of(f, 1)[f->map.arena], 0);
+    stop(f);
+}
+
+/* ---- executor server ------------------------------------------------------------------------ */
+
+static uint32_t seen(const uint32_t *counter)
+{
+    return __atomic_load_n(counter, __ATOMIC_SEQ_CST);
+}
+
+static void wait_for(struct fixture *f, const uint32_t *counter, uint32_t value)
+{
+    while (seen(counter) != value)
+        if (!uv_run(&f->loop, UV_RUN_NOWAIT))
+            usleep(100);
+}
+
+static void every_gpu_of_the_team_writes_every_window(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_error error = EP_ERROR_INIT;
+
+    cuda_fixture.fail = "memory_share"; /* rank 2 is on GPU 0, where ranks 1 and 3 are not */
+    assert_int_equal(ep_team_set_window(f->team, 2, f->window[2], &error), EP_INTERNAL);
+    assert_string_equal(error.text, "window of rank 2: memory_share failed because the test says so");
+    cuda_fixture.fail_after = 1; /* one other GPU: once is enough */
+    assert_int_equal(ep_team_set_window(f->team, 2, f->window[2], &error), EP_OK);
+}
+
+static void kernels_of_a_served_rank_get_what_a_workers_have(void **state)
+{
+    struct fixture *f = *state;
+
+    start_as(f, 1, false);
+    assert_int_equal(cuda_fixture.serves, 1);
+    assert_int_equal(cuda_fixture.served.device, 1);
+    assert_int_equal(cuda_fixture.served.rank, 1);
+    assert_int_equal(cuda_fixture.served.max_sms, 3);
+    assert_ptr_equal(cuda_fixture.served.map, &f->map);
+    assert_ptr_equal(cuda_fixture.served.placement, &f->placement);
+    assert_ptr_equal(cuda_fixture_host(cuda_fixture.served.state), state_of(f, 1));
+    stop(f);
+    assert_int_equal(cuda_fixture.serves, 0);
+}
+
+static void two_batches_are_kept_ready(void **state)
+{
+    const uint32_t batch = EP_CUDA_SERVE_OPS / 2;
+    struct fixture *f = *state;
+
+    start_as(f, 0, false);
+    wait_for(f, &cuda_fixture.posted, 2 * batch);
+    for (uint32_t n = 1; n < 4; n++) {
+        __atomic_store_n(&cuda_fixture.passed, n * batch - 1, __ATOMIC_SEQ_CST);
+        usleep(2000);
+        assert_int_equal(seen(&cuda_fixture.posted), (n + 1) * batch);
+        __atomic_store_n(&cuda_fixture.passed, n * batch, __ATOMIC_SEQ_CST);
+        wait_for(f, &cuda_fixture.posted, (n + 2) * batch);
+    }
+    stop(f);
+    assert_int_equal(f->failures, 0);
+}
+
+static void what_it_counts_is_added_up_to_the_end(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_device_counters *c = state_of(f, 1)->counters;
+
+    start_as(f, 1, false);
+    c[EP_DEVICE_DISPATCH].count = 5;
+    ep_executor_refresh(f->executor);
+    assert_int_equal(f->counters.op[EP_CLASS_LL_DISPATCH].count, 5);
+    report_of(f, 1)->failures = 1;
+    report_of(f, 1)->failure = (struct ep_device_record){ .status = EP_TIMEOUT, .late_rank = 3, .sequence = 9 };
+    c[EP_DEVICE_COMBINE].count = 4; /* while it stops */
+    stop(f);
+    assert_int_equal(f->counters.op[EP_CLASS_LL_COMBINE].count, 4);
+    assert_int_equal(f->timeout.late_rank, 3);
+}
+
+static void the_next_worker_finds_the_mailbox_empty(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_mailbox *mailbox = &((struct ep_control *)(void *)window_of(f, 2))->gpu.mailbox;
+
+    start_as(f, 2, false);
+    mailbox->doorbell = mailbox->closed = mailbox->done = 1;
+    ep_team_leave(f->team, 2);
+    stop(f);
+    assert_true(ep_team_clean(f->team, 2));
+    assert_int_equal(mailbox->doorbell | mailbox->closed | mailbox->done, 0);
+    assert_int_equal(ep_team_join(f->team, 2, NULL), EP_OK);
+    start_as(f, 2, false);
+    stop(f);
+}
+
+static void ranks_stop_at_once(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_executor *executor[RANKS];
+
+    for (uint32_t r = 0; r < RANKS; r++) {
+        start_as(f, r, r % 2);
+        executor[r] = f->executor;
+    }
+    assert_int_equal(cuda_fixture.serves, RANKS / 2);
+    for (uint32_t r = 0; r < RANKS; r++)
+        ep_executor_stop(executor[r], on_stopped, f);
+    assert_false(f->stopped);
+    uv_run(&f->loop, UV_RUN_DEFAULT);
+    assert_true(f->stopped);
+    assert_int_equal(cuda_fixture.serves, 0);
+}
+
+static void a_start_that_fails_leaves_nothing(void **state)
+{
+    struct fixture *f = *state;
+    const struct ep_executor_options options = options_of(f, 1, false);
+    struct ep_executor *executor;
+    struct ep_error error = EP_ERROR_INIT;
+
+    cuda_fixture.fail = "serve_open";
+    assert_int_equal(ep_executor_start(f->team, &options, &executor, &error), EP_INTERNAL);
+    assert_string_equal(error.text, "the kernels of rank 1: serve_open failed because the test says so");
+    uv_run(&f->loop, UV_RUN_DEFAULT);
+    assert_int_equal(cuda_fixture.serves, 0);
+    start_as(f, 1, false);
+    stop(f);
+}
+
+/* Its worker must hear that nobody answers it any more. */
+static void a_gpu_that_fails_is_told_of_once(void **state)
+{
+    static const struct { const char *name; uint32_t after; } calls[] = {
+        { "serve_post", 0 }, { "serve_post", 1 }, { "serve_wait", 0 },
+    };
+    struct fixture *f = *state;
+
+    for (unsigned i = 0; i < sizeof calls / sizeof *calls; i++) {
+        cuda_fixture.fail_after = calls[i].after;
+        cuda_fixture.fail = calls[i].name;
+        start_as(f, 1, false);
+        while (f->failures == i)
+            uv_run(&f->loop, UV_RUN_ONCE);
+        assert_int_equal(f->failure.status, EP_INTERNAL);
+        assert_non_null(strstr(f->failure.text, calls[i].name));
+        cuda_fixture.fail = NULL;
+        stop(f);
+        assert_int_equal(f->failures, i + 1);
+        assert_int_equal(cuda_fixture.serves, 0);
+        assert_false(ep_team_stuck(f->team, -1));
+    }
+}
+
+static void an_end_that_fails_is_tried_again(void **state)
+{
+    struct fixture *f = *state;
+
+    start_as(f, 1, false);
+    wait_for(f, &cuda_fixture.posted, EP_CUDA_SERVE_OPS);
+    cuda_fixture.fail_after = 0;
+    cuda_fixture.fail = "serve_end";
+    stop(f);
+    assert_int_equal(cuda_fixture.ended, 1);
+    assert_int_equal(cuda_fixture.serves, 0);
+    assert_false(ep_team_stuck(f->team, 1));
+}
+
+static void set_stuck(uint32_t stuck)
+{
+    __atomic_store_n(&cuda_fixture.stuck, stuck, __ATOMIC_SEQ_CST);
+}
+
+static void a_slow_end_is_waited_for(void **state)
+{
+    struct fixture *f = *state;
+
+    start_as(f, 1, false);
+    set_stuck(1);
+    ep_executor_stop(f->executor, on_stopped, f);
+    wait_for(f, &cuda_fixture.ended, 3);
+    assert_false(f->stopped);
+    set_stuck(0);
+    while (!f->stopped)
+        uv_run(&f->loop, UV_RUN_ONCE);
+    assert_false(ep_team_stuck(f->team, 1));
+}
+
+/* After the group's bound for waits nothing that is right can still run. */
+static void what_does_not_end_keeps_its_memory(void **state)
+{
+    struct fixture *f = *state;
+    const struct ep_executor_options options = options_of(f, 1, false);
+    struct ep_executor *executor;
+    struct ep_error error = EP_ERROR_INIT;
+
+    ep_team_set_timeout(f->team, 0);
+    start_as(f, 1, false);
+    set_stuck(1);
+    stop(f);
+    assert_true(ep_team_stuck(f->team, 1));
+    assert_true(ep_team_stuck(f->team, -1));
+    assert_false(ep_team_stuck(f->team, 0));
+    assert_int_equal(ep_executor_start(f->team, &options, &executor, &error), EP_FAILED_PRECONDITION);
+    assert_non_null(strstr(error.text, "has not ended"));
+    set_stuck(0);
+    start_as(f, 0, false); /* the others go on */
     stop(f);
 }
 
@@ -526,6 +754,17 @@ int main(void)
         TEST(a_late_rank_is_told_of_once),
         TEST(the_next_worker_reads_nothing_of_the_last_one),
         TEST(who_gets_uncleared_memory_is_refused),
+        TEST(every_gpu_of_the_team_writes_every_window),
+        TEST(kernels_of_a_served_rank_get_what_a_workers_have),
+        TEST(two_batches_are_kept_ready),
+        TEST(what_it_counts_is_added_up_to_the_end),
+        TEST(the_next_worker_finds_the_mailbox_empty),
+        TEST(ranks_stop_at_once),
+        TEST(a_start_that_fails_leaves_nothing),
+        TEST(a_gpu_that_fails_is_told_of_once),
+        TEST(an_end_that_fails_is_tried_again),
+        TEST(a_slow_end_is_waited_for),
+        TEST(what_does_not_end_keeps_its_memory),
         TEST(gpus_that_do_not_reach_each_other_make_no_team),
     };
 
