@@ -36,18 +36,19 @@ struct ep_ll_args {
     uint32_t tokens, top_k, index_bytes, alignment;
     uint32_t input_dtype, wire_dtype;
     uint32_t row_bytes;    /* of one row that travels */
-    uint32_t row_scales;   /* fp32 scales of it, 0: none */
+    uint32_t row_scales;   /* scales of it, 0: none */
+    uint32_t scale_bytes;  /* of one: 4, fp32, or 1, UE8M0 */
     int32_t *routing;      /* [T_ll * K] of the handle */
     float *weights;
     const uint8_t *x;
     uint64_t in_rows;      /* a combine's rows at x */
-    const float *x_scales;
+    const uint8_t *x_scales;
     const void *topk;
     const float *topk_weights;
     const uint8_t *bias;
     uint8_t *out;
     uint64_t out_rows;     /* that `out` holds */
-    float *out_scales;
+    uint8_t *out_scales;
     int32_t *counts, *offsets, *out_topk;
     float *out_weights;
     struct ep_source *sources;

@@ -13,7 +13,7 @@ enum class Cast { none, bf16, fp16, fp32 }; /* to fp8, from */
 /* Pieces of a row as they travel: piece i of this thread's is kThreads * i + threadIdx.x. */
 template <Cast C> struct Row {
     Vec piece[kVecs];
-    float scale[kVecs]; /* of the piece's block, with a cast */
+    uint32_t scale[kVecs]; /* of the piece's block, with a cast, as it is stored */
 };
 
 __device__ inline float amax_of(float amax, float x)
@@ -40,8 +40,17 @@ template <Cast C> __device__ void decode(const Vec *from, float *x)
     }
 }
 
+/* The smallest power of two that is not below amax / 448 = amax / (1.75 * 2^8): a fraction above .75 takes the next
+ * exponent. */
+__device__ inline uint32_t ue8m0_of(float amax)
+{
+    const uint32_t exponent = (__float_as_uint(amax) + 0x1fffffu) >> 23;
+
+    return amax == 0 ? 127 : exponent > 8 ? exponent - 8 : 0;
+}
+
 /* 16 elements to 16 bytes, with the scale of the 128 that 8 neighbouring threads have. */
-template <Cast C> __device__ void quantise(const Vec *from, bool there, Vec *piece, float *scale)
+template <Cast C> __device__ void quantise(const ep_ll_args &a, const Vec *from, bool there, Vec *piece, uint32_t *stored)
 {
     float x[16], amax = 0;
 
@@ -51,10 +60,15 @@ template <Cast C> __device__ void quantise(const Vec *from, bool there, Vec *pie
         amax = amax_of(amax, x[i]);
     for (uint32_t step = 1; step < 8; step *= 2)
         amax = fmaxf(amax, __shfl_xor_sync(kAll, amax, step));
-    *scale = amax == 0 ? 1.0f : amax / 448.0f;
-    const float inverse = __frcp_rn(*scale);
+    float scale = amax == 0 ? 1.0f : amax / 448.0f, inverse = __frcp_rn(scale);
+
+    *stored = __float_as_uint(scale);
+    if (a.scale_bytes == 1) {
+        *stored = ue8m0_of(amax);
+        inverse = __uint_as_float((254 - *stored) << 23); /* exact; at most 2^127 */
+    }
     /* Scales of which there is no inverse are those of blocks that are next to nothing. */
-    const auto scaled = [&](float value) { return isinf(inverse) ? __fdiv_rn(value, *scale) : value * inverse; };
+    const auto scaled = [&](float value) { return isinf(inverse) ? __fdiv_rn(value, scale) : value * inverse; };
 
     for (uint32_t i = 0; there && i < 16; i += 4) {
         const auto two = [&](uint32_t j) {
@@ -85,7 +99,7 @@ template <Cast C> __device__ void load_token(const ep_ll_args &a, uint32_t t, ui
 
             for (uint32_t j = 0; j < kIn && p < pieces; j++)
                 in[j] = load_row(x + ((uint64_t)p * kIn + j) * 16);
-            quantise<C>(in, p < pieces, &row->piece[i], &row->scale[i]);
+            quantise<C>(a, in, p < pieces, &row->piece[i], &row->scale[i]);
         }
     }
 }
@@ -96,7 +110,7 @@ __device__ void push_pieces(const ep_ll_args &a, const Op &op, const Row<C> &row
 {
     const uint32_t pieces = a.row_bytes / 16;
     uint8_t *to = item_at(a, d, op.bank, a.bank.rows, a.rank, slot, a.row_bytes);
-    float *scales = (float *)item_at(a, d, op.bank, a.bank.scales, a.rank, slot, a.scales_bytes);
+    uint8_t *scales = item_at(a, d, op.bank, a.bank.scales, a.rank, slot, a.scales_bytes);
 
 #pragma unroll
     for (uint32_t i = 0; i < kVecs; i++) {
@@ -106,7 +120,7 @@ __device__ void push_pieces(const ep_ll_args &a, const Op &op, const Row<C> &row
             continue;
         store_row(to + (uint64_t)p * 16, row.piece[i]);
         if (C != Cast::none && p % 8 == 0)
-            scales[p / 8] = row.scale[i];
+            store_scale(a, scales, p / 8, row.scale[i]);
     }
 }
 
@@ -177,10 +191,11 @@ __device__ inline void push_headers(const ep_ll_args &a, const Op &op, const Bat
 /* fp8 that came with scales. */
 __device__ inline void push_scales(const ep_ll_args &a, const Op &op, uint32_t t, uint32_t d, uint32_t slot)
 {
-    float *to = (float *)item_at(a, d, op.bank, a.bank.scales, a.rank, slot, a.scales_bytes);
+    uint8_t *to = item_at(a, d, op.bank, a.bank.scales, a.rank, slot, a.scales_bytes);
+    const uint8_t *from = a.x_scales + (uint64_t)t * a.row_scales * a.scale_bytes;
 
     for (uint32_t i = threadIdx.x; i < a.row_scales; i += kThreads)
-        to[i] = a.x_scales[(uint64_t)t * a.row_scales + i];
+        store_scale(a, to, i, load_scale(a, from, i));
 }
 
 /* The row of token t to the ranks in `to`, the next rank first so that not all push to the same one. */
@@ -258,7 +273,7 @@ __device__ inline void push_counts(const ep_ll_args &a, const Op &op, const Batc
     }
     if (threadIdx.x == 0 && d != a.rank)
         atomicAdd((unsigned long long *)&a.state->scratch.wire_bytes,
-                  (unsigned long long)tokens * (a.row_bytes + a.row_scales * sizeof(float)));
+                  (unsigned long long)tokens * (a.row_bytes + a.row_scales * a.scale_bytes));
     __syncthreads();
 }
 

@@ -125,7 +125,7 @@ __device__ inline void place_row(const ep_ll_args &a, const Op &op, uint32_t s, 
 {
     const uint32_t pieces = a.row_bytes / 16, n = places.n;
     const uint8_t *row = item_at(a, a.rank, op.bank, a.bank.rows, s, slot, a.row_bytes);
-    const float *scales = (const float *)item_at(a, a.rank, op.bank, a.bank.scales, s, slot, a.scales_bytes);
+    const uint8_t *scales = item_at(a, a.rank, op.bank, a.bank.scales, s, slot, a.scales_bytes);
 
     for (uint32_t at = threadIdx.x; at < pieces; at += kVecs * kThreads) {
         Vec v[kVecs];
@@ -144,10 +144,10 @@ __device__ inline void place_row(const ep_ll_args &a, const Op &op, uint32_t s, 
         }
     }
     for (uint32_t i = threadIdx.x; i < a.row_scales; i += kThreads) {
-        const float scale = __ldcg(scales + i);
+        const uint32_t scale = load_scale(a, scales, i);
 
         for (uint32_t j = 0; j < n; j++)
-            a.out_scales[places.at[j] * a.row_scales + i] = scale;
+            store_scale(a, a.out_scales + places.at[j] * a.row_scales * a.scale_bytes, i, scale);
     }
     if (threadIdx.x < n && a.sources)
         a.sources[places.at[threadIdx.x]] = { s, places.token };
@@ -160,7 +160,7 @@ __device__ inline void zero_row(const ep_ll_args &a, uint64_t at)
     for (uint32_t p = threadIdx.x; p < a.row_bytes / 16; p += kThreads)
         store_row(a.out + at * a.row_bytes + (uint64_t)p * 16, zero);
     for (uint32_t i = threadIdx.x; i < a.row_scales; i += kThreads)
-        a.out_scales[at * a.row_scales + i] = 0;
+        store_scale(a, a.out_scales + at * a.row_scales * a.scale_bytes, i, 0);
 }
 
 /* Packed: rows between one expert's last and the next one's first. */

@@ -153,6 +153,7 @@ static void fill_op(const struct ep_cuda_rank *rank, const struct ep_op *op, str
     a->wire_dtype = op->wire_dtype;
     a->row_bytes = hidden * ep_dtype_bytes((ep_dtype)op->wire_dtype);
     a->row_scales = op->wire_dtype == EP_FP8_E4M3 ? ep_row_scales(hidden) : 0;
+    a->scale_bytes = ep_row_scale_bytes(1, op->scale_format);
     a->routing = (int32_t *)(void *)(state + rank->tables.routing + stride);
     a->weights = (float *)(void *)(state + rank->tables.weights + stride);
     a->x = at(rank, op->x);
@@ -213,9 +214,6 @@ ep_status ep_cuda_rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, vo
     if (op->handle >= EP_MAX_HANDLES)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "handle is %u: must be below %u", op->handle,
                             EP_MAX_HANDLES);
-    if (op->scale_format != EP_SCALE_FP32)
-        return ep_error_set(error, EP_UNIMPLEMENTED, "scale_format is %u: the LL kernels have fp32 scales only",
-                            op->scale_format);
     if (half)
         rank->half[op->handle] = *op;
     if (op->kind == EP_OP_COMPLETE) {

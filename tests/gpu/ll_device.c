@@ -52,6 +52,10 @@ static const struct ll_case cases[] = {
     EACH_LAYOUT(.dtype = BENCH_FP16_TO_FP8, .tokens = 33, .experts = 32, .top_k = 4),
     EACH_LAYOUT(.dtype = BENCH_FP32_TO_FP8, .tokens = 33, .experts = 32, .top_k = 4),
     EACH_LAYOUT(.dtype = BENCH_FP8_GIVEN, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_LAYOUT(.dtype = BENCH_FP8, .scales = EP_SCALE_UE8M0, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_LAYOUT(.dtype = BENCH_FP16_TO_FP8, .scales = EP_SCALE_UE8M0, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_LAYOUT(.dtype = BENCH_FP32_TO_FP8, .scales = EP_SCALE_UE8M0, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_LAYOUT(.dtype = BENCH_FP8_GIVEN, .scales = EP_SCALE_UE8M0, .tokens = 33, .experts = 32, .top_k = 4),
 
     /* tokens */
     EACH_LAYOUT(.tokens = 0),
@@ -78,6 +82,9 @@ static const struct ll_case cases[] = {
     CASE(.hidden = 1040, .tokens = 20, .layout = RM, .dtype = BENCH_FP16_TO_FP8),
     CASE(.hidden = 1040, .tokens = 20, .layout = PACKED, .dtype = BENCH_FP32_TO_FP8),
     CASE(.hidden = 1040, .tokens = 20, .dtype = BENCH_FP8), /* the last block of a row is a part of one */
+    EACH_LAYOUT(.hidden = 1040, .tokens = 20, .dtype = BENCH_FP8, .scales = EP_SCALE_UE8M0),
+    EACH_LAYOUT(.hidden = 1040, .tokens = 20, .dtype = BENCH_FP8_GIVEN, .scales = EP_SCALE_UE8M0),
+    CASE(.hidden = 7168, .tokens = 128, .experts = 256, .dtype = BENCH_FP8, .scales = EP_SCALE_UE8M0),
 
     /* choices and experts */
     EACH_LAYOUT(.top_k = 1),
