@@ -45,6 +45,8 @@ const char *bench_mode_name(ep_mode mode)
 
 const char *bench_executor_name(uint32_t executor)
 {
+    if (executor == BENCH_EXECUTOR_MIXED)
+        return "mixed";
     switch ((ep_executor)executor) {
     case EP_EXECUTOR_AUTO: return "auto";
     case EP_EXECUTOR_SERVER: return "server";

@@ -58,7 +58,9 @@ bool bench_quantised(enum bench_dtype dtype); /* on the way */
 
 const char *bench_mode_name(ep_mode mode);
 const char *bench_scales_name(ep_scale_format format);
-const char *bench_executor_name(uint32_t executor); /* ep_executor */
+/* An ep_executor, or this: ranks of odd numbers have server, the others direct. */
+#define BENCH_EXECUTOR_MIXED 3u
+const char *bench_executor_name(uint32_t executor);
 const char *bench_layout_name(ep_layout layout);
 bool bench_layout_exists(ep_mode mode, ep_layout layout);
 
@@ -84,7 +86,7 @@ struct bench_config {
     char group[128];  /* empty: one of our own */
     bool spawn;
     enum bench_backend backend;
-    uint32_t executor; /* ep_executor that is asked for */
+    uint32_t executor; /* that is asked for */
     uint32_t graph;                         /* pairs in a CUDA graph; 0: none is timed */
     uint32_t ranks, experts, hidden, top_k; /* 0: not given */
     uint32_t alignment;                     /* of packed */

@@ -57,7 +57,8 @@ static const struct argp_option flags[] = {
     { "backend", KEY_BACKEND, "NAME", 0,
       "auto, host or cuda: of the server with --spawn, else what it must have (default auto)", 1 },
     { "executor", KEY_EXECUTOR, "NAME", 0,
-      "auto, server or direct: who runs the ops, the server or the worker itself (default auto)", 1 },
+      "auto, server or direct: who runs the ops, the server or the worker itself; or mixed: the server those of odd "
+      "ranks (default auto)", 1 },
     { NULL, 0, NULL, 0, "Sizes:", 2 },
     { "ranks", KEY_RANKS, "R", 0, "worker processes, 1 to 64 (default 2)", 2 },
     { "experts", KEY_EXPERTS, "E", 0, "experts in all (default 64)", 2 },
@@ -287,12 +288,12 @@ static ep_status backend(const char *text, enum bench_backend *out, struct ep_er
 
 static ep_status executor(const char *text, uint32_t *out, struct ep_error *error)
 {
-    for (uint32_t i = EP_EXECUTOR_AUTO; i <= EP_EXECUTOR_DIRECT; i++)
+    for (uint32_t i = EP_EXECUTOR_AUTO; i <= BENCH_EXECUTOR_MIXED; i++)
         if (strcmp(text, bench_executor_name(i)) == 0) {
             *out = i;
             return EP_OK;
         }
-    return ep_error_set(error, EP_INVALID_ARGUMENT, "--executor %s: must be auto, server or direct", text);
+    return ep_error_set(error, EP_INVALID_ARGUMENT, "--executor %s: must be auto, server, direct or mixed", text);
 }
 
 static ep_status alignment(const char *text, uint32_t *out, struct ep_error *error)

@@ -70,7 +70,7 @@ static ep_status attach_all(struct crew *crew, struct sweep *sweep, struct ep_er
     for (uint32_t r = 0; status == EP_OK && r < crew->ranks; r++) {
         const struct bench_rank_result *result = crew_result(crew, r);
 
-        sweep->executor = result->executor;
+        sweep->executor = r == 0 || sweep->executor == result->executor ? result->executor : BENCH_EXECUTOR_MIXED;
         sweep->context_us = fmax(sweep->context_us, result->context_us);
         sweep->join_us = fmax(sweep->join_us, result->join_us);
         sweep->attach_us = fmax(sweep->attach_us, result->open_us + result->join_us);

@@ -51,7 +51,7 @@ struct sweep {
     uint32_t n_results;
     struct case_result *results; /* [config.n_cases] */
     struct kill_result kill;
-    uint32_t executor;         /* ep_executor of the ranks */
+    uint32_t executor;         /* of the ranks */
     double attach_us, join_us, context_us; /* slowest rank at the start */
 };
 

@@ -35,12 +35,19 @@ static bool worth_another_try(ep_status status)
     return status == EP_ALREADY_EXISTS || status == EP_FAILED_PRECONDITION || status == EP_UNAVAILABLE;
 }
 
+static ep_executor executor_of(const struct worker *worker)
+{
+    if (worker->config->executor == BENCH_EXECUTOR_MIXED)
+        return worker->rank % 2 ? EP_EXECUTOR_SERVER : EP_EXECUTOR_DIRECT;
+    return (ep_executor)worker->config->executor;
+}
+
 static ep_status join(struct worker *worker, bool retry, struct ep_error *error)
 {
     ep_join_options options = { .size = sizeof options,
                                 .group = worker->config->group,
                                 .rank = (int32_t)worker->rank,
-                                .executor = (ep_executor)worker->config->executor };
+                                .executor = executor_of(worker) };
     uint64_t first = ep_clock_ns(), start;
     ep_status status;
 
