@@ -45,16 +45,22 @@
  * the same stream need no wait between.  A rank's ops must be in order among each other: one stream at a
  * time, or several that the caller's events order.  A stream lives until the ep_sync() after its last op.
  *
- * Ops may be captured into a CUDA graph (cuda, executor direct).  Their arguments are those of the
- * capture; memory and handles that a graph uses must outlive it, and the graph's last launch must be over
- * before ep_leave().  Nothing of the rank but ops may be called while one of its streams captures.  Launches are
+ * Ops may be captured into a CUDA graph (cuda, both executors).  Their arguments are those of the capture;
+ * memory and handles that a graph uses must outlive it, and the graph's last launch must be over before
+ * ep_leave().  Nothing of the rank but ops may be called while one of its streams captures.  Launches are
  * waited for by the caller; ep_sync() after that tells what became of them.
  *
  * ## Executors
- * Under executor server the ops of a worker are executed by ep-server, which checks every one of them.
- * Under executor direct the worker's own process launches them on windows of its peers that are mapped
- * into it: no hand-over, and nothing that checks.  A fault in such a worker can spoil the memory of its
+ * Under executor server the ops of a worker are executed by ep-server, which checks every one of them.  The
+ * worker has its own window and nothing else of its group: what it does wrongly spoils its own tokens only.
+ * On cuda each op is handed over and back in stream order, which costs some microseconds; without an MPS
+ * server on the GPU some more, as the GPU switches between the two processes.
+ *
+ * Under executor direct (cuda) the worker's own process launches the kernels on windows of its peers that are
+ * mapped into it: no hand-over, and nothing that checks.  A fault in such a worker can spoil the memory of its
  * group, so a server hands windows out to workers of its own user only, unless it was told otherwise.
+ *
+ * Ranks of one group may differ in it, and a program need not know which it has.
  *
  * ## Every rank, in the same order
  * Dispatch and combine are collective: the k-th LL dispatch of each rank belong together, likewise
@@ -141,8 +147,8 @@ typedef enum ep_backend {
 /* Who runs the ops of a rank. */
 typedef enum ep_executor {
     EP_EXECUTOR_AUTO = 0,   /* direct where the group allows it and the backend has it, else server */
-    EP_EXECUTOR_SERVER = 1, /* host */
-    EP_EXECUTOR_DIRECT = 2  /* cuda: this process */
+    EP_EXECUTOR_SERVER = 1, /* the ep-server of this node */
+    EP_EXECUTOR_DIRECT = 2  /* this process; cuda */
 } ep_executor;
 
 typedef struct ep_join_options {
@@ -157,8 +163,9 @@ typedef struct ep_join_options {
  * begins, so be ready to take part.  EP_ALREADY_EXISTS: somebody holds the rank, and the message says
  * who.  EP_FAILED_PRECONDITION: the node is drained or the group is not ready.  EP_UNAVAILABLE: its
  * last worker has left and may still write its memory; a rank that is free within half a second is
- * waited for.  EP_UNIMPLEMENTED: the executor asked for does not exist on the group's backend, or
- * this process cannot use GPUs.
+ * waited for.  EP_FAILED_PRECONDITION or EP_PERMISSION_DENIED: executor direct was asked for and the backend
+ * has it not, or the group does not allow it.  EP_RESOURCE_EXHAUSTED: executor server, and the ops of other
+ * ranks fill the GPU; the message says whose.  EP_UNIMPLEMENTED: this process cannot use GPUs.
  *
  * On cuda, the first join of a process starts the CUDA driver if nothing else has, and makes the GPU's
  * context: most of a second, against milliseconds of a process that has one.  A program that holds several
@@ -294,8 +301,9 @@ EP_API ep_status ep_complete(ep_handle *handle, ep_stream stream);
  * EP_CANCELLED after ep_rank_interrupt(), with the ops going on.  A failure is told once, by whichever
  * of ep_sync() and ep_handle_wait() comes first; the loss of the server or the rank by every call.
  *
- * When the server is lost ops of a direct rank end at once without their peers, and what they
- * computed is of no use.
+ * When the server or the rank is lost, ops on cuda end at once, without their peers (direct) or without having
+ * been executed (server), in graphs that are launched later too: no stream waits for ever, and what is in their
+ * outputs is of no use.
  */
 EP_API ep_status ep_sync(ep_rank *rank, int32_t timeout_ms);
 

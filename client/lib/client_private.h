@@ -13,7 +13,9 @@
  *   rank.c     waiting for ops, their failures, the loss of a rank
  *   copy.c     ep_write, ep_read
  *   ring.c     executor server on the host: descriptors in, results out
- *   device.c   executor direct on a GPU: its memory, its kernels
+ *   device.c   a rank on a GPU: its window, streams, waiting, copies
+ *   direct.c   executor direct: launches the kernels on windows of its own and its peers
+ *   mailbox.c  executor server on a GPU: descriptors in, in stream order
  *   result.c   what a GPU says of ops, as results
  *
  * Threads.  A rank and its handles belong to one thread at a time (the rank's thread).  The
@@ -169,7 +171,7 @@ struct ep_rank {
     struct pending pending[EP_RING_SLOTS];
     uint64_t spin_ns;
 
-    struct device *device; /* direct */
+    struct device *device; /* cuda */
 
     /* shared with the monitor and with ep_rank_interrupt(); atomics */
     uint32_t lost;        /* ep_status: why no op can run any more; lost_text is set before */
@@ -250,24 +252,29 @@ void wait_asleep(struct ep_rank *rank, uint32_t *word, uint64_t most_ns, uint64_
 
 extern const struct executor ring_executor;
 
-/* ---- device.c, result.c -------------------------------------------------------- */
+/* ---- device.c, direct.c, mailbox.c, result.c ----------------------------------- */
 
-extern const struct executor device_executor;
+extern const struct executor direct_executor;
+extern const struct executor mailbox_executor;
 
 #define DEVICE_STREAMS 16u
 
-/* What a direct rank has of a GPU. */
+/* What a rank has of a GPU. */
 struct device {
     const struct ep_cuda_api *api;
     uint32_t ordinal;
     uint8_t uuid[EP_CUDA_UUID_BYTES];
-    struct ep_cuda_memory *window[EP_DEVICE_MAX_RANKS]; /* the rank's own one is among them */
-    struct ep_cuda_memory *state_memory;
-    struct ep_device_state *state; /* GPU memory */
-    struct ep_cuda_rank *runner;
+    struct ep_cuda_memory *window[EP_DEVICE_MAX_RANKS]; /* the rank's own one; direct: and its peers' */
     ep_stream own;     /* for ops without a stream */
     ep_stream control; /* of the rank's thread, and... */
     ep_stream alarm;   /* of the monitor: copies that must not wait for ops */
+    /* Puts an op that was checked on a stream.  Never waits, takes nothing but a launch: it may be captured. */
+    ep_status (*launch)(struct ep_rank *rank, const struct ep_op *op, ep_stream stream, struct ep_error *error);
+
+    /* direct */
+    struct ep_cuda_memory *state_memory;
+    struct ep_device_state *state; /* GPU memory */
+    struct ep_cuda_rank *runner;
 
     /* Streams with ops since the last ep_sync(), which begins a new round. */
     ep_stream used[DEVICE_STREAMS];
@@ -280,12 +287,39 @@ struct device {
 };
 
 /*
- * Takes the memory that follows WELCOME (frame and its descriptor, which stays the caller's) and makes the
- * rank ready to run ops.  What was made is left to detach() when it fails.
+ * Take the memory that WELCOME (frame and its descriptor, which stays the caller's) brings, or that follows it,
+ * and make the rank ready to run ops.  What was made is left to detach() when they fail.
  */
-ep_status device_attach(struct ep_rank *rank, const struct ep_cuda_api *api,
-                        const Ep__V1__ClaimReply *reply, const struct ep_attach_frame *welcome, int fd,
-                        struct ep_error *error);
+ep_status direct_attach(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
+                        const struct ep_attach_frame *welcome, int fd, struct ep_error *error);
+ep_status mailbox_attach(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
+                         const struct ep_attach_frame *welcome, int fd, struct ep_error *error);
+
+/* What these have in common: GPU, own window and streams at the beginning; the report at the end. */
+ep_status device_open(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
+                      const struct ep_attach_frame *welcome, int fd, struct ep_error *error);
+ep_status device_ready(struct ep_rank *rank, struct ep_error *error);
+
+/* Memory of rank `whose`, which must have the bytes that we expect. */
+ep_status device_import(struct ep_rank *rank, int fd, uint64_t bytes, uint64_t expected, const char *what,
+                        uint32_t whose, struct ep_cuda_memory **out, struct ep_error *error);
+ep_status device_import_window(struct ep_rank *rank, uint32_t whose, uint64_t bytes, int fd, struct ep_error *error);
+/* Is it the window of that rank, in our group and epoch? */
+ep_status device_check_window(struct ep_rank *rank, uint32_t whose, struct ep_error *error);
+/* From GPU memory, beside the ops. */
+ep_status device_read(struct device *d, void *to, const void *from, uint64_t bytes, struct ep_error *error);
+
+/* Of struct executor. */
+ep_status device_submit(struct ep_rank *rank, const struct ep_op *op, const struct pending *pending,
+                        ep_stream given, struct ep_error *error);
+ep_status device_wait(struct ep_rank *rank, ep_handle *handle, uint64_t deadline_ns, bool interruptible,
+                      struct ep_error *error);
+ep_status device_copy_in(struct ep_rank *rank, void *to, const void *from, uint64_t bytes, ep_stream stream,
+                         struct ep_error *error);
+ep_status device_copy_out(struct ep_rank *rank, void *to, const void *from, uint64_t bytes, ep_stream stream,
+                          struct ep_error *error);
+bool device_drain(struct ep_rank *rank, uint64_t deadline_ns);
+void device_detach(struct ep_rank *rank);
 
 /* What is in the records of its number already is of earlier handles, of this worker or the rank's last
  * one. */

@@ -1,13 +1,12 @@
 /*
- * Executor direct on a GPU: the memory of a rank, its own and its peers', and the ops that this process
- * puts on the caller's streams.
+ * A rank on a GPU, whoever runs its ops: its window, the streams that ops are given, waiting, copies.  What
+ * differs is in direct.c and mailbox.c.
  *
  * The host never follows a pointer into that memory; it copies.  Copies beside the ops go over streams
- * of their own, so that they pass an op that waits for a peer.
+ * of their own, so that they pass an op that waits for a peer or for the server.
  */
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "client_private.h"
 
@@ -21,27 +20,22 @@
 
 /* ---- memory ---------------------------------------------------------------------- */
 
-static ep_status import(struct device *d, int fd, uint64_t bytes, const char *what, uint32_t rank,
-                        struct ep_cuda_memory **out, struct ep_error *error)
+ep_status device_import(struct ep_rank *rank, int fd, uint64_t bytes, uint64_t expected, const char *what,
+                        uint32_t whose, struct ep_cuda_memory **out, struct ep_error *error)
 {
+    struct device *d = rank->device;
+
+    if (bytes != expected)
+        return ep_error_set(error, EP_PROTOCOL,
+                            "the %s of rank %u has %llu bytes, this libepclient computes %llu: they must be of "
+                            "matching releases",
+                            what, whose, (unsigned long long)bytes, (unsigned long long)expected);
     if (d->api->memory_import(d->ordinal, fd, bytes, out, error) != EP_OK)
-        return ep_error_prefix(error, "the %s of rank %u", what, rank);
+        return ep_error_prefix(error, "the %s of rank %u", what, whose);
     return EP_OK;
 }
 
-static ep_status check_bytes(const char *what, uint32_t rank, uint64_t got, uint64_t expected,
-                             struct ep_error *error)
-{
-    if (got == expected)
-        return EP_OK;
-    return ep_error_set(error, EP_PROTOCOL,
-                        "the %s of rank %u has %llu bytes, this libepclient computes %llu: they must be of "
-                        "matching releases",
-                        what, rank, (unsigned long long)got, (unsigned long long)expected);
-}
-
-static ep_status import_window(struct ep_rank *rank, uint32_t whose, uint64_t bytes, int fd,
-                               struct ep_error *error)
+ep_status device_import_window(struct ep_rank *rank, uint32_t whose, uint64_t bytes, int fd, struct ep_error *error)
 {
     struct device *d = rank->device;
 
@@ -50,80 +44,17 @@ static ep_status import_window(struct ep_rank *rank, uint32_t whose, uint64_t by
                             whose, rank->shape.map.limits.ranks);
     if (d->window[whose])
         return ep_error_set(error, EP_PROTOCOL, "the server sent the window of rank %u twice", whose);
-    if (check_bytes("window", whose, bytes, rank->shape.map.total_bytes, error) != EP_OK)
-        return error->status;
-    return import(d, fd, bytes, "window", whose, &d->window[whose], error);
-}
-
-static ep_status import_state(struct ep_rank *rank, uint64_t bytes, int fd, struct ep_error *error)
-{
-    struct device *d = rank->device;
-    const uint64_t expected = ep_device_state_bytes(&rank->shape.map, &rank->shape.placement);
-
-    if (d->state_memory)
-        return ep_error_set(error, EP_PROTOCOL, "the server sent the rank's state twice");
-    if (check_bytes("state", rank->rank, bytes, expected, error) != EP_OK
-        || import(d, fd, bytes, "state", rank->rank, &d->state_memory, error) != EP_OK)
-        return error->status;
-    d->state = d->api->memory_at(d->state_memory);
-    return EP_OK;
-}
-
-static ep_status take_frame(struct ep_rank *rank, const struct ep_attach_frame *frame, int fd,
-                            struct ep_error *error)
-{
-    if (frame->type == EP_ATTACH_REFUSED)
-        return ep_error_set(error, (ep_status)frame->status, "%s", frame->text);
-    if (frame->type != EP_ATTACH_MEMORY || fd < 0)
-        return ep_error_set(error, EP_PROTOCOL, "the server sent frame type %u%s where memory must come",
-                            frame->type, frame->type == EP_ATTACH_MEMORY ? " without a descriptor" : "");
-    return frame->count == EP_ATTACH_MEMORY_STATE ? import_state(rank, frame->value, fd, error)
-                                                  : import_window(rank, frame->rank, frame->value, fd, error);
-}
-
-static ep_status receive_memory(struct ep_rank *rank, uint32_t number, uint32_t count, struct ep_error *error)
-{
-    struct ep_attach_frame frame;
-    int fd;
-
-    if (ep_attach_receive(rank->socket, &frame, &fd, error) != EP_OK) {
-        if (error->status == EP_UNAVAILABLE)
-            ep_error_set(error, EP_DEADLINE_EXCEEDED, "nothing came");
-        return ep_error_prefix(error, "MEMORY frame %u of %u", number + 1, count);
-    }
-
-    ep_status status = take_frame(rank, &frame, fd, error);
-
-    if (fd >= 0)
-        close(fd);
-    return status;
-}
-
-/* All of it is there when each frame brought something new: the state and R - 1 windows. */
-static ep_status receive_all(struct ep_rank *rank, uint32_t count, struct ep_error *error)
-{
-    const uint32_t needed = rank->shape.map.limits.ranks;
-    const struct device *d = rank->device;
-
-    if (count != needed)
-        return ep_error_set(error, EP_PROTOCOL,
-                            "the server sends %u memories beside the window: must be %u, a state and %u windows",
-                            count, needed, needed - 1);
-    for (uint32_t i = 0; i < count; i++)
-        if (receive_memory(rank, i, count, error) != EP_OK)
-            return error->status;
-    return d->state ? EP_OK : ep_error_set(error, EP_PROTOCOL, "the server did not send the rank's state");
+    return device_import(rank, fd, bytes, rank->shape.map.total_bytes, "window", whose, &d->window[whose], error);
 }
 
 /* ---- identity -------------------------------------------------------------------- */
 
-static ep_status read_memory(struct device *d, void *to, const void *from, uint64_t bytes,
-                             struct ep_error *error)
+ep_status device_read(struct device *d, void *to, const void *from, uint64_t bytes, struct ep_error *error)
 {
     return d->api->read(d->ordinal, to, from, bytes, d->control, error);
 }
 
-static ep_status check_window(struct ep_rank *rank, uint32_t whose, struct ep_error *error)
+ep_status device_check_window(struct ep_rank *rank, uint32_t whose, struct ep_error *error)
 {
     struct device *d = rank->device;
     struct {
@@ -134,7 +65,7 @@ static ep_status check_window(struct ep_rank *rank, uint32_t whose, struct ep_er
     } head;
     _Static_assert(sizeof head == offsetof(struct ep_control, reserved0), "the beginning of ep_control");
 
-    if (read_memory(d, &head, d->api->memory_at(d->window[whose]), sizeof head, error) != EP_OK)
+    if (device_read(d, &head, d->api->memory_at(d->window[whose]), sizeof head, error) != EP_OK)
         return ep_error_prefix(error, "the window of rank %u", whose);
     if (head.magic != EP_WINDOW_MAGIC || head.version != EP_WINDOW_VERSION)
         return ep_error_set(error, EP_PROTOCOL,
@@ -148,30 +79,6 @@ static ep_status check_window(struct ep_rank *rank, uint32_t whose, struct ep_er
     return EP_OK;
 }
 
-static ep_status check_state(struct ep_rank *rank, struct ep_error *error)
-{
-    struct device *d = rank->device;
-    struct {
-        uint64_t magic;
-        uint32_t version, rank;
-        uint64_t epoch;
-    } head;
-    _Static_assert(sizeof head == offsetof(struct ep_device_state, reserved0), "the beginning of ep_device_state");
-
-    if (read_memory(d, &head, d->state, sizeof head, error) != EP_OK)
-        return ep_error_prefix(error, "the state of rank %u", rank->rank);
-    if (head.magic != EP_DEVICE_STATE_MAGIC || head.version != EP_DEVICE_STATE_VERSION)
-        return ep_error_set(error, EP_PROTOCOL,
-                            "the rank's state has version %u: this libepclient knows %u, they must be of "
-                            "matching releases",
-                            head.magic == EP_DEVICE_STATE_MAGIC ? head.version : 0, EP_DEVICE_STATE_VERSION);
-    if (head.rank != rank->rank || head.epoch != rank->epoch)
-        return ep_error_set(error, EP_PROTOCOL,
-                            "the rank's state is that of rank %u in epoch %llu: must be %u in %llu", head.rank,
-                            (unsigned long long)head.epoch, rank->rank, (unsigned long long)rank->epoch);
-    return EP_OK;
-}
-
 /* What stands in the window's report is of the rank's last worker: its failures are not ours to tell. */
 static ep_status open_report(struct ep_rank *rank, struct ep_error *error)
 {
@@ -182,15 +89,7 @@ static ep_status open_report(struct ep_rank *rank, struct ep_error *error)
     d->report = &control->gpu.report;
     if (d->api->write(d->ordinal, &d->report->failures, &none, sizeof none, d->control, error) != EP_OK)
         return error->status;
-    return read_memory(d, &d->seen, d->report, sizeof d->seen, error);
-}
-
-static ep_status check_identity(struct ep_rank *rank, struct ep_error *error)
-{
-    for (uint32_t r = 0; r < rank->shape.map.limits.ranks; r++)
-        if (check_window(rank, r, error) != EP_OK)
-            return error->status;
-    return check_state(rank, error);
+    return device_read(d, &d->seen, d->report, sizeof d->seen, error);
 }
 
 /* ---- attach and detach ------------------------------------------------------------ */
@@ -219,52 +118,36 @@ static ep_status make_streams(struct device *d, struct ep_error *error)
     return EP_OK;
 }
 
-static ep_status open_runner(struct ep_rank *rank, struct ep_error *error)
-{
-    struct device *d = rank->device;
-    void *windows[EP_DEVICE_MAX_RANKS] = { NULL };
-
-    for (uint32_t r = 0; r < rank->shape.map.limits.ranks; r++)
-        windows[r] = d->api->memory_at(d->window[r]);
-
-    const struct ep_cuda_rank_options options = { .device = d->ordinal,
-                                                  .rank = rank->rank,
-                                                  .map = &rank->shape.map,
-                                                  .placement = &rank->shape.placement,
-                                                  .windows = windows,
-                                                  .state = d->state };
-
-    if (d->api->rank_open(&options, &d->runner, error) != EP_OK)
-        return ep_error_prefix(error, "the kernels of rank %u", rank->rank);
-    rank->window = windows[rank->rank];
-    return EP_OK;
-}
-
-ep_status device_attach(struct ep_rank *rank, const struct ep_cuda_api *api,
-                        const Ep__V1__ClaimReply *reply, const struct ep_attach_frame *welcome, int fd,
-                        struct ep_error *error)
+ep_status device_open(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
+                      const struct ep_attach_frame *welcome, int fd, struct ep_error *error)
 {
     const uint32_t ranks = rank->shape.map.limits.ranks;
 
     if (ranks > EP_DEVICE_MAX_RANKS)
-        return ep_error_set(error, EP_UNIMPLEMENTED, "the group has %u ranks: executor direct has at most %u",
-                            ranks, EP_DEVICE_MAX_RANKS);
+        return ep_error_set(error, EP_UNIMPLEMENTED, "the group has %u ranks: on GPUs there are at most %u", ranks,
+                            EP_DEVICE_MAX_RANKS);
     rank->device = calloc(1, sizeof *rank->device);
     if (!rank->device)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
     rank->device->api = api;
     rank->device->round = 1;
-    rank->executor = &device_executor;
     if (find_device(rank, reply, error) != EP_OK
-        || import_window(rank, rank->rank, welcome->value, fd, error) != EP_OK
-        || receive_all(rank, welcome->count, error) != EP_OK
-        || make_streams(rank->device, error) != EP_OK || check_identity(rank, error) != EP_OK
-        || open_report(rank, error) != EP_OK)
+        || device_import_window(rank, rank->rank, welcome->value, fd, error) != EP_OK)
         return error->status;
-    return open_runner(rank, error);
+    return make_streams(rank->device, error);
 }
 
-static void detach(struct ep_rank *rank)
+ep_status device_ready(struct ep_rank *rank, struct ep_error *error)
+{
+    struct device *d = rank->device;
+
+    if (open_report(rank, error) != EP_OK)
+        return error->status;
+    rank->window = d->api->memory_at(d->window[rank->rank]);
+    return EP_OK;
+}
+
+void device_detach(struct ep_rank *rank)
 {
     struct device *d = rank->device;
 
@@ -301,7 +184,7 @@ static ep_status note_stream(struct device *d, ep_stream stream, struct ep_error
 }
 
 /* Never waits, takes nothing but a launch: it may be captured. */
-static ep_status submit(struct ep_rank *rank, const struct ep_op *op, const struct pending *pending,
+ep_status device_submit(struct ep_rank *rank, const struct ep_op *op, const struct pending *pending,
                         ep_stream given, struct ep_error *error)
 {
     struct device *d = rank->device;
@@ -312,7 +195,7 @@ static ep_status submit(struct ep_rank *rank, const struct ep_op *op, const stru
     if (op->kind == EP_OP_RELEASE)
         return EP_OK;
     if (rank_lost(rank, error) != EP_OK || ep_op_check(&rank->shape.map, op, error) != EP_OK
-        || note_stream(d, stream, error) != EP_OK || d->api->rank_run(d->runner, op, stream, error) != EP_OK)
+        || note_stream(d, stream, error) != EP_OK || d->launch(rank, op, stream, error) != EP_OK)
         return error->status;
 
     struct device_ops *ops = &pending->handle->device;
@@ -378,8 +261,8 @@ static ep_status wait_all(struct ep_rank *rank, uint64_t deadline_ns, bool inter
     return device_collect(rank, NULL, error);
 }
 
-static ep_status wait_ops(struct ep_rank *rank, ep_handle *handle, uint64_t deadline_ns, bool interruptible,
-                          struct ep_error *error)
+ep_status device_wait(struct ep_rank *rank, ep_handle *handle, uint64_t deadline_ns, bool interruptible,
+                      struct ep_error *error)
 {
     if (!handle)
         return wait_all(rank, deadline_ns, interruptible, error);
@@ -390,7 +273,7 @@ static ep_status wait_ops(struct ep_rank *rank, ep_handle *handle, uint64_t dead
 }
 
 /* A stream that says anything but "under way" runs nothing any more. */
-static bool drain(struct ep_rank *rank, uint64_t deadline_ns)
+bool device_drain(struct ep_rank *rank, uint64_t deadline_ns)
 {
     struct ep_error ignored = EP_ERROR_INIT;
     struct device *d = rank->device;
@@ -399,29 +282,10 @@ static bool drain(struct ep_rank *rank, uint64_t deadline_ns)
            != EP_DEADLINE_EXCEEDED;
 }
 
-/* ---- the end --------------------------------------------------------------------- */
-
-/* Nobody takes part any more, so whatever waits for a peer goes on at once. */
-static void cut(struct ep_rank *rank)
-{
-    struct device *d = rank->device;
-    struct ep_error ignored = EP_ERROR_INIT;
-    uint64_t never[EP_DEVICE_MAX_RANKS];
-    const uint32_t me = rank->rank, after = EP_DEVICE_MAX_RANKS - me - 1;
-
-    memset(never, 0xff, sizeof never);
-    _Static_assert(EP_DEVICE_NEVER == UINT64_MAX, "all bits");
-    if (me > 0)
-        (void)d->api->write(d->ordinal, &d->state->from[0], never, me * sizeof *never, d->alarm, &ignored);
-    if (after > 0)
-        (void)d->api->write(d->ordinal, &d->state->from[me + 1], never, after * sizeof *never, d->alarm,
-                            &ignored);
-}
-
 /* ---- copies ---------------------------------------------------------------------- */
 
-static ep_status write_window(struct ep_rank *rank, void *to, const void *from, uint64_t bytes,
-                              ep_stream stream, struct ep_error *error)
+ep_status device_copy_in(struct ep_rank *rank, void *to, const void *from, uint64_t bytes, ep_stream stream,
+                         struct ep_error *error)
 {
     struct device *d = rank->device;
 
@@ -430,8 +294,8 @@ static ep_status write_window(struct ep_rank *rank, void *to, const void *from, 
     return d->api->write(d->ordinal, to, from, bytes, stream ? stream : d->own, error);
 }
 
-static ep_status read_window(struct ep_rank *rank, void *to, const void *from, uint64_t bytes,
-                             ep_stream stream, struct ep_error *error)
+ep_status device_copy_out(struct ep_rank *rank, void *to, const void *from, uint64_t bytes, ep_stream stream,
+                          struct ep_error *error)
 {
     struct device *d = rank->device;
 
@@ -439,16 +303,3 @@ static ep_status read_window(struct ep_rank *rank, void *to, const void *from, u
         return error->status;
     return d->api->read(d->ordinal, to, from, bytes, stream ? stream : d->own, error);
 }
-
-const struct executor device_executor = {
-    .backend = EP_BACKEND_CUDA,
-    .kind = EP_EXECUTOR_DIRECT,
-    .streams = true,
-    .submit = submit,
-    .wait = wait_ops,
-    .write = write_window,
-    .read = read_window,
-    .cut = cut,
-    .drain = drain,
-    .detach = detach,
-};

@@ -83,16 +83,17 @@ static ep_status claim(struct ep_client *client, const ep_join_options *options,
 static ep_status choose_executor(const Ep__V1__ClaimReply *reply, const struct executor **out,
                                  struct ep_error *error)
 {
+    const bool server = reply->executor == EP__V1__EXECUTOR__EXECUTOR_SERVER;
     const bool direct = reply->executor == EP__V1__EXECUTOR__EXECUTOR_DIRECT;
 
-    if (reply->backend == EP__V1__BACKEND__BACKEND_HOST && !direct)
+    if (reply->backend == EP__V1__BACKEND__BACKEND_HOST && server)
         *out = &ring_executor;
-    else if (reply->backend == EP__V1__BACKEND__BACKEND_CUDA && direct)
-        *out = &device_executor;
+    else if (reply->backend == EP__V1__BACKEND__BACKEND_CUDA && (server || direct))
+        *out = direct ? &direct_executor : &mailbox_executor;
     else
         return ep_error_set(error, EP_UNIMPLEMENTED,
                             "the group's backend is %d (host 1, cuda 2) with executor %d (server 1, direct 2): "
-                            "this libepclient has server on the host and direct on cuda",
+                            "this libepclient has server on both and direct on cuda",
                             (int)reply->backend, (int)reply->executor);
     return EP_OK;
 }
@@ -300,7 +301,8 @@ static ep_status attach_host(struct ep_rank *rank, const struct ep_attach_frame 
 
 /* A worker without a GPU, a driver or the module will never have them: nothing to try again. */
 static ep_status attach_device(struct ep_rank *rank, const Ep__V1__ClaimReply *reply,
-                               const struct ep_attach_frame *welcome, int fd, struct ep_error *error)
+                               const struct executor *executor, const struct ep_attach_frame *welcome, int fd,
+                               struct ep_error *error)
 {
     const struct ep_cuda_api *api;
 
@@ -308,7 +310,8 @@ static ep_status attach_device(struct ep_rank *rank, const Ep__V1__ClaimReply *r
         error->status = EP_UNIMPLEMENTED;
         return ep_error_prefix(error, "the group's backend is cuda");
     }
-    return device_attach(rank, api, reply, welcome, fd, error);
+    return executor == &direct_executor ? direct_attach(rank, api, reply, welcome, fd, error)
+                                        : mailbox_attach(rank, api, reply, welcome, fd, error);
 }
 
 static ep_status attach(struct ep_rank *rank, const Ep__V1__ClaimReply *reply,
@@ -321,8 +324,9 @@ static ep_status attach(struct ep_rank *rank, const Ep__V1__ClaimReply *reply,
         || greet(rank->socket, &reply->ticket, &welcome, &fd, error) != EP_OK)
         return error->status;
 
-    ep_status status = executor->backend == EP_BACKEND_CUDA ? attach_device(rank, reply, &welcome, fd, error)
-                                                            : attach_host(rank, &welcome, fd, error);
+    ep_status status = executor->backend == EP_BACKEND_CUDA
+                           ? attach_device(rank, reply, executor, &welcome, fd, error)
+                           : attach_host(rank, &welcome, fd, error);
 
     close(fd);
     if (status != EP_OK)

@@ -5,6 +5,7 @@ program that takes it for its own dies.  The kernels themselves are tested where
 """
 import json
 import os
+import shutil
 import unittest
 
 import harness
@@ -26,9 +27,9 @@ class CudaTest(harness.TestCase):
         self.assertEqual(result.code, code, result)
         return result
 
-    def bench_json(self, *flags, **more):
+    def bench_json(self, *flags, executor="direct", **more):
         report = json.loads(self.bench("--output=json", "--backend=cuda", *flags, **more).out)
-        self.assertEqual((report["backend"], report["executor"]), ("cuda", "direct"))
+        self.assertEqual((report["backend"], report["executor"]), ("cuda", executor))
         return report
 
     def start(self, *flags, **more):
@@ -50,35 +51,48 @@ class CudaTest(harness.TestCase):
                            lambda: "%r in what it says:\n%s%s" % (text, process.out(), process.log()), timeout=20.0)
 
 
-class BenchTest(CudaTest):
-    def test_every_combination_is_right(self):
-        report = self.bench_json("--spawn", "--ranks=3", "--experts=20", "--hidden=320", "--top-k=6", "--modes=ll",
-                                 "--tokens=0,7", "--dtypes=" + ALL_DTYPES, "--zero-rank=1", "--drop=0.3",
-                                 "--alignment=8", "--iters=3", "--warmup=1")
+class RankTest(CudaTest):
+    """What ranks compute, whoever runs their ops."""
+    executor = "direct"
+
+    def ranks(self, *flags):
+        report = self.bench_json("--spawn", "--executor=" + self.executor, *flags, executor=self.executor)
         self.assertTrue(report["ok"], report)
+        return report
+
+    def test_every_combination_is_right(self):
+        report = self.ranks("--ranks=3", "--experts=20", "--hidden=320", "--top-k=6", "--modes=ll", "--tokens=0,7",
+                            "--dtypes=" + ALL_DTYPES, "--zero-rank=1", "--drop=0.3", "--alignment=8", "--iters=3",
+                            "--warmup=1")
         self.assertEqual({(c["layout"], c["dtype"]) for c in report["cases"]},
                          {(l, d) for l in LAYOUTS for d in ALL_DTYPES.split(",")})
         self.assertTrue(all(c["verified"] and c["graph_pair_us"] is None for c in report["cases"]), report)
 
     def test_scales_in_ue8m0_are_right(self):
-        report = self.bench_json("--spawn", "--ranks=3", "--experts=20", "--hidden=1040", "--top-k=6", "--modes=ll",
-                                 "--tokens=7", "--dtypes=fp8,fp16-to-fp8,fp32-to-fp8,fp8-given", "--scales=ue8m0",
-                                 "--alignment=8", "--iters=3", "--warmup=1")
-        self.assertTrue(report["ok"], report)
+        report = self.ranks("--ranks=3", "--experts=20", "--hidden=1040", "--top-k=6", "--modes=ll", "--tokens=7",
+                            "--dtypes=fp8,fp16-to-fp8,fp32-to-fp8,fp8-given", "--scales=ue8m0", "--alignment=8",
+                            "--iters=3", "--warmup=1")
         self.assertEqual({(c["layout"], c["scales"]) for c in report["cases"]}, {(l, "ue8m0") for l in LAYOUTS})
 
     def test_a_graph_of_pairs_gives_the_same(self):
-        report = self.bench_json("--spawn", *QUICK, "--tokens=4", "--iters=20", "--graph=6")
-        self.assertTrue(report["ok"], report)
+        report = self.ranks(*QUICK, "--tokens=4", "--iters=20", "--graph=6")
         self.assertTrue(all(c["graph_pair_us"] > 0 for c in report["cases"]), report)
 
     def test_a_killed_worker_costs_the_others_nothing(self):
-        report = self.bench_json("--spawn", *QUICK, "--ranks=3", "--tokens=4", "--iters=20", "--kill=1@1")
-        self.assertTrue(report["ok"], report)
-        kill = report["kill"]
+        kill = self.ranks(*QUICK, "--ranks=3", "--tokens=4", "--iters=20", "--kill=1@1")["kill"]
         self.assertTrue(kill["done"] and kill["masked_verified"], kill)
         self.assertEqual((kill["ops_finished"], kill["ops_failed"]), (kill["ops_expected"], 0))
 
+
+class ServedRankTest(RankTest):
+    executor = "server"
+
+
+class MixedRankTest(RankTest):
+    executor = "mixed"
+
+
+class BenchTest(CudaTest):
     def test_what_the_backend_lacks_is_left_out(self):
         result = self.bench("--spawn", "--backend=cuda", "--hidden=256", "--experts=16", "--top-k=4", "--tokens=2",
                             "--iters=2", "--output=csv")
@@ -96,12 +110,35 @@ class BenchTest(CudaTest):
         self.assertIn("group moe is on cuda",
                       self.bench("--backend=host", "--group=moe", code=2, server=server).err)
 
-    def test_the_executor_asked_for_must_exist(self):
+    def test_the_executor_is_the_one_asked_for(self):
         server = self.start()
         self.create(server)
-        self.assertIn("executor", self.bench("--group=moe", "--executor=server", code=1, server=server).err)
-        report = self.bench_json("--group=moe", "--executor=direct", "--tokens=1", "--iters=2", server=server)
+        for executor in ("server", "direct", "mixed"):
+            report = self.bench_json("--group=moe", "--executor=" + executor, "--tokens=1", "--iters=2", server=server,
+                                     executor=executor)
+            self.assertTrue(report["ok"], report)
+
+    def test_who_may_not_run_its_own_ops_is_served(self):
+        server = self.start()
+        self.create(server, "--direct=none")
+        report = self.bench_json("--group=moe", "--tokens=1", "--iters=2", server=server, executor="server")
         self.assertTrue(report["ok"], report)
+        self.assertIn("direct of group moe is none",
+                      self.bench("--group=moe", "--executor=direct", code=1, server=server).err)
+
+    @unittest.skipUnless(os.geteuid() == 0 and shutil.which("setpriv"), "needs root, to be somebody else")
+    def test_another_user_is_served(self):
+        server = self.start("--allow-uid=0,65534")
+        self.create(server)
+        for path in (self.dir, server.home):
+            os.chmod(path, 0o755)
+        done = self.run_cmd([shutil.which("setpriv"), "--reuid=65534", "--regid=65534", "--clear-groups",
+                             harness.binary("ep-bench"), "--group=moe", "--tokens=1", "--iters=2", "--output=json"],
+                            env=ENV, server=server, timeout=60.0)
+        if done.code in (126, 127):
+            self.skipTest("nobody cannot run ep-bench")
+        self.assertEqual(done.code, 0, done)
+        self.assertEqual((done.json()["ok"], done.json()["executor"]), (True, "server"), done)
 
     def test_a_worker_without_the_module(self):
         server = self.start()
@@ -112,16 +149,18 @@ class BenchTest(CudaTest):
 
 
 class WorkerTest(CudaTest):
+    flags = ()
+
     def test_the_examples_run_unchanged(self):
         server = self.start()
-        self.create(server)
+        self.create(server, *self.flags)
         result = self.run_cmd(["hello_dispatch", "moe"], env=ENV, server=server)
         self.assertEqual(result.code, 0, result)
         self.assertIn("all results are right", result.out)
 
     def test_a_dead_workers_rank_is_taken_again(self):
         server = self.start()
-        self.create(server)
+        self.create(server, *self.flags)
         workers = self.workers(server, range(3))
         for worker in workers:
             self.says(worker, "absent 0, failures 0")
@@ -138,7 +177,7 @@ class WorkerTest(CudaTest):
 
     def test_a_lost_server_ends_the_workers(self):
         server = self.start()
-        self.create(server, "--timeout-ms=60000")
+        self.create(server, *self.flags, "--timeout-ms=60000")
         workers = self.workers(server, range(3))
         for worker in workers:
             self.says(worker, "absent 0")
@@ -149,9 +188,13 @@ class WorkerTest(CudaTest):
 
     def test_a_late_rank_is_named(self):
         server = self.start()
-        self.create(server, "--timeout-ms=200")
+        self.create(server, *self.flags, "--timeout-ms=200")
         worker = self.workers(server, [0])[0]
         self.says(worker, "was late: LL 1 waited 200 ms for its rows")
+
+
+class ServedWorkerTest(WorkerTest):
+    flags = ("--direct=none",)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 /*
- * Executor direct without a GPU: what a rank takes from the server, what it gives to the kernels and what
- * it makes of their records.
+ * A rank on a GPU without one: what it takes from the server, what it gives to the kernels (executor direct) or
+ * hands over (executor server), and what it makes of their records.
  */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -35,6 +35,9 @@ struct fixture {
     ep_rank *rank; /* NULL before the join and after leaving */
 };
 
+/* The executor that make_joined() takes, of tests that hold for both. */
+static bool served;
+
 static void ok(ep_status status)
 {
     if (status != EP_OK)
@@ -53,6 +56,11 @@ static void refused(ep_status status, ep_status expected, const char *text)
 static struct ep_control *control_of(struct fixture *f, uint32_t rank)
 {
     return cuda_fixture_host(f->api->memory_at(f->window[rank]));
+}
+
+static struct ep_mailbox *mailbox_of(struct fixture *f)
+{
+    return &control_of(f, ME)->gpu.mailbox;
 }
 
 static struct ep_device_state *state_of(struct fixture *f)
@@ -171,8 +179,11 @@ static void drop_rank(struct fixture *f, ep_rank *rank)
     (void)f;
 }
 
+typedef ep_status attach_fn(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
+                            const struct ep_attach_frame *welcome, int fd, struct ep_error *error);
+
 /* The frames after WELCOME have been sent. */
-static ep_status attach(struct fixture *f, uint32_t device, uint32_t count, uint64_t window_bytes)
+static ep_status attach_as(struct fixture *f, attach_fn *fn, uint32_t device, uint32_t count, uint64_t window_bytes)
 {
     Ep__V1__ClaimReply reply = EP__V1__CLAIM_REPLY__INIT;
     struct ep_attach_frame welcome;
@@ -188,13 +199,23 @@ static ep_status attach(struct fixture *f, uint32_t device, uint32_t count, uint
     welcome.count = count;
     welcome.value = window_bytes;
     assert_int_equal(f->api->memory_export(f->window[ME], &fd, NULL), EP_OK);
-    status = device_attach(rank, f->api, &reply, &welcome, fd, last_error());
+    status = fn(rank, f->api, &reply, &welcome, fd, last_error());
     close(fd);
     if (status == EP_OK)
         f->rank = rank;
     else
         drop_rank(f, rank);
     return status;
+}
+
+static ep_status attach(struct fixture *f, uint32_t device, uint32_t count, uint64_t window_bytes)
+{
+    return attach_as(f, direct_attach, device, count, window_bytes);
+}
+
+static ep_status attach_served(struct fixture *f, uint32_t device, uint32_t count)
+{
+    return attach_as(f, mailbox_attach, device, count, f->map.total_bytes);
 }
 
 static void destroy(struct fixture *f)
@@ -217,15 +238,21 @@ static void destroy(struct fixture *f)
     cuda_fixture_reset(); /* nothing may be left */
 }
 
+static void join(struct fixture *f)
+{
+    if (!served)
+        send_all(f);
+    ok(served ? attach_served(f, 0, 0) : attach(f, 0, RANKS, f->map.total_bytes));
+    ok(monitor_start(&f->client, last_error()));
+    f->monitored = true;
+    ok(monitor_add(f->rank, last_error()));
+}
+
 static struct fixture *make_joined(void)
 {
     struct fixture *f = make();
 
-    send_all(f);
-    ok(attach(f, 0, RANKS, f->map.total_bytes));
-    ok(monitor_start(&f->client, last_error()));
-    f->monitored = true;
-    ok(monitor_add(f->rank, last_error()));
+    join(f);
     return f;
 }
 
@@ -635,7 +662,8 @@ static void a_failure_is_told_once(void **state)
 
     (void)state;
     cuda_fixture.outcome = (struct ep_device_record){ .status = EP_TIMEOUT, .late_rank = 2, .arrived = 3,
-                                                      .wait_phase = EP_WAIT_ARRIVAL };
+                                                      .wait_phase = EP_WAIT_ARRIVAL,
+                                                      .timeout_ns = 5 * EP_NS_PER_S };
     ok(ep_dispatch(l.handle, &l.dispatch, NULL));
     refused(ep_handle_wait(l.handle, 1000), EP_TIMEOUT,
             "rank 2 was late: LL 1 waited 5000 ms for its rows");
@@ -723,11 +751,7 @@ static void a_new_worker_does_not_see_its_predecessors_ops(void **state)
         for (uint32_t p = 0; p < EP_DEVICE_PARTS; p++)
             report_of(f)->records[h][p] = (struct ep_device_record){ .generation = h + 1, .sequence = 40 + h,
                                                                      .status = EP_TIMEOUT };
-    send_all(f);
-    ok(attach(f, 0, RANKS, f->map.total_bytes));
-    ok(monitor_start(&f->client, last_error()));
-    f->monitored = true;
-    ok(monitor_add(f->rank, last_error()));
+    join(f);
     l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
     assert_int_equal(l.handle->generation, 1);
     ok(ep_sync(f->rank, 1000));
@@ -927,36 +951,260 @@ static void leaving_cuts_off_what_does_not_end(void **state)
     destroy(f);
 }
 
+/* ---- executor server -------------------------------------------------------------------------------------------- */
+
+static void a_served_rank_takes_its_window_only(void **state)
+{
+    struct fixture *f = make_joined();
+    ep_rank_info info = { .size = sizeof info };
+
+    (void)state;
+    assert_int_equal(cuda_fixture.memories, RANKS + 1 + 1); /* the server's and ours */
+    assert_int_equal(cuda_fixture.ranks, 0);
+    ok(ep_rank_describe(f->rank, &info));
+    assert_int_equal(info.backend, EP_BACKEND_CUDA);
+    assert_int_equal(info.executor, EP_EXECUTOR_SERVER);
+    assert_memory_equal(info.device_uuid, cuda_fixture_uuid(0), sizeof info.device_uuid);
+    destroy(f);
+}
+
+static void a_window_that_is_not_its_own_is_refused(void **state)
+{
+    struct fixture *f = make();
+
+    (void)state;
+    refused(attach_served(f, 0, 1), EP_PROTOCOL, "sends 1 memories beside the window: under executor server there are");
+    destroy(f);
+
+    f = make();
+    control_of(f, ME)->version++;
+    refused(attach_served(f, 0, 0), EP_PROTOCOL, "the window of rank 1 has version");
+    destroy(f);
+
+    f = make();
+    control_of(f, ME)->limits.top_k++;
+    refused(attach_served(f, 0, 0), EP_PROTOCOL, "the window of rank 1 is that of another rank, epoch or group");
+    destroy(f);
+
+    f = make();
+    refused(attach_as(f, mailbox_attach, 0, 0, f->map.total_bytes + 4096), EP_PROTOCOL, "the window of rank 1 has");
+    destroy(f);
+
+    f = make();
+    refused(attach_served(f, CUDA_FIXTURE_DEVICES, 0), EP_NOT_FOUND, "rank 1 lives on a GPU that this process cannot");
+    destroy(f);
+}
+
+static void a_served_join_that_fails_anywhere_leaves_nothing(void **state)
+{
+    static const struct { const char *name; uint32_t calls; } calls[] = {
+        { "device_find", 1 }, { "memory_import", 1 }, { "stream_create", 3 }, { "read", 2 }, { "write", 1 },
+    };
+
+    (void)state;
+    for (size_t i = 0; i < sizeof calls / sizeof *calls; i++)
+        for (uint32_t n = 0; n < calls[i].calls; n++) {
+            struct fixture *f = make();
+
+            cuda_fixture.fail = calls[i].name;
+            cuda_fixture.fail_after = n;
+            refused(attach_served(f, 0, 0), EP_INTERNAL, "because the test says so");
+            cuda_fixture.fail = NULL;
+            destroy(f);
+        }
+}
+
+static void ops_are_rung_for_in_the_order_of_their_stream(void **state)
+{
+    struct fixture *f = make_joined();
+    struct lane l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
+    int stream;
+
+    (void)state;
+    ok(ep_dispatch(l.handle, &l.dispatch, &stream));
+    assert_int_equal(cuda_fixture.rung, 1);
+    assert_ptr_equal(cuda_fixture.stream[0], &stream);
+    assert_int_equal(mailbox_of(f)->op.kind, EP_OP_DISPATCH);
+    assert_ptr_equal((uint8_t *)f->rank->window + mailbox_of(f)->op.x.offset, l.dispatch.tokens);
+    cuda_fixture.fail = "ring";
+    cuda_fixture.fail_after = 0;
+    refused(ep_combine(l.handle, &l.combine, &stream), EP_INTERNAL, "ring failed");
+    cuda_fixture.fail = NULL;
+    ok(ep_combine(l.handle, &l.combine, &stream));
+    ep_handle_destroy(l.handle); /* a release is not rung for: no stream stands in order */
+    ok(ep_sync(f->rank, 1000));
+    assert_int_equal(cuda_fixture.rung, 2);
+    destroy(f);
+}
+
+static void a_wait_is_for_the_server(void **state)
+{
+    struct fixture *f = make_joined();
+    struct lane l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
+
+    (void)state;
+    cuda_fixture.unserved = 1;
+    ok(ep_dispatch(l.handle, &l.dispatch, NULL));
+    assert_int_equal(mailbox_of(f)->doorbell, 1);
+    refused(ep_sync(f->rank, 5), EP_DEADLINE_EXCEEDED, "still running");
+    mailbox_of(f)->doorbell = 0;
+    __atomic_store_n(&mailbox_of(f)->done, 1, __ATOMIC_SEQ_CST);
+    ok(ep_sync(f->rank, 1000));
+    assert_int_equal(mailbox_of(f)->done, 0);
+    destroy(f);
+}
+
+static void wait_closed(struct fixture *f)
+{
+    for (int i = 0; i < 2000 && !__atomic_load_n(&mailbox_of(f)->closed, __ATOMIC_SEQ_CST); i++)
+        usleep(1000);
+    assert_int_equal(mailbox_of(f)->closed, 1);
+}
+
+/* Streams go on, of what was handed over and of what comes later, in graphs too. */
+static void a_lost_server_lets_streams_go_on(void **state)
+{
+    struct fixture *f = make_joined();
+    struct lane l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
+    struct ep_cuda_graph *graph;
+    int stream, captured;
+
+    (void)state;
+    assert_int_equal(f->api->graph_begin(0, &captured, NULL), EP_OK);
+    ok(ep_dispatch(l.handle, &l.dispatch, &captured));
+    ok(ep_combine(l.handle, &l.combine, &captured));
+    assert_int_equal(f->api->graph_end(0, &captured, &graph, NULL), EP_OK);
+    cuda_fixture.unserved = 1;
+    ok(ep_dispatch(l.handle, &l.dispatch, &stream));
+    assert_int_equal(f->api->stream_query(0, &stream, NULL), EP_UNAVAILABLE);
+    close(f->server);
+    f->server = -1;
+    refused(ep_sync(f->rank, 20000), EP_SERVER_LOST, "server");
+    wait_closed(f);
+    for (int i = 0; i < 2000 && f->api->stream_query(0, &stream, NULL) != EP_OK; i++)
+        usleep(1000);
+    assert_int_equal(f->api->stream_query(0, &stream, NULL), EP_OK);
+    refused(ep_dispatch(l.handle, &l.dispatch, &stream), EP_SERVER_LOST, "server");
+    assert_int_equal(f->api->graph_launch(graph, &captured, NULL), EP_OK);
+    assert_int_equal(f->api->stream_query(0, &captured, NULL), EP_OK);
+    refused(ep_sync(f->rank, 20000), EP_SERVER_LOST, "server");
+    f->api->graph_destroy(graph);
+    destroy(f);
+}
+
+/* A gate that finds the mailbox open after `done` was set would wait for ever. */
+static void closed_is_set_before_done(void **state)
+{
+    struct fixture *f = make_joined();
+
+    (void)state;
+    cuda_fixture.fail_after = 1;
+    cuda_fixture.fail = "write";
+    close(f->server);
+    f->server = -1;
+    wait_closed(f);
+    refused(ep_sync(f->rank, 20000), EP_SERVER_LOST, "server");
+    monitor_remove(f->rank); /* it has written all that it does */
+    cuda_fixture.fail = NULL;
+    assert_int_equal(mailbox_of(f)->done, 0);
+    destroy(f);
+}
+
+static void a_taken_rank_says_why_and_goes_on(void **state)
+{
+    struct fixture *f = make_joined();
+    struct ep_attach_frame frame;
+    struct lane l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
+
+    (void)state;
+    cuda_fixture.unserved = 1;
+    ok(ep_dispatch(l.handle, &l.dispatch, NULL));
+    ep_attach_frame_init(&frame, EP_ATTACH_EVENT);
+    frame.event = EP_ATTACH_DETACHED;
+    snprintf(frame.text, sizeof frame.text, "the server cannot run its ops any more");
+    assert_int_equal(ep_attach_send(f->server, &frame, -1, NULL), EP_OK);
+    refused(ep_handle_wait(l.handle, 20000), EP_DETACHED, "the server cannot run its ops any more");
+    wait_closed(f);
+    destroy(f); /* what was handed over is over: it leaves without waiting for its bound */
+}
+
+static void leaving_does_not_wait_for_a_server_that_hangs(void **state)
+{
+    struct fixture *f = make_joined();
+    struct lane l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
+    struct ep_attach_frame frame;
+    int fd;
+
+    (void)state;
+    cuda_fixture.unserved = 1;
+    ok(ep_dispatch(l.handle, &l.dispatch, NULL));
+    ep_leave(f->rank);
+    f->rank = NULL;
+    f->client_socket = -1;
+    assert_int_equal(mailbox_of(f)->closed, 1);
+    assert_int_equal(cuda_fixture.memories, RANKS + 1);
+    assert_int_equal(ep_attach_receive(f->server, &frame, &fd, NULL), EP_OK);
+    assert_int_equal(frame.type, EP_ATTACH_BYE);
+    destroy(f);
+}
+
+static int as_direct(void **state)
+{
+    (void)state;
+    served = false;
+    return 0;
+}
+
+static int as_served(void **state)
+{
+    (void)state;
+    served = true;
+    return 0;
+}
+
+#define DIRECT(name) cmocka_unit_test_setup(name, as_direct)
+#define SERVED(name) cmocka_unit_test_setup(name, as_served)
+#define BOTH(name)   DIRECT(name), SERVED(name)
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_rank_takes_its_state_and_its_peers_windows),
-        cmocka_unit_test(memory_may_come_in_any_order),
-        cmocka_unit_test(memory_that_does_not_come_is_missed),
-        cmocka_unit_test(memory_that_makes_no_sense_is_refused),
-        cmocka_unit_test(sizes_are_those_that_both_sides_compute),
-        cmocka_unit_test(windows_and_state_of_others_are_refused),
-        cmocka_unit_test(a_gpu_that_is_not_there),
-        cmocka_unit_test(a_join_that_fails_anywhere_leaves_nothing),
-        cmocka_unit_test(ops_go_to_the_stream_they_are_given),
-        cmocka_unit_test(many_streams_are_refused_until_a_sync),
-        cmocka_unit_test(a_record_becomes_what_the_op_did),
-        cmocka_unit_test(rank_major_rows_are_in_the_bank_of_their_number),
-        cmocka_unit_test(send_only_ops_have_a_result_when_they_are_complete),
-        cmocka_unit_test(copies_reach_the_ranks_memory),
-        cmocka_unit_test(copies_stay_in_their_block),
-        cmocka_unit_test(copies_stay_in_their_view),
-        cmocka_unit_test(a_failure_is_told_once),
-        cmocka_unit_test(failures_between_looks_are_not_missed),
-        cmocka_unit_test(a_new_handle_does_not_see_its_predecessors_ops),
-        cmocka_unit_test(a_new_worker_does_not_see_its_predecessors_ops),
-        cmocka_unit_test(a_wait_ends_with_the_work_or_at_its_deadline),
-        cmocka_unit_test(a_wait_can_be_interrupted),
-        cmocka_unit_test(a_broken_stream_is_an_error_of_the_wait),
-        cmocka_unit_test(a_lost_server_ends_waits_and_ops),
-        cmocka_unit_test(a_detached_rank_says_why),
-        cmocka_unit_test(leaving_says_bye_when_the_memory_is_given_back),
-        cmocka_unit_test(leaving_cuts_off_what_does_not_end),
+        DIRECT(a_rank_takes_its_state_and_its_peers_windows),
+        DIRECT(memory_may_come_in_any_order),
+        DIRECT(memory_that_does_not_come_is_missed),
+        DIRECT(memory_that_makes_no_sense_is_refused),
+        DIRECT(sizes_are_those_that_both_sides_compute),
+        DIRECT(windows_and_state_of_others_are_refused),
+        DIRECT(a_gpu_that_is_not_there),
+        DIRECT(a_join_that_fails_anywhere_leaves_nothing),
+        BOTH(ops_go_to_the_stream_they_are_given),
+        BOTH(many_streams_are_refused_until_a_sync),
+        BOTH(a_record_becomes_what_the_op_did),
+        BOTH(rank_major_rows_are_in_the_bank_of_their_number),
+        BOTH(send_only_ops_have_a_result_when_they_are_complete),
+        BOTH(copies_reach_the_ranks_memory),
+        BOTH(copies_stay_in_their_block),
+        BOTH(copies_stay_in_their_view),
+        BOTH(a_failure_is_told_once),
+        BOTH(failures_between_looks_are_not_missed),
+        BOTH(a_new_handle_does_not_see_its_predecessors_ops),
+        BOTH(a_new_worker_does_not_see_its_predecessors_ops),
+        BOTH(a_wait_ends_with_the_work_or_at_its_deadline),
+        BOTH(a_wait_can_be_interrupted),
+        BOTH(a_broken_stream_is_an_error_of_the_wait),
+        DIRECT(a_lost_server_ends_waits_and_ops),
+        BOTH(a_detached_rank_says_why),
+        BOTH(leaving_says_bye_when_the_memory_is_given_back),
+        DIRECT(leaving_cuts_off_what_does_not_end),
+        SERVED(a_served_rank_takes_its_window_only),
+        SERVED(a_window_that_is_not_its_own_is_refused),
+        SERVED(a_served_join_that_fails_anywhere_leaves_nothing),
+        SERVED(ops_are_rung_for_in_the_order_of_their_stream),
+        SERVED(a_wait_is_for_the_server),
+        SERVED(a_lost_server_lets_streams_go_on),
+        SERVED(closed_is_set_before_done),
+        SERVED(a_taken_rank_says_why_and_goes_on),
+        SERVED(leaving_does_not_wait_for_a_server_that_hangs),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,0 +1,77 @@
+/*
+ * Executor server on a GPU: this process has the rank's window and nothing else of the group.  An op is handed
+ * to the server in the order of the caller's stream, through the mailbox in the window (window.h).
+ *
+ * The end.  When the server or the rank is lost, nobody may answer the doorbell any more, and streams wait for
+ * `done`, in graphs that were launched before too.  `closed` is set, and when that is over `done`, once each,
+ * by copies that pass the ops.  All that is left goes on by itself then.  In the order of the streams, which is
+ * one order for all ops of a rank, each op is
+ *
+ *     gate:  closed?  no: write op, doorbell = 1.  yes: done = 1
+ *     wait:  until done = 1, then done = 0
+ *
+ *   - A gate that comes after `closed` answers itself, so its op waits for nobody.
+ *   - At most one op has a gate that found `closed` unset, and has not passed its wait: the next gate comes after
+ *     that wait.  Our done = 1 comes after `closed`, so after that gate, and after every done = 0 of earlier ops.
+ *     What can still set done = 0 is the op's own wait, which has passed then.
+ *   - If the op's wait had been answered by the server already, its done = 0 may wipe out ours, which nobody
+ *     needs; or ours stays, as a late answer of the server's does, and the next op finds `done` set by two.
+ *
+ * `closed` is never unset: whoever has the rank next finds the window cleared, after this process has let go of
+ * it.
+ */
+#include "client_private.h"
+
+static struct ep_mailbox *mailbox_of(const struct ep_rank *rank)
+{
+    const struct device *d = rank->device;
+    struct ep_control *control = d->api->memory_at(d->window[rank->rank]); /* GPU memory */
+
+    return &control->gpu.mailbox;
+}
+
+static ep_status launch(struct ep_rank *rank, const struct ep_op *op, ep_stream stream, struct ep_error *error)
+{
+    const struct device *d = rank->device;
+
+    return d->api->ring(d->ordinal, rank->window, op, stream, error);
+}
+
+ep_status mailbox_attach(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
+                         const struct ep_attach_frame *welcome, int fd, struct ep_error *error)
+{
+    rank->executor = &mailbox_executor;
+    if (welcome->count != 0)
+        return ep_error_set(error, EP_PROTOCOL,
+                            "the server sends %u memories beside the window: under executor server there are none",
+                            welcome->count);
+    if (device_open(rank, api, reply, welcome, fd, error) != EP_OK
+        || device_check_window(rank, rank->rank, error) != EP_OK)
+        return error->status;
+    rank->device->launch = launch;
+    return device_ready(rank, error);
+}
+
+static void cut(struct ep_rank *rank)
+{
+    struct ep_mailbox *mailbox = mailbox_of(rank);
+    const struct device *d = rank->device;
+    struct ep_error ignored = EP_ERROR_INIT;
+    const uint32_t one = 1;
+
+    (void)d->api->write(d->ordinal, &mailbox->closed, &one, sizeof one, d->alarm, &ignored);
+    (void)d->api->write(d->ordinal, &mailbox->done, &one, sizeof one, d->alarm, &ignored);
+}
+
+const struct executor mailbox_executor = {
+    .backend = EP_BACKEND_CUDA,
+    .kind = EP_EXECUTOR_SERVER,
+    .streams = true,
+    .submit = device_submit,
+    .wait = device_wait,
+    .write = device_copy_in,
+    .read = device_copy_out,
+    .cut = cut,
+    .drain = device_drain,
+    .detach = device_detach,
+};
