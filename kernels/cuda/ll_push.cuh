@@ -60,8 +60,10 @@ template <Cast C> __device__ void quantise(const ep_ll_args &a, const Vec *from,
         amax = amax_of(amax, x[i]);
     for (uint32_t step = 1; step < 8; step *= 2)
         amax = fmaxf(amax, __shfl_xor_sync(kAll, amax, step));
-    float scale = amax == 0 ? 1.0f : amax / 448.0f, inverse = __frcp_rn(scale);
+    float scale = amax / 448.0f, inverse;
 
+    scale = scale == 0 ? 1.0f : scale; /* zeros, or so little that nothing can be divided by it */
+    inverse = __frcp_rn(scale);
     *stored = __float_as_uint(scale);
     if (a.scale_bytes == 1) {
         *stored = ue8m0_of(amax);

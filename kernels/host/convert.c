@@ -201,9 +201,9 @@ EP_INLINE uint32_t block_amax(const float *x, uint32_t n)
 
 EP_INLINE void encode_fp32(const float *x, uint32_t n, uint8_t *codes, float *scale)
 {
-    uint32_t amax = block_amax(x, n);
-    float s = amax == 0 ? 1.0f : float_of(amax) / FP8_MAX;
+    float s = float_of(block_amax(x, n)) / FP8_MAX;
 
+    s = s == 0 ? 1.0f : s; /* zeros, or so little that nothing can be divided by it */
     *scale = s;
     for (uint32_t i = 0; i < n; i++)
         codes[i] = e4m3_encode(x[i] / s);

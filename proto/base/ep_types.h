@@ -34,7 +34,8 @@ typedef enum ep_dtype {
  * A block of zeros has scale 1.  NaN does not count for amax and stays NaN.  Of a block with an infinity,
  * FP32 makes NaN as a whole; in UE8M0 its scale is 2^120, and infinite elements are 448 of that, which is
  * an infinity in fp32 again.  An amax below 448 * 2^-127 has scale 2^-127 in UE8M0, in FP32 one that is
- * not a normal number.  Scales that are given arrive as they are, whatever they are.
+ * not a normal number, and 1 where that would be 0.  Scales that are given arrive as they are, whatever
+ * they are.
  */
 typedef enum ep_scale_format {
     EP_SCALE_FP32 = 0,

@@ -197,7 +197,7 @@ static float make_scale(const struct run *c, float most, uint32_t block, void *s
     uint8_t code = 0;
 
     if (!powers(c))
-        return ((float *)scales)[block] = most > 0 ? most / 448.0f : 1.0f;
+        return ((float *)scales)[block] = most / 448.0f > 0 ? most / 448.0f : 1.0f;
     while (most > 0 && ldexpf(448.0f, code - 127) < most)
         code++;
     ((uint8_t *)scales)[block] = most > 0 ? code : 127;

@@ -105,6 +105,26 @@ static void a_block_of_zeros_has_scale_one(void **state)
         assert_int_equal(codes[i], 0);
 }
 
+/* amax / 448 is 0 in fp32; codes of zeros must not become 0 / 0. */
+static void a_block_of_next_to_nothing_has_scale_one(void **state)
+{
+    float x[N] = { 0 }, scale = 0;
+    uint8_t codes[N];
+
+    (void)state;
+    x[3] = 0x1p-149f;
+    x[4] = -0x1.8p-142f;
+    ep_host_quantise(EP_FP32, x, N, EP_SCALE_FP32, codes, &scale);
+    assert_true(scale == 1.0f);
+    for (int i = 0; i < N; i++)
+        assert_int_equal(codes[i], i == 4 ? 0x80 : 0);
+    x[5] = 0x1p-140f;
+    ep_host_quantise(EP_FP32, x, N, EP_SCALE_FP32, codes, &scale);
+    assert_true(scale == 0x1p-149f);
+    assert_int_equal(codes[0], 0);
+    assert_int_equal(codes[5], 0x7e);
+}
+
 /* One row of N with this largest magnitude: the scale, and every code, worked out in double precision. */
 static void check_powers(uint32_t amax_bits)
 {
@@ -235,6 +255,7 @@ int main(void)
         cmocka_unit_test(sums_are_rounded_once),
         cmocka_unit_test(codes_of_fp8_are_the_nearest),
         cmocka_unit_test(a_block_of_zeros_has_scale_one),
+        cmocka_unit_test(a_block_of_next_to_nothing_has_scale_one),
         cmocka_unit_test(ue8m0_scales_are_powers_of_two),
         cmocka_unit_test(ue8m0_scales_of_short_rows),
         cmocka_unit_test(what_is_not_finite_in_ue8m0),
