@@ -63,6 +63,16 @@ static inline CUstream ep_cuda_stream(const struct ep_cuda_context *context, voi
     return stream ? (CUstream)stream : context->stream;
 }
 
+/* ---- ranks ------------------------------------------------------------------------- */
+
+struct ep_ll_rank;
+
+/* All of *rank but what depends on how many blocks fit. */
+void ep_cuda_rank_base(const struct ep_cuda_rank_options *options, struct ep_ll_rank *rank);
+/* Multiprocessors for the rank, whose kernels have been asked for: `result` and `blocks` on each. */
+ep_status ep_cuda_rank_sms(const struct ep_cuda_rank_options *options, int result, uint32_t blocks, uint32_t *sms,
+                           struct ep_error *error);
+
 /* ---- the functions of struct ep_cuda_api ------------------------------------------- */
 
 ep_status ep_cuda_device_count(uint32_t *count, struct ep_error *error);

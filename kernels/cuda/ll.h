@@ -32,6 +32,7 @@ struct ep_ll_args {
     uint32_t header_bytes, counts_bytes, places_bytes, scales_bytes, combine_row_bytes;
 
     /* the op; spans as addresses, NULL: not given */
+    uint32_t blocks;       /* that work on it */
     uint32_t layout, phases, cached, handle, generation;
     uint32_t tokens, top_k, index_bytes, alignment;
     uint32_t input_dtype, wire_dtype;
@@ -59,8 +60,8 @@ struct ep_ll_args {
  * as all of these do. */
 int ep_ll_prepare(uint32_t shared_bytes, uint32_t *dispatch_blocks, uint32_t *combine_blocks);
 
-int ep_ll_dispatch(const struct ep_ll_args *args, uint32_t blocks, uint32_t shared_bytes, void *stream);
-int ep_ll_combine(const struct ep_ll_args *args, uint32_t blocks, uint32_t shared_bytes, void *stream);
+int ep_ll_dispatch(const struct ep_ll_args *args, uint32_t shared_bytes, void *stream);
+int ep_ll_combine(const struct ep_ll_args *args, uint32_t shared_bytes, void *stream);
 /* The handle is given up: peers get the credit for its bank. */
 int ep_ll_release(const struct ep_ll_args *args, void *stream);
 const char *ep_ll_error_text(int error);

@@ -37,7 +37,7 @@
  * differ about r, when r leaves between their looks or was told a number that did not hold.  Who counts r in
  * finds all that it waits for, or misses r (`gone`).  Who does not says so when it arrives: it adds r to the mask
  * `outside`, and how many ranks it leaves out to `outsiders`.  No block leaves out others than the mask's, so
- * that `outsiders` is gridDim times the ranks of the mask exactly when all blocks leave out the same ones, as
+ * that `outsiders` is `blocks` times the ranks of the mask exactly when all blocks leave out the same ones, as
  * they do while a rank is absent.
  *   - When it is not, or somebody was missed, the last block of a dispatch receives it all again, without all
  *     that were missed or outside.  Who remains has sent everything: each block counted him in and found it.
@@ -207,7 +207,7 @@ __device__ inline uint64_t *credit_at(const ep_ll_args &a, uint32_t where, uint3
 }
 
 /* The one block that tells what the op has done: it has little else to do when there are few tokens. */
-__device__ inline bool tells() { return blockIdx.x == gridDim.x / 2; }
+__device__ inline bool tells(const ep_ll_args &a) { return blockIdx.x == a.blocks / 2; }
 
 /* Warp 0: number n begins, with these members. */
 __device__ inline void op_begin(const ep_ll_args &a, Op *op, uint64_t n, uint32_t members, uint64_t timeout_ns)
@@ -220,7 +220,7 @@ __device__ inline void op_begin(const ep_ll_args &a, Op *op, uint64_t n, uint32_
         op->missed = op->lacking = 0;
         op->timeout_ns = timeout_ns;
         op->deadline = 0;
-        if (tells())
+        if (tells(a))
             a.state->scratch.start_ns = now_ns();
     }
     __syncwarp();
@@ -381,7 +381,7 @@ __device__ inline bool by_expert(const ep_ll_args &a)
 /* ---- the end of an op -------------------------------------------------------------------- */
 
 /* All threads of a block: is it the last one that comes here?  Then it sees what the others did. */
-__device__ inline bool last_block(uint32_t *counter)
+__device__ inline bool last_block(const ep_ll_args &a, uint32_t *counter)
 {
     __shared__ uint32_t last;
 
@@ -390,7 +390,7 @@ __device__ inline bool last_block(uint32_t *counter)
         uint32_t before;
 
         asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-        last = before == gridDim.x - 1;
+        last = before == a.blocks - 1;
     }
     __syncthreads();
     return last != 0;
@@ -415,10 +415,10 @@ __device__ inline bool arrive(const ep_ll_args &a, const Op &op, bool told)
             __threadfence();
         asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;"
                      : "=r"(before) : "l"(&a.state->scratch.done) : "memory");
-        if (before == gridDim.x - 1)
+        if (before == a.blocks - 1)
             __threadfence();
     }
-    return __shfl_sync(kAll, before, 0) == gridDim.x - 1;
+    return __shfl_sync(kAll, before, 0) == a.blocks - 1;
 }
 
 /* Warp 0 of the last block: may the blocks have counted different ranks in?  All four are read at once. */
@@ -428,7 +428,7 @@ __device__ inline bool differed(const ep_ll_args &a)
     const uint32_t missed = load_u32(&s->gone) | load_u32(&s->late);
     const uint32_t outside = load_u32(&s->outside), outsiders = load_u32(&s->outsiders);
 
-    return (missed | (outsiders ^ gridDim.x * __popc(outside))) != 0;
+    return (missed | (outsiders ^ a.blocks * __popc(outside))) != 0;
 }
 
 /* Of those that the block counts in, the ones that every block has counted in. */

@@ -310,7 +310,7 @@ template <Cast C> struct Part {
 template <Cast C, class Meanwhile>
 __device__ void fetch(const ep_ll_args &a, const Batch &b, Part<C> *part, Meanwhile meanwhile)
 {
-    const uint32_t blocks = gridDim.x, from_end = blocks - 1 - blockIdx.x;
+    const uint32_t blocks = a.blocks, from_end = blocks - 1 - blockIdx.x;
 
     part->counts = from_end < a.ranks;
     part->t0 = (from_end + blocks - a.ranks % blocks) % blocks;
@@ -330,7 +330,7 @@ __device__ void fetch(const ep_ll_args &a, const Batch &b, Part<C> *part, Meanwh
 template <Cast C>
 __device__ void send(const ep_ll_args &a, Op *op, const Batch &b, Part<C> &part, uint32_t *count, uint32_t ranks)
 {
-    const uint32_t blocks = gridDim.x, from_end = blocks - 1 - blockIdx.x;
+    const uint32_t blocks = a.blocks, from_end = blocks - 1 - blockIdx.x;
     uint32_t counted = 0, sum = 0;
 
     if (!part.counts && part.t0 >= a.tokens)

@@ -263,7 +263,7 @@ __device__ inline void receive_in_place(const ep_ll_args &a, Op *op, const uint3
 
     for (uint32_t s = 0; s < a.ranks; s++)
         most = max(most, rows[s]);
-    for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < most * a.ranks * parts; i += gridDim.x * kThreads) {
+    for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < most * a.ranks * parts; i += a.blocks * kThreads) {
         const uint32_t part = i % parts, s = i / parts % a.ranks, slot = i / parts / a.ranks;
         const uint64_t at = (uint64_t)s * a.max_tokens + slot;
         Vec v;
@@ -293,7 +293,7 @@ __device__ inline void receive_in_place(const ep_ll_args &a, Op *op, const uint3
         }
     }
     /* Who reads the rows comes later in the stream, and starts with nothing cached. */
-    if (tells())
+    if (tells(a))
         write_rank_counts(a, rows);
 }
 
@@ -308,11 +308,14 @@ __device__ inline void receive_again(const ep_ll_args &a, Op *op, uint32_t *rows
     const uint32_t missing = s.gone | s.late | s.outside;
 
     if (threadIdx.x == 0) {
-        const uint64_t all = a.state->left_before + gridDim.x - 1; /* but this one */
+        const uint64_t all = a.state->left_before + a.blocks - 1; /* but this one */
 
         op->members &= ~missing;
         a.state->scratch.rows = a.state->scratch.rows_needed = a.state->scratch.overflow = 0;
-        while (acquire_u64(&a.state->left) < all) /* they wait for nobody any more; partner: leave */
+        /* They wait for nobody any more; partner: leave.  Bounded for blocks that do not agree on what the op is,
+         * as a worker that a server does not trust can have it. */
+        op->deadline = 0;
+        while (acquire_u64(&a.state->left) < all && !is_late(*op))
             ;
     }
     __syncthreads();

@@ -1,0 +1,462 @@
+/*
+ * LL combine: each rank sums a token's rows over its own experts in fp32, rounds once and pushes the partial
+ * to the token's source; the source sums partials in the order of ranks as they land.  ll_device.cuh has the
+ * protocol.
+ *
+ * Rows are cut into parts that different blocks work on, each announced for itself: more under way when there
+ * are few tokens.
+ */
+#ifndef EP_LL_COMBINE_CUH
+#define EP_LL_COMBINE_CUH
+
+#include "ll_device.cuh"
+
+namespace ep {
+namespace combine {
+
+/* ---- formats ------------------------------------------------------------------------ */
+
+/* 16 bytes of a row, as floats and back. */
+template <class T> struct Format;
+
+template <> struct Format<__nv_bfloat16> {
+    static constexpr uint32_t n = 8;
+    static __device__ void decode(const Vec &v, float *x)
+    {
+        for (uint32_t i = 0; i < n; i++)
+            x[i] = __uint_as_float(i % 2 ? v.w[i / 2] & 0xffff0000u : v.w[i / 2] << 16);
+    }
+    static __device__ Vec encode(const float *x)
+    {
+        Vec v;
+
+        for (uint32_t i = 0; i < n / 2; i++) {
+            const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+
+            v.w[i] = *(const uint32_t *)&pair;
+        }
+        return v;
+    }
+};
+
+template <> struct Format<__half> {
+    static constexpr uint32_t n = 8;
+    static __device__ void decode(const Vec &v, float *x)
+    {
+        for (uint32_t i = 0; i < n; i++)
+            x[i] = __half2float(__ushort_as_half((uint16_t)(v.w[i / 2] >> (i % 2 * 16))));
+    }
+    static __device__ Vec encode(const float *x)
+    {
+        Vec v;
+
+        for (uint32_t i = 0; i < n / 2; i++) {
+            const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+
+            v.w[i] = *(const uint32_t *)&pair;
+        }
+        return v;
+    }
+};
+
+template <> struct Format<float> {
+    static constexpr uint32_t n = 4;
+    static __device__ void decode(const Vec &v, float *x)
+    {
+        for (uint32_t i = 0; i < n; i++)
+            x[i] = __uint_as_float(v.w[i]);
+    }
+    static __device__ Vec encode(const float *x)
+    {
+        Vec v;
+
+        for (uint32_t i = 0; i < n; i++)
+            v.w[i] = __float_as_uint(x[i]);
+        return v;
+    }
+};
+
+/* ---- sums ---------------------------------------------------------------------------- */
+
+/* The terms of a sum: rows and what they are multiplied by, in the order of the sum. */
+struct Terms {
+    uint32_t n, token;
+    const uint8_t *row[EP_DEVICE_MAX_RANKS > EP_MAX_TOP_K ? EP_DEVICE_MAX_RANKS : EP_MAX_TOP_K];
+    float weight[EP_MAX_TOP_K];
+};
+
+/* 16 byte pieces [from, to) of a row. */
+struct Range {
+    uint32_t from, to;
+};
+
+__device__ inline Range range_of(const ep_ll_args &a, uint32_t part)
+{
+    const uint32_t pieces = a.row_bytes / 16, each = (pieces + EP_COMBINE_PARTS - 1) / EP_COMBINE_PARTS;
+
+    return { min(part * each, pieces), min((part + 1) * each, pieces) };
+}
+
+/* Pieces [at, at + kUnder) of a thread: terms j .. j + kTerms - 1 are fetched, then added in their order. */
+template <class T, bool kWeighted, uint32_t kUnder, uint32_t kTerms>
+__device__ inline void add_terms(const Terms &terms, uint32_t j, uint32_t at, uint32_t end, Vec (*v)[kUnder],
+                          float (*sum)[Format<T>::n])
+{
+#pragma unroll
+    for (uint32_t k = 0; k < kTerms; k++)
+#pragma unroll
+        for (uint32_t i = 0; i < kUnder; i++)
+            if (j + k < terms.n && at + i * kThreads < end)
+                v[k][i] = load_row(terms.row[j + k] + (uint64_t)(at + i * kThreads) * 16);
+#pragma unroll
+    for (uint32_t k = 0; k < kTerms; k++) {
+        const float weight = kWeighted && j + k < terms.n ? terms.weight[j + k] : 1.0f;
+
+        if (j + k >= terms.n)
+            break;
+#pragma unroll
+        for (uint32_t i = 0; i < kUnder; i++) {
+            float x[Format<T>::n];
+
+            Format<T>::decode(v[k][i], x);
+            for (uint32_t e = 0; e < Format<T>::n; e++)
+                sum[i][e] = kWeighted ? fmaf(weight, x[e], sum[i][e]) : sum[i][e] + x[e];
+        }
+    }
+}
+
+/* The sum of the terms to `to`, by all threads.  One term with weight 1 is a copy, bit for bit. */
+template <class T, bool kWeighted>
+__device__ inline void sum_rows(const Terms &terms, Range range, const uint8_t *bias, uint8_t *to)
+{
+    constexpr uint32_t kElements = Format<T>::n, kUnder = 2, kTerms = 4; /* what a thread has under way */
+    const bool copies = terms.n == 1 && !bias && (!kWeighted || terms.weight[0] == 1.0f);
+
+    for (uint32_t at = range.from + threadIdx.x; at < range.to; at += kUnder * kThreads) {
+        float sum[kUnder][kElements] = {};
+        Vec v[kTerms][kUnder];
+
+        for (uint32_t j = 0; j < terms.n; j += kTerms)
+            add_terms<T, kWeighted, kUnder, kTerms>(terms, j, at, range.to, v, sum);
+#pragma unroll
+        for (uint32_t i = 0; i < kUnder; i++) {
+            const uint64_t byte = (uint64_t)(at + i * kThreads) * 16;
+
+            if (at + i * kThreads >= range.to)
+                continue;
+            if (bias) {
+                float x[kElements];
+
+                Format<T>::decode(load_row(bias + byte), x);
+                for (uint32_t e = 0; e < kElements; e++)
+                    sum[i][e] += x[e];
+            }
+            store_row(to + byte, copies ? v[0][i] : Format<T>::encode(sum[i]));
+        }
+    }
+}
+
+/* ---- pushing partials ------------------------------------------------------------------- */
+
+/* The header of a row, and where dispatch has put it: lane 1 + k has choice k. */
+struct Header {
+    Vec v;
+    uint32_t place;
+};
+
+__device__ inline Header load_header(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t slot)
+{
+    const uint32_t lane = threadIdx.x;
+    const uint8_t *header = item_at(a, a.rank, op.bank, a.bank.headers, s, slot, a.header_bytes);
+    const uint32_t *places = (const uint32_t *)item_at(a, a.rank, op.bank, a.bank.places, s, slot, a.places_bytes);
+    Header h = { { { kAll, 0, 0, 0 } }, kAll };
+
+    if (lane <= a.max_top_k)
+        h.v = load_vec(header + lane * 16u);
+    if (lane >= 1 && lane <= a.max_top_k && by_expert(a))
+        h.place = load_u32(places + lane - 1);
+    return h;
+}
+
+/* Warp 0: the terms of row (s, slot); no token when its header is not of this number. */
+__device__ inline void find_terms(const ep_ll_args &a, const Op &op, const Header &h, uint32_t s, uint32_t slot,
+                           Terms *terms)
+{
+    const uint32_t lane = threadIdx.x, token = __shfl_sync(kAll, h.v.w[0], 0);
+    const bool there = __all_sync(kAll, lane > a.max_top_k || h.v.w[3] == op.wire) && token < a.max_tokens;
+    const bool here = there && h.place < a.in_rows;
+    const uint32_t mine = __ballot_sync(kAll, here), at = __popc(mine & ((1u << lane) - 1));
+
+    if (here) {
+        terms->row[at] = a.x + (uint64_t)h.place * a.row_bytes;
+        terms->weight[at] = __uint_as_float(h.v.w[1]);
+    }
+    if (lane == 0) {
+        terms->token = there ? token : kAll;
+        terms->n = __popc(mine);
+        if (!by_expert(a)) { /* the rank's sum already: from the caller's rows or from the bank */
+            terms->n = 1;
+            terms->weight[0] = 1.0f;
+            terms->row[0] = a.x ? a.x + ((uint64_t)s * a.max_tokens + slot) * a.row_bytes
+                                : item_at(a, a.rank, op.bank, a.bank.rows, s, slot, a.row_bytes);
+        }
+    }
+    __syncwarp();
+}
+
+/* Rows that are here, by what their sources have told; warp 0. */
+__device__ inline uint32_t rows_of_lane(const ep_ll_args &a, const Op &op, uint32_t excluded)
+{
+    const uint32_t lane = threadIdx.x;
+    uint32_t n = 0;
+
+    return (op.members & ~excluded) >> lane & 1 && rows_of(a, op, lane, &n) ? n : 0;
+}
+
+/* Partials that a block has pushed and not announced. */
+constexpr uint32_t kUnannounced = 8;
+struct Pushed {
+    uint32_t n;
+    uint32_t *number[kUnannounced];
+};
+
+/* All partials that were pushed, after one fence. */
+__device__ inline void announce(const Op &op, Pushed *pushed)
+{
+    __syncthreads();
+    if (threadIdx.x < pushed->n) {
+        fence_sys(); /* release; partner: find_partials */
+        store_u32(pushed->number[threadIdx.x], op.wire);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0)
+        pushed->n = 0;
+}
+
+/* Where the number of a part of token t's partial from rank d is kept. */
+__device__ inline uint32_t *number_at(const ep_ll_args &a, uint32_t where, uint64_t bank, uint32_t d, uint32_t t,
+                               uint32_t part)
+{
+    return (uint32_t *)item_at(a, where, bank, a.bank.combine_numbers, d, t, EP_COMBINE_PARTS * 4) + part;
+}
+
+/* A block's share of the partials: the parts of a row together, all sources of a slot together, the next rank
+ * first, so that not all push to the same one. */
+struct Item {
+    uint32_t part, s, slot;
+};
+
+__device__ inline Item item_of(const ep_ll_args &a, uint32_t i)
+{
+    return { i % EP_COMBINE_PARTS, (i / EP_COMBINE_PARTS + a.rank + 1) % a.ranks, i / EP_COMBINE_PARTS / a.ranks };
+}
+
+template <class T>
+__device__ inline void push_partial(const ep_ll_args &a, const Op &op, const Item &item, const Terms &terms,
+                             Pushed *pushed)
+{
+    if (terms.token == kAll)
+        return;
+    sum_rows<T, true>(terms, range_of(a, item.part), nullptr,
+                      item_at(a, item.s, op.bank, a.bank.combine_rows, a.rank, terms.token, a.combine_row_bytes));
+    if (threadIdx.x == 0)
+        pushed->number[pushed->n++] = number_at(a, item.s, op.bank, a.rank, terms.token, item.part);
+}
+
+template <class T>
+__device__ inline void push_partials(const ep_ll_args &a, const Op &op, uint32_t excluded, Terms *terms)
+{
+    __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS];
+    __shared__ Pushed pushed;
+    uint32_t most = 0, sent = 0, under_way = 0;
+
+    if (threadIdx.x < 32) {
+        const Item item = item_of(a, blockIdx.x);
+        Header header;
+
+        pushed.n = 0;
+        if (item.slot < a.max_tokens) /* at once with the counts, which tell whether there is such a row */
+            header = load_header(a, op, item.s, item.slot);
+        rows[threadIdx.x] = rows_of_lane(a, op, excluded);
+        __syncwarp();
+        if (item.slot < rows[item.s])
+            find_terms(a, op, header, item.s, item.slot, terms);
+    }
+    __syncthreads();
+    for (uint32_t s = 0; s < a.ranks; s++) {
+        most = max(most, rows[s]);
+        sent += s == a.rank ? 0 : rows[s];
+    }
+    if (tells(a) && threadIdx.x == 0)
+        a.state->scratch.wire_bytes = (uint64_t)sent * a.row_bytes;
+    for (uint32_t i = blockIdx.x; i < most * a.ranks * EP_COMBINE_PARTS; i += a.blocks) {
+        const Item item = item_of(a, i);
+
+        if (item.slot >= rows[item.s])
+            continue;
+        if (i != blockIdx.x) {
+            __syncthreads(); /* the terms before are done with */
+            if (threadIdx.x < 32)
+                find_terms(a, op, load_header(a, op, item.s, item.slot), item.s, item.slot, terms);
+            __syncthreads();
+        }
+        push_partial<T>(a, op, item, *terms, &pushed);
+        if (++under_way % kUnannounced == 0)
+            announce(op, &pushed);
+    }
+    announce(op, &pushed);
+}
+
+/* ---- summing them up -------------------------------------------------------------------- */
+
+/* Warp 0: the ranks that token t went to, from the choice that each lane has. */
+__device__ inline int32_t load_route(const ep_ll_args &a, uint32_t t)
+{
+    return t < a.tokens && threadIdx.x < a.top_k ? a.routing[t * a.top_k + threadIdx.x] : -1;
+}
+__device__ inline uint32_t ranks_of(int32_t route)
+{
+    return __reduce_or_sync(kAll, route >= 0 ? 1u << ((route & ~EP_DEVICE_ROUTE_AGAIN) >> 16) : 0);
+}
+
+/* Warp 0: waits for a part of the partials of token t; those that come are the terms, in the order of ranks. */
+__device__ inline void find_partials(const ep_ll_args &a, Op *op, uint32_t t, uint32_t part, uint32_t ranks, Terms *terms)
+{
+    const uint32_t lane = threadIdx.x;
+    bool comes = (ranks & op->members & ~op->missed) >> lane & 1;
+
+    if (comes) {
+        const uint32_t *number = number_at(a, a.rank, op->bank, lane, t, part);
+        /* A rank that has given the credit without a partial will send none. */
+        const uint64_t *credit = credit_at(a, a.rank, lane, bank_of(a, op->number));
+        const Wait end = wait_for(
+            a, *op, lane, [&] { return acquire_u32(number) == op->wire; }, /* partner: push_partial */
+            [&] { return load_u64(credit) >= op->number; });
+
+        if (end != Wait::there)
+            miss(a, op, lane, end, EP_WAIT_ARRIVAL);
+        comes = end == Wait::there;
+    }
+    const uint32_t all = __ballot_sync(kAll, comes);
+
+    if (comes)
+        terms->row[__popc(all & ((1u << lane) - 1))] =
+            item_at(a, a.rank, op->bank, a.bank.combine_rows, lane, t, a.combine_row_bytes);
+    if (lane == 0)
+        terms->n = __popc(all);
+    __syncwarp();
+}
+
+/* Parts of tokens are counted from the last block, as rows are from the first: with small batches no block
+ * has both.  Does last() with warp 0 when no more has to be waited for. */
+__device__ inline uint32_t first_sum(const ep_ll_args &a) { return a.blocks - 1 - blockIdx.x; }
+
+template <class T, class Last>
+__device__ inline void sum_partials(const ep_ll_args &a, Op *op, int32_t route, Terms *terms, Last last)
+{
+    const uint32_t sums = a.tokens * EP_COMBINE_PARTS;
+
+    for (uint32_t i = first_sum(a); i < sums; i += a.blocks) {
+        const uint32_t t = i / EP_COMBINE_PARTS, part = i % EP_COMBINE_PARTS;
+        const uint64_t row = (uint64_t)t * a.row_bytes;
+
+        if (threadIdx.x < 32) {
+            if (i != first_sum(a))
+                route = load_route(a, t);
+            find_partials(a, op, t, part, ranks_of(route), terms);
+        }
+        __syncthreads();
+        sum_rows<T, false>(*terms, range_of(a, part), a.bias ? a.bias + row : nullptr, a.out + row);
+        if (i + a.blocks >= sums)
+            break;
+        __syncthreads();
+    }
+    if (threadIdx.x < 32)
+        last();
+}
+
+/* ---- the op -------------------------------------------------------------------------------- */
+
+/* Warp 0 of each block.  All that is to be known is read at once: one round trip to memory.  Returns EP_OK
+ * when the handle's dispatch can be combined; a bank that was given up may be another's by now. */
+__device__ inline int32_t begin(const ep_ll_args &a, Op *op, uint32_t *excluded)
+{
+    const struct ep_device_handle *h = &a.state->handles[a.handle];
+    const uint64_t number = load_u64(&a.state->number), n = load_u64(&h->number), combined = load_u64(&h->combined);
+    const uint32_t generation = load_u32(&h->generation), tokens = load_u32(&h->tokens);
+    const uint32_t layout = load_u32(&h->layout), routed = load_u32(&h->routed);
+    const uint64_t timeout_ns = load_u64(&a.state->timeout_ns), from = from_of_lane(a);
+
+    *excluded = load_u32(&h->excluded);
+    op_begin(a, op, n, __ballot_sync(kAll, from <= n), timeout_ns);
+    if (!n || generation != a.generation || number - n >= a.banks || !routed || layout != a.layout
+        || tokens != a.tokens || (a.phases & EP_LL_SEND && combined == n))
+        return EP_STALE_HANDLE;
+    return op->members ? EP_OK : EP_DETACHED;
+}
+
+__device__ inline void finish(const ep_ll_args &a, const Op &op, int32_t status)
+{
+    __shared__ struct ep_device_scratch s;
+
+    take_scratch(a, &s);
+    if (status == EP_OK && !counted_in(op, s))
+        status = EP_DETACHED;
+    op_record(a, op, s, EP_DEVICE_COMBINE, status);
+}
+
+template <class T> __device__ __forceinline__ void run(const ep_ll_args &a)
+{
+    __shared__ Terms terms;
+    __shared__ Op op;
+    __shared__ int32_t begun;
+    uint32_t excluded;
+    int32_t route = -1;
+
+    if (threadIdx.x < 32) {
+        route = load_route(a, first_sum(a) / EP_COMBINE_PARTS);
+        const int32_t status = begin(a, &op, &excluded);
+
+        if (threadIdx.x == 0)
+            begun = status;
+    }
+    __syncthreads();
+    if (begun == EP_OK && a.phases & EP_LL_SEND) {
+        push_partials<T>(a, op, excluded, &terms);
+        if (last_block(a, &a.state->scratch.pushed) && threadIdx.x < 32) {
+            if (threadIdx.x == 0)
+                a.state->handles[a.handle].combined = op.number;
+            give_credit(a, op.number);
+        }
+    }
+    const auto last = [&] {
+        if (arrive(a, op, tells(a)))
+            finish(a, op, begun);
+    };
+
+    if (begun == EP_OK && a.phases & EP_LL_RECEIVE)
+        sum_partials<T>(a, &op, route, &terms, last);
+    else if (threadIdx.x < 32)
+        last();
+}
+
+/* ---- a handle is given up --------------------------------------------------------------------- */
+
+/* Warp 0 of one block. */
+__device__ inline void release(const ep_ll_args &a)
+{
+    struct ep_device_handle *h = &a.state->handles[a.handle];
+
+    if (h->generation != a.generation)
+        return;
+    if (h->number && a.state->number - h->number < a.banks)
+        give_credit(a, h->number);
+    __syncwarp();
+    if (threadIdx.x == 0)
+        h->number = h->routed = 0;
+}
+
+} // namespace combine
+} // namespace ep
+
+#endif

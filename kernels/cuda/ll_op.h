@@ -1,0 +1,96 @@
+/*
+ * ll_op: from a descriptor to what a kernel is told.  The same for the host, which launches a rank's own ops,
+ * and for the kernel that finds them in a mailbox.
+ */
+#ifndef EP_LL_OP_H
+#define EP_LL_OP_H
+
+#include "ll.h"
+
+/* A rank, as whoever runs its ops knows it. */
+struct ep_ll_rank {
+    struct ep_ll_args base;                    /* all that is the same for every op */
+    uint64_t routing, weights, handle_stride;  /* of handles, in the state */
+    uint32_t sms;                              /* multiprocessors that its kernels fill */
+    uint32_t dispatch_blocks, combine_blocks;  /* that run at once, at most */
+};
+
+/* An op that passed ep_op_check, and of a complete the one that it finishes: can the LL kernels do it? */
+EP_HD static inline ep_status ep_ll_can(const struct ep_op *op)
+{
+    return op->kind == EP_OP_RELEASE || op->mode == EP_MODE_LL ? EP_OK : EP_UNIMPLEMENTED;
+}
+
+/* What is to be done of an op; `completes`: it was sent before. */
+EP_HD static inline uint32_t ep_ll_phases(const struct ep_op *op, bool completes)
+{
+    return completes ? EP_LL_RECEIVE : op->flags & EP_OP_SEND_ONLY ? EP_LL_SEND : EP_LL_SEND | EP_LL_RECEIVE;
+}
+
+/*
+ * As many blocks as there is work for: one that has none only costs.  The rows that come are not known
+ * here; ranks mostly have batches of like size.
+ */
+EP_HD static inline uint32_t ep_ll_blocks(const struct ep_ll_rank *rank, const struct ep_op *op)
+{
+    const uint32_t most = op->kind == EP_OP_COMBINE ? rank->combine_blocks : rank->dispatch_blocks;
+    const uint32_t parts = op->kind == EP_OP_COMBINE ? EP_COMBINE_PARTS : 1;
+    const uint64_t want = (op->tokens + 1ull) * rank->base.ranks * parts;
+    const uint32_t least = rank->sms < most ? rank->sms : most;
+
+    if (op->kind != EP_OP_DISPATCH && op->kind != EP_OP_COMBINE)
+        return 1;
+    return want < least ? least : want < most ? (uint32_t)want : most;
+}
+
+/* A span of the rank's own window; NULL when it is not given. */
+EP_HD static inline void *ep_ll_at(const struct ep_ll_rank *rank, struct ep_span span)
+{
+    return span.bytes ? rank->base.window[rank->base.rank] + span.offset : NULL;
+}
+
+/* All that depends on the op, into args that begin as rank->base.  Follows nothing and trusts nothing: the op
+ * may turn out to be refused. */
+EP_HD static inline void ep_ll_fill(const struct ep_ll_rank *rank, const struct ep_op *op, bool completes,
+                                    struct ep_ll_args *a)
+{
+    const uint32_t hidden = rank->base.hidden;
+    uint8_t *state = (uint8_t *)rank->base.state + rank->handle_stride * op->handle;
+
+    a->blocks = ep_ll_blocks(rank, op);
+    a->phases = ep_ll_phases(op, completes);
+    a->layout = op->layout;
+    a->cached = (op->flags & EP_OP_CACHED) != 0;
+    a->handle = op->handle;
+    a->generation = op->generation;
+    a->tokens = op->tokens;
+    a->top_k = op->top_k;
+    a->index_bytes = op->index_bytes;
+    a->alignment = op->alignment;
+    a->input_dtype = op->input_dtype;
+    a->wire_dtype = op->wire_dtype;
+    a->row_bytes = hidden * ep_dtype_bytes((ep_dtype)op->wire_dtype);
+    a->row_scales = op->wire_dtype == EP_FP8_E4M3 ? ep_row_scales(hidden) : 0;
+    a->scale_bytes = ep_row_scale_bytes(1, op->scale_format);
+    a->routing = (int32_t *)(void *)(state + rank->routing);
+    a->weights = (float *)(void *)(state + rank->weights);
+    a->x = (const uint8_t *)ep_ll_at(rank, op->x);
+    a->x_scales = (const uint8_t *)ep_ll_at(rank, op->x_scales);
+    a->topk = ep_ll_at(rank, op->topk_idx);
+    a->topk_weights = (const float *)ep_ll_at(rank, op->topk_weights);
+    a->bias = (const uint8_t *)ep_ll_at(rank, op->bias);
+    a->out = (uint8_t *)ep_ll_at(rank, op->out);
+    a->in_rows = a->out_rows = 0; /* divisions of 64 bits take their time */
+    if (op->kind == EP_OP_COMBINE && a->row_bytes)
+        a->in_rows = op->x.bytes / a->row_bytes;
+    if (op->kind == EP_OP_DISPATCH && a->row_bytes)
+        a->out_rows = op->out.bytes / a->row_bytes;
+    a->out_scales = (uint8_t *)ep_ll_at(rank, op->out_scales);
+    a->counts = (int32_t *)ep_ll_at(rank, op->counts);
+    a->offsets = (int32_t *)ep_ll_at(rank, op->offsets);
+    a->out_topk = (int32_t *)ep_ll_at(rank, op->out_topk);
+    a->out_weights = (float *)ep_ll_at(rank, op->out_weights);
+    a->sources = (struct ep_source *)ep_ll_at(rank, op->sources);
+}
+
+#endif
