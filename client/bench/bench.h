@@ -88,6 +88,7 @@ struct bench_config {
     enum bench_backend backend;
     uint32_t executor; /* that is asked for */
     uint32_t graph;                         /* pairs in a CUDA graph; 0: none is timed */
+    uint32_t replays;                       /* of that, with other inputs each time */
     uint32_t ranks, experts, hidden, top_k; /* 0: not given */
     uint32_t alignment;                     /* of packed */
     struct routing_spec routing;

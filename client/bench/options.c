@@ -30,6 +30,7 @@ enum {
     KEY_ROUTING,
     KEY_ITERS,
     KEY_GRAPH,
+    KEY_REPLAYS,
     KEY_WARMUP,
     KEY_SEED,
     KEY_VERIFY,
@@ -87,6 +88,9 @@ static const struct argp_option flags[] = {
     { "graph", KEY_GRAPH, "N", 0,
       "cuda: also time a CUDA graph of N pairs of dispatch and combine, 1 to 256, over at least --iters pairs",
       4 },
+    { "replays", KEY_REPLAYS, "N", 0,
+      "cuda: then launch that graph N times with other inputs each time, and compare with the same ops without a "
+      "graph", 4 },
     { "warmup", KEY_WARMUP, "N", 0, "iterations before them (default 20)", 4 },
     { "verify", KEY_VERIFY, NULL, 0, "check every output of every rank against the reference (default)", 4 },
     { "no-verify", KEY_NO_VERIFY, NULL, 0, "do not", 4 },
@@ -333,6 +337,7 @@ static ep_status take_flag(struct parse *parse, int key, const char *text)
     case KEY_ROUTING: return routing(text, config, error);
     case KEY_ITERS: return number32("iters", text, 1, BENCH_MAX_ITERS, &config->iters, error);
     case KEY_GRAPH: return number32("graph", text, 1, 256, &config->graph, error);
+    case KEY_REPLAYS: return number32("replays", text, 1, BENCH_MAX_ITERS, &config->replays, error);
     case KEY_WARMUP: return number32("warmup", text, 0, BENCH_MAX_ITERS, &config->warmup, error);
     case KEY_SEED: return number("seed", text, 0, INT64_MAX, &config->seed, error);
     case KEY_VERIFY: config->verify = true; return EP_OK;
@@ -430,6 +435,8 @@ static ep_status finish(struct parse *parse)
     if (config->n_cases == BENCH_MAX_CASES)
         return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--tokens: there would be more than %d cases",
                             BENCH_MAX_CASES - 1);
+    if (config->replays && !config->graph)
+        return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--replays: of which graph? add --graph");
     if (config->spawn && (config->server[0] || config->group[0]))
         return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--spawn: makes --%s of its own",
                             config->server[0] ? "server" : "group");

@@ -34,7 +34,7 @@ static ep_status fill_inputs(struct worker *worker, struct ep_error *error)
     /* Timed without having been verified. */
     if (memory_fill(worker, worker->buffers.rows, 0, worker->sizes.rows, error) != EP_OK)
         return error->status;
-    return memory_push_inputs(worker, error);
+    return memory_push_inputs(worker, 0, error);
 }
 
 static ep_status make_plan(struct worker *worker, struct ep_ref_dispatch *plan, struct ep_error *error)

@@ -183,17 +183,28 @@ ep_status memory_poison(struct worker *worker, struct ep_error *error)
     return status;
 }
 
-ep_status memory_push_inputs(struct worker *worker, struct ep_error *error)
+/* Of `bytes` for all tokens, those from token `first` on come first. */
+static ep_status push_from(struct worker *worker, void *there, const void *own, size_t bytes, uint32_t first,
+                           struct ep_error *error)
+{
+    const size_t before = worker->tokens ? bytes / worker->tokens * first : 0;
+    ep_status status = memory_push(worker, there, (const char *)own + before, bytes - before, error);
+
+    return status == EP_OK && before ? memory_push(worker, (char *)there + bytes - before, own, before, error)
+                                     : status;
+}
+
+ep_status memory_push_inputs(struct worker *worker, uint32_t first, struct ep_error *error)
 {
     const struct buffer_sizes *s = &worker->sizes;
     const struct buffers *b = &worker->buffers, *o = &worker->own;
-    ep_status status = memory_push(worker, b->x, o->x, s->x, error);
+    ep_status status = push_from(worker, b->x, o->x, s->x, first, error);
 
+    if (status == EP_OK && o->x_scales)
+        status = push_from(worker, b->x_scales, o->x_scales, s->x_scales, first, error);
     if (status == EP_OK)
-        status = memory_push(worker, b->x_scales, o->x_scales, s->x_scales, error);
-    if (status == EP_OK)
-        status = memory_push(worker, b->topk, o->topk, s->topk, error);
-    return status == EP_OK ? memory_push(worker, b->weights, o->weights, s->weights, error) : status;
+        status = push_from(worker, b->topk, o->topk, s->topk, first, error);
+    return status == EP_OK ? push_from(worker, b->weights, o->weights, s->weights, first, error) : status;
 }
 
 ep_status memory_pull_result(struct worker *worker, struct ep_error *error)

@@ -79,7 +79,8 @@ ep_status memory_pull(struct worker *worker, void *own, const void *there, size_
                       struct ep_error *error);
 ep_status memory_fill(struct worker *worker, void *there, int value, size_t bytes, struct ep_error *error);
 ep_status memory_poison(struct worker *worker, struct ep_error *error); /* all outputs */
-ep_status memory_push_inputs(struct worker *worker, struct ep_error *error);
+/* What each token has, as if token `first` was the first one.  On the host only 0. */
+ep_status memory_push_inputs(struct worker *worker, uint32_t first, struct ep_error *error);
 ep_status memory_pull_result(struct worker *worker, struct ep_error *error);
 
 /* What a dispatch brought, as far as the plan says that something is there. */
@@ -98,7 +99,7 @@ void worker_end(struct worker *worker);
 /* ---- worker_time.c, worker_device.c ---- */
 
 ep_status worker_time(struct worker *worker, uint32_t flags, struct ep_error *error);
-/* The same on a GPU, and replays of a graph of config->graph pairs. */
+/* The same on a GPU, and launches of a graph of config->graph pairs. */
 ep_status device_time(struct worker *worker, struct ep_error *error);
 ep_status device_time_graph(struct worker *worker, struct ep_error *error);
 

@@ -75,7 +75,7 @@ class RankTest(CudaTest):
         self.assertEqual({(c["layout"], c["scales"]) for c in report["cases"]}, {(l, "ue8m0") for l in LAYOUTS})
 
     def test_a_graph_of_pairs_gives_the_same(self):
-        report = self.ranks(*QUICK, "--tokens=4", "--iters=20", "--graph=6")
+        report = self.ranks(*QUICK, "--tokens=4", "--iters=20", "--graph=6", "--replays=20")
         self.assertTrue(all(c["graph_pair_us"] > 0 for c in report["cases"]), report)
 
     def test_a_killed_worker_costs_the_others_nothing(self):
@@ -139,6 +139,9 @@ class BenchTest(CudaTest):
             self.skipTest("nobody cannot run ep-bench")
         self.assertEqual(done.code, 0, done)
         self.assertEqual((done.json()["ok"], done.json()["executor"]), (True, "server"), done)
+
+    def test_replays_need_a_graph(self):
+        self.assertIn("--replays: of which graph?", self.bench("--spawn", "--replays=3", code=2).err)
 
     def test_a_worker_without_the_module(self):
         server = self.start()
