@@ -9,8 +9,9 @@ usage() {
 usage: bench.sh [--gpus N] [--no-verify] [--only processes|kernels] [--json FILE] [--quick] [--logs DIR]
 
 One rank on each of all GPUs (or N). First through real processes, a server and a worker for each rank: pairs
-of dispatch and combine, attaching, a killed worker, memory. Then the kernels alone, beside what the wire
-allows. Each beside the peers' figures and the bars of tests/gpu/bars.h. Exits with 77 where there is no GPU.
+of dispatch and combine, what it costs that the server runs the ops, attaching, a killed worker, memory. Then
+the kernels alone, beside what the wire allows. Each beside the peers' figures and the bars of tests/gpu/bars.h.
+Exits with 77 where there is no GPU.
 
   --gpus N     use N GPUs (default: all that nvidia-smi lists)
   --no-verify  do not compare results with the reference first
@@ -96,6 +97,45 @@ pairs() {
         pairs_table "$logs/pairs-rank-major.out"
     run_bench pairs-fp8 "$pairs_limit_s" --layouts=expert-major --dtypes=fp8 --tokens=128 "${times[@]}" --output=csv &&
         pairs_table "$logs/pairs-fp8.out"
+}
+
+# ---- executor server ------------------------------------------------------------------------------
+
+# executor_rows NAME TEXT: of ep-bench's CSV, beside what executor direct had.
+executor_rows() {
+    awk -F, -v gpus="$gpus" -v json="$json" -v text="$2" '
+    FNR == 1 { file++; for (i = 1; i <= NF; i++) at[$i] = i; next }
+    file == 1 { graph[$at["tokens"]] = $at["graph_pair_us"]; eager[$at["tokens"]] = $at["pair_us"]; next }
+    {
+        tokens = $at["tokens"]
+        printf "%-18s %4d | %7.1f %7.1f | %8.1f %8.1f | %8.1f | %7.1f %7.1f\n", text, tokens, $at["graph_pair_us"],
+            $at["pair_us"], $at["dispatch_p50_us"], $at["combine_p50_us"], $at["service_us"],
+            $at["graph_pair_us"] - graph[tokens], $at["pair_us"] - eager[tokens]
+        printf "{\"what\": \"executor\", \"executor\": \"%s\", \"gpus\": %d, \"tokens\": %d, \"graph_pair_us\": %s, " \
+            "\"eager_pair_us\": %s}\n", text, gpus, tokens, $at["graph_pair_us"], $at["pair_us"] >>json
+    }' "$logs/executor-direct.out" "$logs/$1.out"
+}
+
+# executor NAME TEXT EXECUTOR [FUNCTION]: to run it in, in a process of its own.
+executor() {
+    local name=$1 text=$2 executor=$3
+    shift 3
+    "$@" run_bench "$name" "$pairs_limit_s" --layouts=expert-major --tokens=128,8,1 --executor="$executor" "${times[@]}" \
+        --output=csv || { code=1; return 1; }
+    executor_rows "$name" "$text"
+}
+
+executors() {
+    printf '\nWho runs the ops, us, expert-major bf16; the last two: a pair beyond that of direct\n'
+    printf '%-18s %4s | %7s %7s | %8s %8s | %8s | %7s %7s\n' executor T graph eager dispatch combine host graph eager
+    executor executor-direct direct direct || return
+    executor executor-server 'server, no MPS' server
+    if have_mps; then
+        executor executor-mps 'server, MPS' server with_mps
+        executor executor-direct-mps 'direct, MPS' direct with_mps
+    else
+        echo 'server, MPS: skipped, there is no nvidia-cuda-mps-control'
+    fi
 }
 
 # ---- figures --------------------------------------------------------------------------------------
@@ -190,6 +230,7 @@ kernels() {
 nvidia-smi --query-gpu=index,name,driver_version,clocks.sm,clocks.mem,power.draw,utilization.gpu --format=csv,noheader 2>/dev/null
 if [[ $only != kernels ]]; then
     pairs
+    executors
     figures
 fi
 if [[ $only != processes ]]; then

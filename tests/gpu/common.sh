@@ -79,3 +79,22 @@ start_server() {
     done
     return 1
 }
+
+have_mps() { command -v nvidia-cuda-mps-control >/dev/null; }
+
+# with_mps COMMAND [ARGUMENT...]: while an MPS server of our own is there, for our processes alone.
+with_mps() {
+    local dir code
+    dir=$(mktemp -d)
+    (
+        export CUDA_MPS_PIPE_DIRECTORY=$dir/pipe CUDA_MPS_LOG_DIRECTORY=$dir/log EP_SERVER_MPS=require
+        mkdir "$dir/pipe" "$dir/log"
+        nvidia-cuda-mps-control -d || exit 1
+        trap 'echo quit -t 5 | nvidia-cuda-mps-control >/dev/null' EXIT
+        "$@"
+    )
+    code=$?
+    ((code == 0)) || tail -n 5 "$dir"/log/*.log
+    rm -rf "$dir"
+    return "$code"
+}

@@ -177,14 +177,16 @@ run_kill() {
     done
 }
 
+# The functions below take options of the group that they make.
+
 run_hello() {
-    serve
+    serve "$@"
     timeout --kill-after=5 60 "$bin/hello_dispatch" moe | tee "$step_dir/hello.out"
     grep -qF 'all results are right' "$step_dir/hello.out"
 }
 
 run_workers() {
-    serve
+    serve "$@"
     start_workers 0 "$last" --seconds=5
     local rank
     for ((rank = 0; rank < ranks; rank++)); do
@@ -198,7 +200,7 @@ run_workers() {
 }
 
 run_killed_worker() {
-    serve --timeout-ms="$group_timeout_ms"
+    serve --timeout-ms="$group_timeout_ms" "$@"
     start_workers 0 "$last"
     says 0 'absent 0, failures 0'
     local victim=$last round
@@ -217,7 +219,7 @@ run_killed_worker() {
 
 # Ops wait for a peer when the server dies: all ranks but one have a worker.
 run_server_killed_in_op() {
-    serve --timeout-ms="$group_timeout_ms"
+    serve --timeout-ms="$group_timeout_ms" "$@"
     start_workers 0 $((last - 1)) --once
     says 0 attached
     sleep 1 # into the op
@@ -228,7 +230,7 @@ run_server_killed_in_op() {
 }
 
 run_server_killed() {
-    serve --timeout-ms="$group_timeout_ms"
+    serve --timeout-ms="$group_timeout_ms" "$@"
     start_workers 0 "$last" --once
     says 0 'absent 0, failures 0'
     kill -KILL "$server"
@@ -240,7 +242,7 @@ run_server_killed() {
 
 # Workers that wait for their server go on when it is back, in its next epoch.
 run_server_returns() {
-    serve
+    serve "$@"
     start_workers 0 "$last"
     says 0 'absent 0, failures 0'
     kill -KILL "$server"
@@ -253,7 +255,7 @@ run_server_returns() {
 }
 
 run_late() {
-    serve --timeout-ms=300
+    serve --timeout-ms=300 "$@"
     start_workers 0 $((last - 1))
     says 0 'was late'
     grep -F "rank $last was late" "$step_dir/0.out" || complain 'another rank is named'
@@ -265,8 +267,10 @@ all_dtypes=bf16,fp16,fp32,fp8,fp16-to-fp8,fp32-to-fp8,fp8-given
 odd=(--experts=37 --hidden=2880 --top-k=5 --alignment=8)
 model=(--experts=256 --hidden=7168 --top-k=8 --iters=20)
 small=(--experts=16 --hidden=256 --top-k=4)
+replays=1000
 if ((quick)); then
     odd=(--experts=37 --hidden=528 --top-k=5 --alignment=8)
+    replays=100
 fi
 
 echo "$ranks ranks on $gpus GPUs$( ((quick)) && echo ', small shapes')"
@@ -284,11 +288,42 @@ for layout in expert-major rank-major packed; do
 done
 step_if_not_quick 'kill -9 of a worker in a sweep, H 7168, K 8, E 256' run_kill "${model[@]}" --layouts=expert-major \
     --dtypes=fp8 --tokens=32,128
-step 'hello_dispatch' run_hello
-step 'workers' run_workers
-step 'kill -9 of workers, again and again' run_killed_worker
-step 'kill -9 of the server, between ops' run_server_killed
-step 'kill -9 of the server, ops wait for a peer' run_server_killed_in_op
-step 'kill -9 of the server, which returns' run_server_returns
-step 'a rank that is late is named' run_late
+process_steps() { # NAME [OPTION...]: of the group
+    local name=$1
+    shift
+    step "$name: hello_dispatch" run_hello "$@"
+    step "$name: workers" run_workers "$@"
+    step "$name: kill -9 of workers, again and again" run_killed_worker "$@"
+    step "$name: kill -9 of the server, between ops" run_server_killed "$@"
+    step "$name: kill -9 of the server, ops wait for a peer" run_server_killed_in_op "$@"
+    step "$name: kill -9 of the server, which returns" run_server_returns "$@"
+    step "$name: a rank that is late is named" run_late "$@"
+}
+
+# Ops that the server runs, all or those of every second rank.
+executor_steps() { # NAME EXECUTOR [FUNCTION]: to run each in
+    local name=$1 executor=$2 in=("${@:3}")
+    step "$name: odd shape, all layouts and formats" "${in[@]}" run_bench "${odd[@]}" --executor="$executor" --tokens=1,77 \
+        --dtypes=$all_dtypes --iters=4 --warmup=1
+    step "$name: odd shape, a rank without tokens" "${in[@]}" run_bench "${odd[@]}" --executor="$executor" --tokens=0,13 \
+        --dtypes=$all_dtypes --zero-rank="$last" --drop=0.3 --iters=4 --warmup=1
+    step_if_not_quick "$name: H 7168, K 8, E 256, T 128" "${in[@]}" run_bench "${model[@]}" --executor="$executor" --tokens=128 \
+        --dtypes=$all_dtypes
+    step "$name: $replays launches of a graph, with other inputs each" "${in[@]}" run_bench "${small[@]}" --executor="$executor" \
+        --tokens=24 --iters=20 --graph=2 --replays=$replays
+    step "$name: kill -9 of a worker in a sweep" "${in[@]}" run_kill "${small[@]}" --executor="$executor" --tokens=4,24 --iters=100
+}
+
+step "direct: $replays launches of a graph, with other inputs each" run_bench "${small[@]}" --tokens=24 --iters=20 --graph=2 \
+    --replays=$replays
+executor_steps server server
+executor_steps mixed mixed
+process_steps direct
+process_steps server --direct=none
+if have_mps; then
+    executor_steps 'server with MPS' server with_mps
+elif [[ 'server with MPS' == *"$filter"* ]]; then
+    echo 'skip server with MPS: there is no nvidia-cuda-mps-control'
+    skipped=$((skipped + 1))
+fi
 closing_line
