@@ -63,7 +63,7 @@ static const struct ep_flag spec_flags[] = {
       .field = "backend", .type = &ep__v1__backend__descriptor },
     { "direct", 0, EP_FLAG_CHOICE, "WHO",
       .help = "workers that may run their own ops on GPUs, for which they map the windows of their peers: "
-              "same-uid (those of the server's user, default), any or none",
+              "same-uid (those of the server's user, default), any or none; for the others the server runs them",
       .field = "direct", .choices = directs, .type = &ep__v1__direct__descriptor },
     { "placement", 0, EP_FLAG_FILE, "contiguous|FILE", .help = "which rank holds which expert",
       .field = "placement" },

@@ -162,16 +162,19 @@ static void check_mps(struct ep_report *report, const struct gpus *gpus)
 
     if (gpus->gpu[0].mps)
         ep_report_add(report, EP_FINDING_OK, "mps", NULL,
-                      "on: processes that share a GPU run at once. Workers that run their own ops (direct) do not "
-                      "need it, and executor server, which would gain, is not there yet on cuda");
+                      "on: processes that share a GPU run at once, so the server runs the ops of a worker (executor "
+                      "server) without the GPU switching between the two. Workers that run their own ops (direct) do "
+                      "not need it");
     else if (has_control_pipe(path, sizeof path))
         ep_report_add(report, EP_FINDING_WARN, "mps",
                       "nvidia-cuda-mps-control -d as the user of server and workers, or remove what a dead one left",
                       "off, though there is a control pipe at %.200s: nobody serves this process there", path);
     else
         ep_report_add(report, EP_FINDING_OK, "mps", NULL,
-                      "off, and not needed: workers run their own ops (direct). Only ranks that share a GPU would gain, "
-                      "whose kernels take turns without it");
+                      "off. Workers that run their own ops (direct) do not need it; each op that the server runs "
+                      "(executor server) switches the GPU to its process and back. To spare that, start "
+                      "nvidia-cuda-mps-control -d as the user of server and workers before them, and give all the same "
+                      "CUDA_MPS_PIPE_DIRECTORY");
 }
 
 /* ---- P2P ---------------------------------------------------------------------------------- */
