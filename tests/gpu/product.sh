@@ -40,7 +40,7 @@ while (($#)); do
     shift
 done
 count_gpus
-need "$bin/ep-server" "$bin/ep-admin" "$bin/ep-bench" "$bin/hello_dispatch" "$bin/worker"
+need "$bin/ep-server" "$bin/ep-admin" "$bin/ep-bench" "$bin/hello_dispatch" "$bin/worker" "$gpu_bin/lost"
 ranks=${ranks:-$((gpus > 1 ? gpus : 2))}
 last=$((ranks - 1))
 # Processes that share a GPU take turns of milliseconds while others wait for them.
@@ -229,6 +229,23 @@ run_server_killed_in_op() {
     done
 }
 
+# The op of a worker waits for its peers when the server dies. What lets it go on must not be in a hardware queue
+# behind it, and which queue that is depends on how many streams there are.
+run_server_killed_streams() {
+    local n
+    for n in 1 2 3 4 5 6 7 8 9 24; do
+        serve --timeout-ms="$group_timeout_ms" "$@"
+        heard[lost]=1
+        "$gpu_bin/lost" moe "$n" >"$step_dir/lost.out" 2>&1 &
+        worker[lost]=$!
+        started+=("${worker[lost]}")
+        says lost waiting
+        kill -KILL "$server"
+        leaves lost 0
+        rm -rf "$step_dir/state" # the next one begins without the group
+    done
+}
+
 run_server_killed() {
     serve --timeout-ms="$group_timeout_ms" "$@"
     start_workers 0 "$last" --once
@@ -296,6 +313,7 @@ process_steps() { # NAME [OPTION...]: of the group
     step "$name: kill -9 of workers, again and again" run_killed_worker "$@"
     step "$name: kill -9 of the server, between ops" run_server_killed "$@"
     step "$name: kill -9 of the server, ops wait for a peer" run_server_killed_in_op "$@"
+    step "$name: kill -9 of the server, with many streams" run_server_killed_streams "$@"
     step "$name: kill -9 of the server, which returns" run_server_returns "$@"
     step "$name: a rank that is late is named" run_late "$@"
 }
