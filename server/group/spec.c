@@ -414,7 +414,7 @@ static void settle_backend(struct ep_settled *settled, const struct ep_spec_boun
     if (spec->direct == EP__V1__DIRECT__DIRECT_UNSPECIFIED)
         spec->direct = EP__V1__DIRECT__DIRECT_SAME_UID;
     if (spec->ranks > bounds->devices)
-        note(settled, "ranks: %u on %u GPUs: some share one, and without MPS their kernels take turns",
+        note(settled, "ranks: %u on %u GPUs: some share one, and without MPS kernels that their workers launch take turns",
              spec->ranks, bounds->devices);
 }
 

@@ -1,4 +1,4 @@
-/* The side socket on a node with GPUs: the frames and descriptors that a direct worker gets. */
+/* The side socket on a node with GPUs: the frames and descriptors that a worker gets. */
 #include "group_fixture.h"
 
 #include <fcntl.h>
@@ -57,7 +57,7 @@ static int teardown(void **state)
 
 /* ---- a worker ---------------------------------------------------------------------------- */
 
-static Ep__V1__ClaimReply claim_of(struct service *s, uint32_t rank)
+static Ep__V1__ClaimReply claim_as(struct service *s, uint32_t rank, Ep__V1__Executor executor)
 {
     Ep__V1__ClaimRequest request = EP__V1__CLAIM_REQUEST__INIT;
     Ep__V1__ClaimReply reply = EP__V1__CLAIM_REPLY__INIT;
@@ -69,9 +69,14 @@ static Ep__V1__ClaimReply claim_of(struct service *s, uint32_t rank)
     request.rank = rank;
     request.window_version = EP_WINDOW_VERSION;
     request.attach_version = EP_ATTACH_VERSION;
-    request.executor = EP__V1__EXECUTOR__EXECUTOR_DIRECT;
+    request.executor = executor;
     assert_int_equal(ep_attach_claim(s->attach, &request, getpid(), geteuid(), &reply, &error), EP_OK);
     return reply;
+}
+
+static Ep__V1__ClaimReply claim_of(struct service *s, uint32_t rank)
+{
+    return claim_as(s, rank, EP__V1__EXECUTOR__EXECUTOR_DIRECT);
 }
 
 static int connect_to(struct service *s)
@@ -200,6 +205,59 @@ static void all_memory_follows_the_welcome(void **state)
     leave(s, fd);
 }
 
+static void a_served_worker_is_welcomed_with_its_window_only(void **state)
+{
+    struct service *s = *state;
+    Ep__V1__ClaimReply claim = claim_as(s, 5, EP__V1__EXECUTOR__EXECUTOR_SERVER);
+    int fd = connect_to(s), descriptor;
+    struct ep_attach_frame frame;
+
+    assert_int_equal(claim.executor, EP__V1__EXECUTOR__EXECUTOR_SERVER);
+    assert_int_equal(claim.device_uuid.len, EP_CUDA_UUID_BYTES);
+    assert_int_equal(claim.state_bytes, 0);
+    say(fd, EP_ATTACH_HELLO, &claim);
+    frame = hear(s, fd, &descriptor);
+    assert_int_equal(frame.type, EP_ATTACH_WELCOME);
+    assert_int_equal(frame.count, 0);
+    check_window(descriptor, frame.value, 5);
+    leave(s, fd);
+}
+
+/* Its process lives, so its window waits; peers and what ran its ops do not. */
+static void a_served_worker_that_goes_is_absent_at_once(void **state)
+{
+    struct service *s = *state;
+    Ep__V1__ClaimReply claim = claim_as(s, 7, EP__V1__EXECUTOR__EXECUTOR_SERVER);
+    int fd = connect_to(s), descriptor;
+
+    say(fd, EP_ATTACH_HELLO, &claim);
+    (void)hear(s, fd, &descriptor);
+    close(descriptor);
+    close(fd);
+    RUN_UNTIL(s->f, s->attach->n_connections == 0);
+    assert_int_equal(rank_state(s->f, "moe", 7), EP__V1__RANK_STATE__RANK_STATE_QUARANTINED);
+    RUN_UNTIL(s->f, cuda_fixture.serves == 0);
+    assert_int_equal(s->attach->claims->state, CLAIM_LEAVING);
+}
+
+static void a_rank_that_cannot_be_served_says_why(void **state)
+{
+    struct service *s = *state;
+    Ep__V1__ClaimReply claim = claim_as(s, 3, EP__V1__EXECUTOR__EXECUTOR_SERVER);
+    int fd = connect_to(s), descriptor;
+    struct ep_attach_frame frame;
+
+    cuda_fixture.fail = "serve_open";
+    say(fd, EP_ATTACH_HELLO, &claim);
+    frame = hear(s, fd, &descriptor);
+    cuda_fixture.fail = NULL;
+    assert_int_equal(frame.type, EP_ATTACH_REFUSED);
+    assert_non_null(strstr(frame.text, "the kernels of rank 3: serve_open failed"));
+    RUN_UNTIL(s->f, s->attach->n_connections == 0);
+    assert_int_equal(ep_groups_sms(s->f->groups, 1), 0);
+    close(fd);
+}
+
 /* A worker that reads slowly holds up nobody, loses nothing, and hears of its peers afterwards. */
 static void what_the_socket_has_no_room_for_follows(void **state)
 {
@@ -298,6 +356,9 @@ int main(void)
     const struct CMUnitTest tests[] = {
         TEST(the_answer_to_a_claim_names_executor_and_gpu),
         TEST(all_memory_follows_the_welcome),
+        TEST(a_served_worker_is_welcomed_with_its_window_only),
+        TEST(a_served_worker_that_goes_is_absent_at_once),
+        TEST(a_rank_that_cannot_be_served_says_why),
         TEST(what_the_socket_has_no_room_for_follows),
         TEST(no_descriptor_stays_with_the_server),
         TEST(a_worker_that_goes_in_the_middle_is_absent_at_once),
