@@ -9,8 +9,8 @@
  * sees the number sees the row.  Partials of a combine are announced likewise by combine_numbers[d][t].
  *
  * Bank b = n mod B.  Region [s] of a bank has one writer, s.  Before s writes number n to d, it has seen
- * d's credit for n - B, or d began to take part after n - B.  d gives the credit for m when no block of d
- * will read number m's rows or headers again:
+ * d's credit for n - B, or d takes part in n and began to after n - B.  d gives the credit for m when no
+ * block of d will read number m's rows or headers again:
  *   - the last block of combine m that has pushed its partials gives it (they are all that is read);
  *   - a dispatch that takes the bank of an m that was never combined, or replaces the routing of the
  *     handle that held m, gives it before anything else; the stream has ended every earlier op by then;

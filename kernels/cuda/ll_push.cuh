@@ -221,10 +221,11 @@ __device__ void push_row(const ep_ll_args &a, const Op &op, const Batch &b, Row<
     }
 }
 
-/* Does rank d, which takes part from `from` on, owe us no credit for number n? */
+/* Does rank d, which takes part from `from` on, owe us no credit for number n?  That it takes part no more does
+ * not say so: it may be we who were left out, and d reads what we sent. */
 __device__ inline bool has_credit(const ep_ll_args &a, uint64_t n, uint64_t from, uint64_t credit)
 {
-    return n <= a.banks || from > n - a.banks || credit >= n - a.banks;
+    return n <= a.banks || (from > n - a.banks && from <= n) || credit >= n - a.banks;
 }
 
 /* Warp 0 waits until each of the ranks takes number n in its bank. */
