@@ -20,6 +20,16 @@ extern "C" {
 
 enum { EP_LL_SEND = 1, EP_LL_RECEIVE = 2 };
 
+/*
+ * Division by what never changes: n / d is n * ep_ll_inverse(d) >> EP_LL_INVERSE_BITS.  Exact while n * d is below
+ * 2^40: the inverse is too large by at most 1, so the quotient by at most n / 2^40, which is less than 1 / d.
+ */
+#define EP_LL_INVERSE_BITS 40
+static inline uint64_t ep_ll_inverse(uint32_t d)
+{
+    return d ? (1ull << EP_LL_INVERSE_BITS) / d + 1 : 0;
+}
+
 struct ep_ll_args {
     /* the rank */
     uint8_t *window[EP_DEVICE_MAX_RANKS];
@@ -27,6 +37,7 @@ struct ep_ll_args {
     const uint32_t *home_first, *home_rank, *home_local; /* NULL: contiguous, see below */
     uint32_t rank, ranks, experts, local_experts, hidden, max_top_k, max_tokens, banks;
     uint32_t share, larger; /* contiguous: the first `larger` ranks hold share + 1 experts, others share */
+    uint64_t per_share, per_larger; /* inverses of share and share + 1 */
     uint64_t ll, bank_bytes;
     struct ep_bank_layout bank;
     uint32_t header_bytes, counts_bytes, places_bytes, scales_bytes, combine_row_bytes;

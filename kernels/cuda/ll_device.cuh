@@ -162,11 +162,13 @@ __device__ inline uint64_t now_ns()
     return t;
 }
 
-/* The number as flags carry it: never 0, which means "never".  Division of 64 bits takes its time, and numbers
- * that need it are rare. */
+/* The number as flags carry it: (n - 1) mod (2^32 - 1), plus 1; never 0, which means "never".  Without a division of
+ * 64 bits, which is long code, as 2^32 is 1 in that ring. */
 __device__ inline uint32_t wire_number(uint64_t n)
 {
-    return n >> 32 ? (uint32_t)((n - 1) % 0xffffffffull) + 1 : (uint32_t)n;
+    const uint64_t digits = ((n - 1) >> 32) + (uint32_t)(n - 1), sum = (digits >> 32) + (uint32_t)digits;
+
+    return sum == 0xffffffffull ? 1 : (uint32_t)sum + 1;
 }
 
 /* ---- an op ------------------------------------------------------------------------ */
@@ -183,9 +185,11 @@ struct Op {
     uint32_t valid;   /* the handle may be used */
 };
 
+/* n mod banks: 2^32 is 1 modulo 3, and 0 modulo 2 and 4. */
 __device__ inline uint32_t bank_of(const ep_ll_args &a, uint64_t n)
 {
-    return n >> 32 ? (uint32_t)(n % a.banks) : (uint32_t)n % a.banks;
+    static_assert(EP_MAX_LL_BANKS == 4, "more banks want another rule");
+    return ((uint32_t)n % a.banks + (a.banks == 3 ? (uint32_t)(n >> 32) % 3 : 0)) % a.banks;
 }
 __device__ inline uint64_t bank_at(const ep_ll_args &a, uint64_t n) { return a.ll + bank_of(a, n) * a.bank_bytes; }
 
@@ -332,9 +336,11 @@ __device__ inline uint64_t place_rows(const ep_ll_args &a, const uint32_t *rows,
 {
     __shared__ uint64_t spanned;
 
+#pragma unroll 1
     for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads) {
         uint32_t sum = 0;
 
+#pragma unroll 1
         for (uint32_t s = 0; s < a.ranks; s++) {
             const uint32_t count = min(base[l * a.ranks + s], rows[s]);
 
@@ -349,6 +355,7 @@ __device__ inline uint64_t place_rows(const ep_ll_args &a, const uint32_t *rows,
     if (threadIdx.x == 0) {
         uint64_t end = 0;
 
+#pragma unroll 1
         for (uint32_t l = 0; l < a.local_experts; l++) {
             first[l] = (uint32_t)end;
             end += ((uint64_t)total[l] + a.alignment - 1) / a.alignment * a.alignment;

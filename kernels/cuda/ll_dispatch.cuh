@@ -19,34 +19,50 @@ namespace dispatch {
 
 /* ---- the op ------------------------------------------------------------------------------ */
 
-/* Warp 0 of each block, while the others read routes.  All that it has to know is asked for at once: one round
- * trip to memory. */
-__device__ inline void begin(const ep_ll_args &a, Op *op)
+/* What warp 0 of each block has to know at the beginning: asked for at once, one round trip to memory, while
+ * routes and rows are fetched. */
+struct Asked {
+    uint64_t number, held, timeout_ns, from, credit[EP_MAX_LL_BANKS];
+    uint32_t generation;
+};
+
+__device__ __forceinline__ Asked ask(const ep_ll_args &a)
+{
+    const uint32_t lane = threadIdx.x;
+    const struct ep_device_handle *h = &a.state->handles[a.handle];
+    Asked q;
+
+    q.number = load_u64(&a.state->number);
+    q.held = load_u64(&h->number);
+    q.generation = load_u32(&h->generation);
+    q.timeout_ns = load_u64(&a.state->timeout_ns);
+    q.from = from_of_lane(a);
+#pragma unroll
+    for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
+        q.credit[i] = lane < a.ranks && i < a.banks ? load_u64(credit_at(a, a.rank, lane, i)) : 0;
+    /* Partner: give_credit.  No store of ours is issued before the load that it depends on has returned. */
+    return q;
+}
+
+__device__ __forceinline__ void begin(const ep_ll_args &a, Op *op, const Asked &q)
 {
     const uint32_t lane = threadIdx.x;
     const bool sends = a.phases & EP_LL_SEND;
-    const struct ep_device_handle *h = &a.state->handles[a.handle];
-    const uint64_t number = load_u64(&a.state->number), held = load_u64(&h->number);
-    const uint32_t generation = load_u32(&h->generation);
-    const uint64_t timeout_ns = load_u64(&a.state->timeout_ns), from = from_of_lane(a);
-    uint64_t credits[EP_MAX_LL_BANKS], credit = 0;
-
-    for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
-        credits[i] = lane < a.ranks && i < a.banks ? load_u64(credit_at(a, a.rank, lane, i)) : 0;
-
-    const uint64_t n = sends ? number + 1 : held;
+    const uint64_t n = sends ? q.number + 1 : q.held;
+    const uint32_t bank = bank_of(a, n);
+    uint64_t credit = 0;
 
     if (sends && lane == 0)
         atomicMax((unsigned long long *)&a.state->begun, (unsigned long long)n);
-    op_begin(a, op, n, __ballot_sync(kAll, from <= n), timeout_ns);
+    op_begin(a, op, n, __ballot_sync(kAll, q.from <= n), q.timeout_ns);
+#pragma unroll
     for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
-        credit = i == bank_of(a, n) ? credits[i] : credit;
-    /* Partner: give_credit.  No store of ours is issued before the load that it depends on has returned. */
-    const uint32_t lacking = __ballot_sync(kAll, from <= n && !has_credit(a, n, from, credit));
+        credit = i == bank ? q.credit[i] : credit;
+    const uint32_t lacking = __ballot_sync(kAll, q.from <= n && !has_credit(a, n, q.from, credit));
 
     if (lane == 0) {
         op->lacking = lacking & op->members;
-        op->valid = sends || (held && generation == a.generation && number - held < a.banks);
+        op->valid = sends || (q.held && q.generation == a.generation && q.number - q.held < a.banks);
     }
     __syncwarp();
 }
@@ -63,117 +79,126 @@ __device__ inline void give_up_old(const ep_ll_args &a, uint64_t n)
         give_credit(a, n - a.banks);
 }
 
-/* Warp 0 of the last block.  The handle belongs to this number from here on. */
+/* Warp 0 of the last block.  The handle belongs to this number from here on, unless it could not be used: a
+ * send-only op's has lost its bank meanwhile. */
 __device__ inline void finish(const ep_ll_args &a, const Op &op)
 {
     __shared__ struct ep_device_scratch s;
     struct ep_device_handle *h = &a.state->handles[a.handle];
 
     take_scratch(a, &s);
-    if (threadIdx.x == 0)
-        a.state->left_before += a.blocks;
-    const int32_t status = !counted_in(op, s) ? EP_DETACHED : s.overflow ? EP_OVERFLOW : EP_OK;
+    const int32_t status = !op.valid            ? EP_STALE_HANDLE
+                           : !counted_in(op, s) ? EP_DETACHED
+                           : s.overflow         ? EP_OVERFLOW
+                                                : EP_OK;
 
     if (threadIdx.x == 0) {
         const bool routed = a.phases & EP_LL_RECEIVE && status == EP_OK && !s.late;
 
-        a.state->number = a.phases & EP_LL_SEND ? op.number : a.state->number;
-        *h = { op.number, 0, a.generation, a.tokens, a.top_k, a.layout, a.alignment, a.wire_dtype, routed,
-               s.gone | s.outside };
+        a.state->left_before += a.blocks;
+        if (op.valid) {
+            a.state->number = a.phases & EP_LL_SEND ? op.number : a.state->number;
+            *h = { op.number, 0, a.generation, a.tokens, a.top_k, a.layout, a.alignment, a.wire_dtype, routed,
+                   s.gone | s.outside };
+        }
     }
     op_record(a, op, s, EP_DEVICE_DISPATCH, status);
 }
 
-/* Warp 0 of the last block: a send-only op's handle has lost its bank meanwhile. */
-__device__ inline void refuse(const ep_ll_args &a, const Op &op)
+/*
+ * The beginning, the sending, and what is to be known before rows can be laid out: how many come.  Once more for those
+ * who have joined meanwhile.
+ */
+template <Cast C>
+__device__ __forceinline__ void exchange(const ep_ll_args &a, Op *op, const Batch &batch, uint32_t *rows, uint32_t *base,
+                         uint32_t *total, Header *header)
 {
-    __shared__ struct ep_device_scratch s;
-
-    take_scratch(a, &s);
-    if (threadIdx.x == 0)
-        a.state->left_before += a.blocks;
-    op_record(a, op, s, EP_DEVICE_DISPATCH, EP_STALE_HANDLE);
-}
-
-/* shared: ep_device_shared_bytes() */
-template <Cast C> __device__ __forceinline__ void run(const ep_ll_args &a, uint32_t *shared)
-{
-    __shared__ uint32_t slot[EP_DEVICE_MAX_RANKS], to[EP_DEVICE_MAX_RANKS], index[EP_MAX_TOP_K];
-    __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS], joined;
-    __shared__ float weight[EP_MAX_TOP_K];
-    __shared__ Op op;
-    const uint32_t wide = max(a.max_tokens * a.max_top_k, a.local_experts * a.ranks);
-    uint32_t *base = shared, *total = shared + wide, *first = total + a.local_experts;
-    const Batch batch = { (int32_t *)shared, slot, index, weight, to };
-    const bool sends = a.phases & EP_LL_SEND;
+    const bool sends = a.phases & EP_LL_SEND, receives = a.phases & EP_LL_RECEIVE;
+    __shared__ uint32_t counted, joined;
+    uint32_t ranks = 0; /* to send to; 0: the op has not begun */
+    uint64_t start = 0;
     Part<C> part;
-    const auto open = [&] {
-        begin(a, &op);
-        if (sends && tells(a))
-            give_up_old(a, op.number);
-    };
+    Asked asked;
 
-    if (sends)
-        fetch<C>(a, batch, &part, open);
-    else if (threadIdx.x < 32)
-        open();
-    __syncthreads();
-    if (!op.valid) {
-        if (threadIdx.x < 32 && arrive(a, op, false))
-            refuse(a, op);
-        if (threadIdx.x == 0)
-            leave(a);
-        return;
-    }
-    const uint64_t start = tells(a) ? now_ns() : 0;
-    const bool receives = a.phases & EP_LL_RECEIVE, told = tells(a) || a.blocks - 1 - blockIdx.x < a.ranks;
-    uint32_t ranks = op.members;
-    Header header = {};
-    __shared__ uint32_t counted, again;
-
+    if (threadIdx.x < 32)
+        asked = ask(a);
+#pragma unroll 1
     do {
-        if (sends && ranks != op.members)
-            fetch<C>(a, batch, &part, [] {}); /* counts have been where the routes were */
+        if (sends) /* not once for all: counts have been where the routes were */
+            fetch<C>(a, batch, &part);
+        if (!ranks) {
+            if (threadIdx.x < 32) {
+                begin(a, op, asked);
+                if (sends && tells(a))
+                    give_up_old(a, op->number);
+            }
+            __syncthreads();
+            if (!op->valid)
+                return;
+            ranks = op->members;
+            start = tells(a) ? now_ns() : 0;
+        }
         if (sends)
-            send<C>(a, &op, batch, part, total, ranks);
+            send<C>(a, op, batch, part, total, ranks);
         if (threadIdx.x == 0)
-            counted = again = 0;
+            counted = 0;
         __syncthreads();
         if (threadIdx.x >= 32) {
             if (receives)
-                take_counts(a, &op, rows, base);
+                take_counts(a, op, rows, base);
             __syncwarp();
             if (threadIdx.x % 32 == 0)
                 atomicAdd(&counted, 1);
         } else {
-            const uint32_t some = newcomers(a, op);
+            const uint32_t some = newcomers(a, *op);
 
             if (threadIdx.x == 0)
                 joined = some;
             /* The first row's header mostly comes with the counts. */
             if (receives && by_expert(a) && blockIdx.x / a.ranks < a.max_tokens)
-                while (!__all_sync(kAll, look_at_header(a, op, blockIdx.x % a.ranks, blockIdx.x / a.ranks, &header))
+                while (!__all_sync(kAll, look_at_header(a, *op, blockIdx.x % a.ranks, blockIdx.x / a.ranks, header))
                        && *(volatile uint32_t *)&counted < kWarps - 1)
                     ;
         }
         __syncthreads();
         ranks = joined;
-        if (ranks | op.missed) {
+        if (ranks | op->missed) {
             __syncthreads();
             if (threadIdx.x == 0)
-                op.members |= ranks;
-            if (threadIdx.x < a.ranks && op.missed >> threadIdx.x & 1)
+                op->members |= ranks;
+            if (threadIdx.x < a.ranks && op->missed >> threadIdx.x & 1)
                 rows[threadIdx.x] = 0;
             __syncthreads();
         }
     } while (ranks);
     if (tells(a) && threadIdx.x == 0)
         a.state->scratch.wait_ns = now_ns() - start;
+}
 
+/* shared: ep_device_shared_bytes() */
+template <Cast C> __device__ __forceinline__ void run(const ep_ll_args &a, uint32_t *shared)
+{
+    __shared__ uint32_t slot[EP_DEVICE_MAX_RANKS], to[EP_DEVICE_MAX_RANKS], index[EP_MAX_TOP_K];
+    __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS], again;
+    __shared__ float weight[EP_MAX_TOP_K];
+    __shared__ Op op;
+    const uint32_t wide = max(a.max_tokens * a.max_top_k, a.local_experts * a.ranks);
+    uint32_t *base = shared, *total = shared + wide, *first = total + a.local_experts;
+    const Batch batch = { (int32_t *)shared, slot, index, weight, to };
+    const bool told = tells(a) || a.blocks - 1 - blockIdx.x < a.ranks;
+    Share share = { blockIdx.x, a.blocks };
+    Header header = {};
+    bool repeats = false;
+
+    if (threadIdx.x == 0)
+        again = 0; /* seen after the next barrier */
+    exchange<C>(a, &op, batch, rows, base, total, &header);
+    const bool receives = a.phases & EP_LL_RECEIVE && op.valid;
+    /* Warp 0 of a block that waits for nothing more. */
     const auto last = [&] {
-        if (!arrive(a, op, told))
+        if (!repeats && !arrive(a, op, told))
             return;
-        if (receives && differed(a)) {
+        if (!repeats && receives && differed(a)) {
             if (threadIdx.x == 0)
                 again = 1;
         } else {
@@ -181,20 +206,24 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ll_args &a, uint3
         }
     };
 
-    if (receives && by_expert(a)) {
-        receive_by_expert(a, &op, { blockIdx.x, a.blocks }, header, rows, base, total, first, last);
-    } else {
-        if (receives)
-            receive_in_place(a, &op, rows);
+#pragma unroll 1
+    for (;;) {
+        if (receives && by_expert(a)) {
+            receive_by_expert(a, &op, share, header, rows, base, total, first, last);
+        } else {
+            if (receives)
+                receive_in_place(a, &op, share, rows);
+            __syncthreads();
+            if (threadIdx.x < 32)
+                last();
+        }
         __syncthreads();
-        if (threadIdx.x < 32)
-            last();
-    }
-    __syncthreads();
-    if (again) {
-        receive_again(a, &op, rows, base, total, first);
-        if (threadIdx.x < 32)
-            finish(a, op);
+        if (!again || repeats)
+            break;
+        prepare_again(a, &op, rows, base);
+        share = { 0, 1 };
+        header.there = false;
+        repeats = true;
     }
     if (threadIdx.x == 0)
         leave(a);

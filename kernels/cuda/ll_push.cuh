@@ -163,6 +163,7 @@ __device__ inline void push_headers(const ep_ll_args &a, const Op &op, const Bat
 {
     const uint32_t parts = a.max_top_k + 1;
 
+#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < __popc(to) * parts; i += kThreads) {
         const uint32_t d = b.to[i / parts], part = i % parts, k = part - 1;
         uint8_t *header = item_at(a, d, op.bank, a.bank.headers, a.rank, b.slot[d], a.header_bytes);
@@ -170,6 +171,7 @@ __device__ inline void push_headers(const ep_ll_args &a, const Op &op, const Bat
 
         if (part == 0) {
             v.w[0] = t;
+#pragma unroll 1
             for (uint32_t j = 0; j < a.top_k; j++) {
                 const int32_t r = b.route[t * a.top_k + j];
 
@@ -206,9 +208,11 @@ __device__ void push_row(const ep_ll_args &a, const Op &op, const Batch &b, Row<
 {
     const uint32_t passes = (a.row_bytes / 16 + kVecs * kThreads - 1) / (kVecs * kThreads);
 
+#pragma unroll 1
     for (uint32_t pass = 0; pass < passes; pass++) {
         if (pass > 0)
             load_token<C>(a, t, pass, &row);
+#pragma unroll 1
         for (uint32_t i = 1; i <= a.ranks; i++) {
             const uint32_t d = a.rank + i < a.ranks ? a.rank + i : a.rank + i - a.ranks;
 
@@ -251,18 +255,22 @@ __device__ inline void push_counts(const ep_ll_args &a, const Op &op, const Batc
     uint8_t *to = counts_at(a, d, op.bank, a.rank);
     __shared__ uint32_t tokens;
 
+#pragma unroll 1
     for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads)
         count[l] = 0;
     if (threadIdx.x == 0)
         tokens = 0;
     __syncthreads();
+#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < a.tokens * a.top_k; i += kThreads)
         if (has_row(b.route[i]) && rank_of(b.route[i]) == d)
             atomicAdd(&count[b.route[i] & 0xffff], 1);
+#pragma unroll 1
     for (uint32_t t = threadIdx.x; t < a.tokens; t += kThreads)
         if (ranks_of(a, b.route, t) >> d & 1)
             atomicAdd(&tokens, 1);
     __syncthreads();
+#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < a.counts_bytes / sizeof(Vec); i += kThreads) {
         Vec v = { { 0, 0, 0, op.wire } };
 
@@ -285,6 +293,7 @@ __device__ inline void keep_routing(const ep_ll_args &a, const Op &op, const Bat
 {
     uint32_t dropped = 0;
 
+#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < a.tokens * a.top_k; i += kThreads) {
         const int32_t r = b.route[i];
 
@@ -307,24 +316,23 @@ template <Cast C> struct Part {
     Row<C> row;       /* the first pieces of t0's */
 };
 
-/* Tokens are counted from the last block, after those that make counts.  The first warp does meanwhile(). */
-template <Cast C, class Meanwhile>
-__device__ void fetch(const ep_ll_args &a, const Batch &b, Part<C> *part, Meanwhile meanwhile)
+/* Tokens are counted from the last block, after those that make counts. */
+template <Cast C> __device__ void fetch(const ep_ll_args &a, const Batch &b, Part<C> *part)
 {
     const uint32_t blocks = a.blocks, from_end = blocks - 1 - blockIdx.x;
+    uint32_t tokens = 0; /* whose routes it has to know */
 
     part->counts = from_end < a.ranks;
     part->t0 = (from_end + blocks - a.ranks % blocks) % blocks;
     if (part->t0 < a.tokens) {
         load_token<C>(a, part->t0, 0, &part->row);
         part->weight = load_weight(a, part->t0);
+        tokens = part->t0 + (a.tokens - 1 - part->t0) / blocks * blocks + 1;
     }
     if (part->counts)
-        read_routes(a, b.route, a.tokens * a.top_k, meanwhile);
-    else if (part->t0 < a.tokens)
-        read_routes(a, b.route, (part->t0 + (a.tokens - 1 - part->t0) / blocks * blocks + 1) * a.top_k, meanwhile);
-    else if (threadIdx.x < 32)
-        meanwhile();
+        tokens = a.tokens;
+    if (tokens)
+        read_routes(a, b.route, tokens * a.top_k);
 }
 
 /* To the ranks in `ranks`. */
@@ -341,11 +349,13 @@ __device__ void send(const ep_ll_args &a, Op *op, const Batch &b, Part<C> &part,
             wait_credit(a, op, op->lacking & ranks);
         __syncthreads();
     }
+#pragma unroll 1
     for (uint32_t d = from_end; d < a.ranks; d += blocks)
         if ((ranks & ~op->missed) >> d & 1)
             push_counts(a, *op, b, count, d);
     if (from_end == 0 && ranks == op->members) /* not again for those who have just joined */
         keep_routing(a, *op, b);
+#pragma unroll 1
     for (uint32_t t = part.t0; t < a.tokens; t += blocks) {
         const uint32_t to = ranks_of(a, b.route, t) & ranks & ~op->missed;
 

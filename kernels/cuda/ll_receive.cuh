@@ -24,6 +24,7 @@ __device__ inline void take_counts(const ep_ll_args &a, Op *op, uint32_t *rows, 
 {
     const uint32_t vecs = a.counts_bytes / sizeof(Vec);
 
+#pragma unroll 1
     for (uint32_t i = threadIdx.x - 32; i < a.ranks * vecs; i += kThreads - 32) {
         const uint32_t s = i / vecs, at = i % vecs;
         Vec v = { { 0, 0, 0, 0 } };
@@ -127,6 +128,7 @@ __device__ inline void place_row(const ep_ll_args &a, const Op &op, uint32_t s, 
     const uint8_t *row = item_at(a, a.rank, op.bank, a.bank.rows, s, slot, a.row_bytes);
     const uint8_t *scales = item_at(a, a.rank, op.bank, a.bank.scales, s, slot, a.scales_bytes);
 
+#pragma unroll 1
     for (uint32_t at = threadIdx.x; at < pieces; at += kVecs * kThreads) {
         Vec v[kVecs];
 
@@ -134,6 +136,7 @@ __device__ inline void place_row(const ep_ll_args &a, const Op &op, uint32_t s, 
         for (uint32_t i = 0; i < kVecs; i++)
             if (at + i * kThreads < pieces)
                 v[i] = load_row(row + (uint64_t)(at + i * kThreads) * 16);
+#pragma unroll 1
         for (uint32_t j = 0; j < n; j++) {
             uint8_t *to = a.out + places.at[j] * a.row_bytes;
 
@@ -143,9 +146,11 @@ __device__ inline void place_row(const ep_ll_args &a, const Op &op, uint32_t s, 
                     store_row(to + (uint64_t)(at + i * kThreads) * 16, v[i]);
         }
     }
+#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < a.row_scales; i += kThreads) {
         const uint32_t scale = load_scale(a, scales, i);
 
+#pragma unroll 1
         for (uint32_t j = 0; j < n; j++)
             store_scale(a, a.out_scales + places.at[j] * a.row_scales * a.scale_bytes, i, scale);
     }
@@ -157,8 +162,10 @@ __device__ inline void zero_row(const ep_ll_args &a, uint64_t at)
 {
     const Vec zero = { { 0, 0, 0, 0 } };
 
+#pragma unroll 1
     for (uint32_t p = threadIdx.x; p < a.row_bytes / 16; p += kThreads)
         store_row(a.out + at * a.row_bytes + (uint64_t)p * 16, zero);
+#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < a.row_scales; i += kThreads)
         store_scale(a, a.out_scales + at * a.row_scales * a.scale_bytes, i, 0);
 }
@@ -166,7 +173,9 @@ __device__ inline void zero_row(const ep_ll_args &a, uint64_t at)
 /* Packed: rows between one expert's last and the next one's first. */
 __device__ inline void zero_padding(const ep_ll_args &a, Share share, const uint32_t *total, const uint32_t *first)
 {
+#pragma unroll 1
     for (uint32_t l = share.part; l < a.local_experts; l += share.parts)
+#pragma unroll 1
         for (uint32_t at = first[l] + total[l]; at < first[l + 1]; at++)
             zero_row(a, at);
 }
@@ -176,10 +185,12 @@ __device__ inline void write_expert_counts(const ep_ll_args &a, const uint32_t *
 {
     uint32_t sum = 0;
 
+#pragma unroll 1
     for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads) {
         a.counts[l] = (int32_t)total[l];
         sum += total[l];
     }
+#pragma unroll 1
     for (uint32_t l = threadIdx.x; a.layout == EP_LAYOUT_PACKED && l <= a.local_experts; l += kThreads)
         a.offsets[l] = (int32_t)first[l];
     sum = __reduce_add_sync(kAll, sum);
@@ -189,58 +200,65 @@ __device__ inline void write_expert_counts(const ep_ll_args &a, const uint32_t *
         a.state->scratch.rows = spanned;
 }
 
-/* The rows of this block: slots in turn, all sources of a slot together.  The first at or after item i. */
+/* The rows of a block: slots in turn, all sources of a slot together, every parts-th of them. */
 struct Item {
-    uint32_t i, s, slot;
-    bool there;
+    uint32_t s, slot;
 };
 
-__device__ inline Item next_item(const ep_ll_args &a, const uint32_t *rows, uint32_t i, uint32_t step)
+__device__ inline void step(const ep_ll_args &a, Share share, Item *item)
 {
-    uint32_t most = 0;
-
-    for (uint32_t s = 0; s < a.ranks; s++)
-        most = max(most, rows[s]);
-    for (; i < most * a.ranks; i += step)
-        if (i / a.ranks < rows[i % a.ranks])
-            return { i, i % a.ranks, i / a.ranks, true };
-    return { i, 0, 0, false };
+    item->s += share.parts % a.ranks;
+    item->slot += share.parts / a.ranks;
+    if (item->s >= a.ranks) {
+        item->s -= a.ranks;
+        item->slot++;
+    }
 }
 
-/* Does last() with warp 0 when no more has to be waited for: the row in hand is still on its way then. */
+/* The first row at or after `item`; false when there is none. */
+__device__ inline bool find_row(const ep_ll_args &a, const uint32_t *rows, uint32_t most, Share share, Item *item)
+{
+#pragma unroll 1
+    for (; item->slot < most; step(a, share, item))
+        if (item->slot < rows[item->s])
+            return true;
+    return false;
+}
+
+/* The header is that of the block's first item, which may not be there.  Does last() with warp 0 when no more has
+ * to be waited for: the row in hand is still on its way then. */
 template <class Last>
 __device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Header header, const uint32_t *rows,
                                   uint32_t *base, uint32_t *total, uint32_t *first, Last last)
 {
     const uint64_t spanned = place_rows(a, rows, base, total, first);
+    const bool tells = share.part == share.parts / 2;
     __shared__ Places places;
-    Item item = next_item(a, rows, share.part, share.parts);
+    Item item = { share.part % a.ranks, share.part / a.ranks };
+    const uint32_t first_slot = item.slot, first_source = item.s;
+    uint32_t most = 0;
 
-    if (share.part == share.parts / 2)
+    if (tells)
         write_expert_counts(a, total, first, spanned);
-    if (spanned > a.out_rows) {
-        if (share.part == share.parts / 2 && threadIdx.x == 0) {
-            a.state->scratch.overflow = 1;
-            a.state->scratch.rows_needed = spanned;
-        }
-        item.there = false;
-    } else if (a.layout == EP_LAYOUT_PACKED) {
-        zero_padding(a, share, total, first);
+    if (spanned <= a.out_rows) {
+#pragma unroll 1
+        for (uint32_t s = 0; s < a.ranks; s++)
+            most = max(most, rows[s]);
+        if (a.layout == EP_LAYOUT_PACKED)
+            zero_padding(a, share, total, first);
+    } else if (tells && threadIdx.x == 0) {
+        a.state->scratch.overflow = 1;
+        a.state->scratch.rows_needed = spanned;
     }
-    header.there = header.there && item.i == share.part; /* it was fetched for the first one */
-    while (item.there) {
-        const Item next = next_item(a, rows, item.i + share.parts, share.parts);
-
+    while (find_row(a, rows, most, share, &item)) {
+        header.there = header.there && item.slot == first_slot && item.s == first_source;
+        __syncthreads(); /* the places before are done with */
         if (threadIdx.x < 32)
             take_header(a, op, base, total, first, item.s, item.slot, header, &places);
         __syncthreads();
         if (places.there)
             place_row(a, *op, item.s, item.slot, places);
-        if (!next.there)
-            break;
-        __syncthreads();
-        header.there = false;
-        item = next;
+        step(a, share, &item);
     }
     __syncthreads();
     if (threadIdx.x < 32)
@@ -255,15 +273,18 @@ __device__ inline void write_rank_counts(const ep_ll_args &a, const uint32_t *ro
     atomicAdd((unsigned long long *)&a.state->scratch.rows, rows[threadIdx.x]);
 }
 
-/* Rank-major rows stay where they are: a thread per 16 bytes of header waits for it. */
-__device__ inline void receive_in_place(const ep_ll_args &a, Op *op, const uint32_t *rows)
+/* Rank-major rows stay where they are: a thread per 16 bytes of header waits for it.  Who reads the rows comes later
+ * in the stream, and starts with nothing cached. */
+__device__ inline void receive_in_place(const ep_ll_args &a, Op *op, Share share, const uint32_t *rows)
 {
     const uint32_t parts = a.max_top_k + 1;
     uint32_t most = 0;
 
+#pragma unroll 1
     for (uint32_t s = 0; s < a.ranks; s++)
         most = max(most, rows[s]);
-    for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < most * a.ranks * parts; i += a.blocks * kThreads) {
+#pragma unroll 1
+    for (uint32_t i = share.part * kThreads + threadIdx.x; i < most * a.ranks * parts; i += share.parts * kThreads) {
         const uint32_t part = i % parts, s = i / parts % a.ranks, slot = i / parts / a.ranks;
         const uint64_t at = (uint64_t)s * a.max_tokens + slot;
         Vec v;
@@ -292,17 +313,15 @@ __device__ inline void receive_in_place(const ep_ll_args &a, Op *op, const uint3
                 a.out_weights[at * a.top_k + part - 1] = here ? __uint_as_float(v.w[1]) : 0.0f;
         }
     }
-    /* Who reads the rows comes later in the stream, and starts with nothing cached. */
-    if (tells(a))
+    if (share.part == share.parts / 2)
         write_rank_counts(a, rows);
 }
 
 /*
  * The last block, when a source was lost or late, or not all blocks counted it in.  So they may have disagreed
- * on where rows lie: this one does it all again without the source.  What counts has come already.
+ * on where rows lie: this one is to do it all again, without the source.  What counts has come already.
  */
-__device__ inline void receive_again(const ep_ll_args &a, Op *op, uint32_t *rows, uint32_t *base, uint32_t *total,
-                                     uint32_t *first)
+__device__ inline void prepare_again(const ep_ll_args &a, Op *op, uint32_t *rows, uint32_t *base)
 {
     const struct ep_device_scratch &s = a.state->scratch;
     const uint32_t missing = s.gone | s.late | s.outside;
@@ -321,11 +340,6 @@ __device__ inline void receive_again(const ep_ll_args &a, Op *op, uint32_t *rows
     __syncthreads();
     if (threadIdx.x >= 32)
         take_counts(a, op, rows, base);
-    __syncthreads();
-    if (by_expert(a))
-        receive_by_expert(a, op, { 0, 1 }, {}, rows, base, total, first, [] {});
-    else
-        write_rank_counts(a, rows);
     __syncthreads();
 }
 

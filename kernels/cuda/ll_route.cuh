@@ -18,7 +18,13 @@ struct Batch {
 
 /* ---- routing ----------------------------------------------------------------------- */
 
-__device__ inline int32_t route_of(const ep_ll_args &a, int64_t expert, uint32_t token)
+__device__ inline uint32_t divide(uint32_t n, uint64_t inverse)
+{
+    return (uint32_t)(n * inverse >> EP_LL_INVERSE_BITS);
+}
+
+/* Of choice i of the batch. */
+__device__ inline int32_t route_of(const ep_ll_args &a, int64_t expert, uint32_t i)
 {
     uint32_t rank, local;
 
@@ -26,82 +32,84 @@ __device__ inline int32_t route_of(const ep_ll_args &a, int64_t expert, uint32_t
         return -1;
     if (expert < 0 || expert >= a.experts)
         return kBadRoute;
-    const uint32_t e = (uint32_t)expert;
+    const uint32_t e = (uint32_t)expert, end = a.larger * (a.share + 1);
 
     if (a.home_first) {
         const uint32_t first = a.home_first[e], homes = a.home_first[e + 1] - first;
-        const uint32_t home = first + (a.rank + token) % homes;
+        const uint32_t home = first + (a.rank + i / a.top_k) % homes;
 
         rank = a.home_rank[home];
         local = a.home_local[home];
+    } else if (e < end) {
+        rank = divide(e, a.per_larger);
+        local = e - rank * (a.share + 1);
     } else {
-        const uint32_t end = a.larger * (a.share + 1);
-
-        rank = e < end ? e / (a.share + 1) : a.larger + (e - end) / a.share;
-        local = e < end ? e % (a.share + 1) : (e - end) % a.share;
+        rank = divide(e - end, a.per_share);
+        local = e - end - rank * a.share;
+        rank += a.larger;
     }
     return (int32_t)(rank << 16 | local);
 }
 
 __device__ inline int64_t choice(const ep_ll_args &a, uint32_t i)
 {
+    if (a.cached)
+        return a.routing[i];
     return a.index_bytes == 4 ? ((const int32_t *)a.topk)[i] : ((const int64_t *)a.topk)[i];
 }
 
-constexpr uint32_t kRouters = kThreads - 32; /* all but the first warp */
-constexpr uint32_t kChoices = 5;             /* that a thread has under way: 128 tokens of 8 at once */
+constexpr uint32_t kChoices = 4; /* that a thread has under way: 128 tokens of 8 at once */
 
-/* Choices i, i + kRouters ... of one thread; all of them are asked for before one is used. */
+/* Choices i, i + kThreads ... of one thread; all of them are asked for before one is used. */
 __device__ inline void read_some(const ep_ll_args &a, int32_t *route, uint32_t i, uint32_t n)
 {
     int64_t asked[kChoices];
 
 #pragma unroll
-    for (uint32_t j = 0; j < kChoices; j++) {
-        const uint32_t at = i + j * kRouters;
-
-        if (at < n)
-            asked[j] = a.cached ? a.routing[at] : choice(a, at);
-    }
+    for (uint32_t j = 0; j < kChoices; j++)
+        if (i + j * kThreads < n)
+            asked[j] = choice(a, i + j * kThreads);
 #pragma unroll
     for (uint32_t j = 0; j < kChoices; j++) {
-        const uint32_t at = i + j * kRouters;
+        const uint32_t at = i + j * kThreads;
 
         if (at < n)
-            route[at] = a.cached ? (int32_t)asked[j] : route_of(a, asked[j], at / a.top_k);
+            route[at] = a.cached ? (int32_t)asked[j] : route_of(a, asked[j], at);
     }
 }
 
-/* The first n choices of the batch; meanwhile() is what the first warp does. */
-template <class Meanwhile>
-__device__ void read_routes(const ep_ll_args &a, int32_t *route, uint32_t n, Meanwhile meanwhile)
+/* Does choice i name the expert of an earlier one of its token?  The bit that says so is not looked at. */
+__device__ inline bool is_again(const ep_ll_args &a, const int32_t *route, uint32_t i)
 {
-    if (threadIdx.x < 32)
-        meanwhile();
-    else
-        for (uint32_t i = threadIdx.x - 32; i < n; i += kChoices * kRouters)
-            read_some(a, route, i, n);
+    bool again = false;
+
+#pragma unroll 1
+    for (uint32_t j = i / a.top_k * a.top_k; j < i; j++)
+        again |= (route[j] & ~EP_DEVICE_ROUTE_AGAIN) == route[i];
+    return again;
+}
+
+/* The first n choices of the batch. */
+__device__ inline void read_routes(const ep_ll_args &a, int32_t *route, uint32_t n)
+{
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < n; i += kChoices * kThreads)
+        read_some(a, route, i, n);
     __syncthreads();
     if (a.cached)
         return;
-    for (uint32_t i = threadIdx.x; i < n; i += kThreads) {
-        const uint32_t first = i / a.top_k * a.top_k;
-        const int32_t mine = route[i];
-        bool again = false;
-
-        for (uint32_t j = first; j < i; j++)
-            again |= (route[j] & ~EP_DEVICE_ROUTE_AGAIN) == mine;
-        if (again && mine >= 0)
-            route[i] = mine | EP_DEVICE_ROUTE_AGAIN; /* nobody looks at this bit here */
-    }
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < n; i += kThreads)
+        if (route[i] >= 0 && is_again(a, route, i))
+            route[i] |= EP_DEVICE_ROUTE_AGAIN;
     __syncthreads();
 }
 
 __device__ inline bool has_row(int32_t route) { return route >= 0 && !(route & EP_DEVICE_ROUTE_AGAIN); }
-                               __device__ inline uint32_t rank_of(int32_t route) { return (uint32_t)(route & ~EP_DEVICE_ROUTE_AGAIN) >> 16; }
-                               
-                               /* Ranks that token t goes to. */
-                               __device__ inline uint32_t ranks_of(const ep_ll_args &a, const int32_t *route, uint32_t t)
+__device__ inline uint32_t rank_of(int32_t route) { return (uint32_t)(route & ~EP_DEVICE_ROUTE_AGAIN) >> 16; }
+
+/* Ranks that token t goes to. */
+__device__ inline uint32_t ranks_of(const ep_ll_args &a, const int32_t *route, uint32_t t)
 {
     uint32_t mask = 0;
 
@@ -120,9 +128,11 @@ __device__ inline uint32_t count_tokens(const ep_ll_args &a, const int32_t *rout
     const uint32_t lane = threadIdx.x % 32;
     uint32_t count = 0;
 
+#pragma unroll 1
     for (uint32_t at = from; at < to; at += 32) {
         const uint32_t mask = at + lane < to ? ranks_of(a, route, at + lane) : 0;
 
+#pragma unroll 1
         for (uint32_t r = 0; r < a.ranks; r++) {
             const uint32_t goes = __popc(__ballot_sync(kAll, mask >> r & 1));
 
@@ -138,6 +148,7 @@ __device__ inline uint32_t count_same(const int32_t *route, uint32_t n, int32_t 
     const uint32_t lane = threadIdx.x % 32, whole = n / 4 * 4;
     uint32_t count = 0;
 
+#pragma unroll 2
     for (uint32_t i = lane * 4; i < whole; i += 128) {
         const int4 r = *(const int4 *)(route + i);
 

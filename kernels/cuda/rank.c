@@ -61,6 +61,8 @@ void ep_cuda_rank_base(const struct ep_cuda_rank_options *o, struct ep_ll_rank *
     a->banks = l->ll_banks;
     a->share = l->experts / l->ranks;
     a->larger = l->experts % l->ranks;
+    a->per_share = ep_ll_inverse(a->share);
+    a->per_larger = ep_ll_inverse(a->share + 1);
     a->ll = m->ll;
     a->bank_bytes = m->bank_bytes;
     a->bank = m->bank;
