@@ -25,8 +25,9 @@
 
 struct serve {
     struct cuda_watch watch;
+    const struct ep_cuda_api *api;
     struct ep_cuda_serve *serve;
-    pthread_t thread;
+    pthread_t thread; /* uses what is below, and the two above */
 
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -48,11 +49,6 @@ struct serve {
     void (*on_stopped)(void *user);
     void *user;
 };
-
-static const struct ep_cuda_api *api_of(const struct serve *serve)
-{
-    return serve->watch.team->api;
-}
 
 /* ---- the rank's thread -------------------------------------------------------------------- */
 
@@ -81,7 +77,7 @@ static void exited(struct serve *serve, const struct ep_error *why)
 static void *run(void *arg)
 {
     struct serve *serve = arg;
-    const struct ep_cuda_api *api = api_of(serve);
+    const struct ep_cuda_api *api = serve->api;
     struct ep_error error = EP_ERROR_INIT;
     ep_status status = api->serve_post(serve->serve, BATCH_OPS, &error);
 
@@ -202,14 +198,14 @@ static void end(uv_work_t *work)
     struct serve *serve = work->data;
     const uint64_t until_ns = ep_clock_ns() + END_SLICE_MS * EP_NS_PER_MS;
     const struct timespec until = timespec_of(until_ns);
-    const ep_status status = api_of(serve)->serve_end(serve->serve, END_SLICE_MS, &serve->end_error);
+    const ep_status status = serve->api->serve_end(serve->serve, END_SLICE_MS, &serve->end_error);
 
     serve->back = wait_exited(serve, until_ns);
     serve->ended = serve->back && !status;
     serve->late = ep_clock_ns() >= serve->end_by_ns;
     if (serve->back && (serve->ended || serve->late)) {
         pthread_join(serve->thread, NULL);
-        api_of(serve)->serve_close(serve->serve);
+        serve->api->serve_close(serve->serve);
     } else {
         clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL);
     }
@@ -257,7 +253,7 @@ static void init_lock(struct serve *serve)
 }
 
 /* All signals go to the process's other threads. */
-static int start_thread(struct serve *serve)
+static int start_thread(struct serve *serve, uint32_t rank)
 {
     sigset_t all, before;
     char name[16];
@@ -269,7 +265,7 @@ static int start_thread(struct serve *serve)
 
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (rc == 0) {
-        snprintf(name, sizeof name, "ep-rank-%u", serve->watch.options.rank % 10000u);
+        snprintf(name, sizeof name, "ep-rank-%u", rank % 10000u);
         pthread_setname_np(serve->thread, name);
     }
     return rc;
@@ -285,8 +281,8 @@ static void close_unused(struct serve *serve)
 {
     struct ep_error ignored = EP_ERROR_INIT;
 
-    (void)api_of(serve)->serve_end(serve->serve, 0, &ignored);
-    api_of(serve)->serve_close(serve->serve);
+    (void)serve->api->serve_end(serve->serve, 0, &ignored);
+    serve->api->serve_close(serve->serve);
 }
 
 static ep_status make(struct cuda_team *team, const struct ep_executor_options *options, struct serve **out,
@@ -296,7 +292,7 @@ static ep_status make(struct cuda_team *team, const struct ep_executor_options *
 
     if (!serve)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for an executor");
-    serve->watch.team = team;
+    serve->api = team->api;
     init_lock(serve);
     serve->news.data = serve->ending.data = serve;
 
@@ -328,8 +324,7 @@ ep_status ep_team_cuda_serve(struct cuda_team *team, const struct ep_executor_op
     if (status)
         return status;
     serve->watch.base.ops = &ops;
-    serve->watch.options = *options;
-    errno = start_thread(serve);
+    errno = start_thread(serve, options->rank);
     if (errno) {
         ep_error_errno(error, EP_RESOURCE_EXHAUSTED, "thread for the ops of rank %u", options->rank);
         close_unused(serve);

@@ -86,6 +86,24 @@ static ep_status leave(void)
     return EP_OK;
 }
 
+void cuda_fixture_fail(const char *name, uint32_t after)
+{
+    pthread_mutex_lock(&lock);
+    cuda_fixture.fail = name;
+    cuda_fixture.fail_after = after;
+    pthread_mutex_unlock(&lock);
+}
+
+uint32_t cuda_fixture_serves(void)
+{
+    uint32_t n;
+
+    pthread_mutex_lock(&lock);
+    n = cuda_fixture.serves;
+    pthread_mutex_unlock(&lock);
+    return n;
+}
+
 /* ---- devices ----------------------------------------------------------------------------------- */
 
 const uint8_t *cuda_fixture_uuid(uint32_t device)
@@ -576,25 +594,27 @@ static ep_status serve_post(struct ep_cuda_serve *serve, uint32_t ops, struct ep
     if (!serve->ended) {
         serve->before = serve->posted;
         serve->posted += ops;
-        cuda_fixture.posted += ops;
+        __atomic_fetch_add(&cuda_fixture.posted, ops, __ATOMIC_SEQ_CST);
+    } else {
+        status = ended(error);
     }
     leave();
-    return serve->ended ? ended(error) : EP_OK;
+    return status;
 }
 
 static ep_status serve_wait(struct ep_cuda_serve *serve, struct ep_error *error)
 {
     for (;;) {
         ep_status status = enter("serve_wait", 0, error);
-        const bool over = serve->before <= __atomic_load_n(&cuda_fixture.passed, __ATOMIC_SEQ_CST);
-        const bool gone = serve->ended;
+        bool gone;
 
         if (status != EP_OK)
             return status;
+        gone = serve->ended;
         leave();
         if (gone)
             return ended(error);
-        if (over)
+        if (serve->before <= __atomic_load_n(&cuda_fixture.passed, __ATOMIC_SEQ_CST))
             return EP_OK;
         usleep(100);
     }
@@ -607,7 +627,7 @@ static ep_status serve_end(struct ep_cuda_serve *serve, uint32_t timeout_ms, str
     if (status != EP_OK)
         return status;
     serve->ended = true;
-    cuda_fixture.ended++;
+    __atomic_fetch_add(&cuda_fixture.ended, 1, __ATOMIC_SEQ_CST);
     leave();
     return __atomic_load_n(&cuda_fixture.stuck, __ATOMIC_SEQ_CST)
                ? ep_error_set(error, EP_DEADLINE_EXCEEDED, "an op still runs after %u ms", timeout_ms)

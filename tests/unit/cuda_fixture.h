@@ -46,6 +46,10 @@ const struct ep_cuda_api *cuda_fixture_api(void);
 /* Everything as at the start; nothing may be alive. */
 void cuda_fixture_reset(void);
 
+/* Sets `fail` and `fail_after`, tells `serves`, while other threads call the backend. */
+void cuda_fixture_fail(const char *name, uint32_t after);
+uint32_t cuda_fixture_serves(void);
+
 /* The bytes behind an address of GPU memory, NULL when it is none. */
 void *cuda_fixture_host(const void *gpu);
 /* EP_CUDA_UUID_BYTES of a device. */

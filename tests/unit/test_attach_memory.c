@@ -236,7 +236,7 @@ static void a_served_worker_that_goes_is_absent_at_once(void **state)
     close(fd);
     RUN_UNTIL(s->f, s->attach->n_connections == 0);
     assert_int_equal(rank_state(s->f, "moe", 7), EP__V1__RANK_STATE__RANK_STATE_QUARANTINED);
-    RUN_UNTIL(s->f, cuda_fixture.serves == 0);
+    RUN_UNTIL(s->f, cuda_fixture_serves() == 0);
     assert_int_equal(s->attach->claims->state, CLAIM_LEAVING);
 }
 

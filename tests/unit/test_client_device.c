@@ -1098,14 +1098,13 @@ static void closed_is_set_before_done(void **state)
     struct fixture *f = make_joined();
 
     (void)state;
-    cuda_fixture.fail_after = 1;
-    cuda_fixture.fail = "write";
+    cuda_fixture_fail("write", 1);
     close(f->server);
     f->server = -1;
     wait_closed(f);
     refused(ep_sync(f->rank, 20000), EP_SERVER_LOST, "server");
     monitor_remove(f->rank); /* it has written all that it does */
-    cuda_fixture.fail = NULL;
+    cuda_fixture_fail(NULL, 0);
     assert_int_equal(mailbox_of(f)->done, 0);
     destroy(f);
 }

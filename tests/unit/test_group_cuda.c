@@ -513,13 +513,13 @@ static void ranks_of_both_executors_are_one_team(void **state)
     peers = map_state(&own);
     f->identity.executor = EXECUTOR(SERVER);
     join(f, &served, "moe", 1);
-    assert_int_equal(cuda_fixture.serves, 1);
+    assert_int_equal(cuda_fixture_serves(), 1);
     peers->begun = 30;
     release(&served, false);
     assert_int_equal(peers->from[1], EP_DEVICE_NEVER);
     join(f, &next, "moe", 1);
     assert_int_equal(peers->from[1], 31);
-    assert_int_equal(cuda_fixture.serves, 1);
+    assert_int_equal(cuda_fixture_serves(), 1);
     unmap_state(peers, &own);
     release(&next, false);
     release(&own, false);
@@ -545,7 +545,7 @@ static void a_mailbox_is_cleared_when_its_worker_is_gone(void **state)
     join(f, &b, "moe", 1);
     kept = map_window(&b);
     release(&b, true);
-    RUN_UNTIL(f, cuda_fixture.serves == 1);
+    RUN_UNTIL(f, cuda_fixture_serves() == 1);
     mailbox_of(kept)->doorbell = 1;
     f->identity.executor = EXECUTOR(SERVER);
     assert_int_equal(claim(f, &next, "moe", 1, &error), EP_UNAVAILABLE);
@@ -567,11 +567,10 @@ static void a_worker_that_nobody_serves_any_more_is_detached(void **state)
     create(f, "moe", &spec);
     f->identity.executor = EXECUTOR(SERVER);
     join(f, &a, "moe", 0);
-    cuda_fixture.fail_after = 2;
-    cuda_fixture.fail = "serve_wait";
+    cuda_fixture_fail("serve_wait", 2);
     join(f, &b, "moe", 1);
     RUN_UNTIL(f, a.detached + b.detached == 1);
-    cuda_fixture.fail = NULL;
+    cuda_fixture_fail(NULL, 0);
     assert_non_null(strstr(a.detached ? a.text : b.text, "the server cannot run its ops any more: serve_wait failed"));
     release(&a, false);
     release(&b, false);

@@ -529,7 +529,7 @@ static void kernels_of_a_served_rank_get_what_a_workers_have(void **state)
     struct fixture *f = *state;
 
     start_as(f, 1, false);
-    assert_int_equal(cuda_fixture.serves, 1);
+    assert_int_equal(cuda_fixture_serves(), 1);
     assert_int_equal(cuda_fixture.served.device, 1);
     assert_int_equal(cuda_fixture.served.rank, 1);
     assert_int_equal(cuda_fixture.served.max_sms, 3);
@@ -537,7 +537,7 @@ static void kernels_of_a_served_rank_get_what_a_workers_have(void **state)
     assert_ptr_equal(cuda_fixture.served.placement, &f->placement);
     assert_ptr_equal(cuda_fixture_host(cuda_fixture.served.state), state_of(f, 1));
     stop(f);
-    assert_int_equal(cuda_fixture.serves, 0);
+    assert_int_equal(cuda_fixture_serves(), 0);
 }
 
 static void two_batches_are_kept_ready(void **state)
@@ -600,13 +600,13 @@ static void ranks_stop_at_once(void **state)
         start_as(f, r, r % 2);
         executor[r] = f->executor;
     }
-    assert_int_equal(cuda_fixture.serves, RANKS / 2);
+    assert_int_equal(cuda_fixture_serves(), RANKS / 2);
     for (uint32_t r = 0; r < RANKS; r++)
         ep_executor_stop(executor[r], on_stopped, f);
     assert_false(f->stopped);
     uv_run(&f->loop, UV_RUN_DEFAULT);
     assert_true(f->stopped);
-    assert_int_equal(cuda_fixture.serves, 0);
+    assert_int_equal(cuda_fixture_serves(), 0);
 }
 
 static void a_start_that_fails_leaves_nothing(void **state)
@@ -620,7 +620,7 @@ static void a_start_that_fails_leaves_nothing(void **state)
     assert_int_equal(ep_executor_start(f->team, &options, &executor, &error), EP_INTERNAL);
     assert_string_equal(error.text, "the kernels of rank 1: serve_open failed because the test says so");
     uv_run(&f->loop, UV_RUN_DEFAULT);
-    assert_int_equal(cuda_fixture.serves, 0);
+    assert_int_equal(cuda_fixture_serves(), 0);
     start_as(f, 1, false);
     stop(f);
 }
@@ -634,17 +634,16 @@ static void a_gpu_that_fails_is_told_of_once(void **state)
     struct fixture *f = *state;
 
     for (unsigned i = 0; i < sizeof calls / sizeof *calls; i++) {
-        cuda_fixture.fail_after = calls[i].after;
-        cuda_fixture.fail = calls[i].name;
+        cuda_fixture_fail(calls[i].name, calls[i].after);
         start_as(f, 1, false);
         while (f->failures == i)
             uv_run(&f->loop, UV_RUN_ONCE);
         assert_int_equal(f->failure.status, EP_INTERNAL);
         assert_non_null(strstr(f->failure.text, calls[i].name));
-        cuda_fixture.fail = NULL;
+        cuda_fixture_fail(NULL, 0);
         stop(f);
         assert_int_equal(f->failures, i + 1);
-        assert_int_equal(cuda_fixture.serves, 0);
+        assert_int_equal(cuda_fixture_serves(), 0);
         assert_false(ep_team_stuck(f->team, -1));
     }
 }
@@ -655,11 +654,10 @@ static void an_end_that_fails_is_tried_again(void **state)
 
     start_as(f, 1, false);
     wait_for(f, &cuda_fixture.posted, EP_CUDA_SERVE_OPS);
-    cuda_fixture.fail_after = 0;
-    cuda_fixture.fail = "serve_end";
+    cuda_fixture_fail("serve_end", 0);
     stop(f);
     assert_int_equal(cuda_fixture.ended, 1);
-    assert_int_equal(cuda_fixture.serves, 0);
+    assert_int_equal(cuda_fixture_serves(), 0);
     assert_false(ep_team_stuck(f->team, 1));
 }
 
