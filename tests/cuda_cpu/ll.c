@@ -637,11 +637,28 @@ static void add_half(struct ep_device_record *record, const struct ep_device_rec
     record->start_ns -= half->end_ns - half->start_ns;
 }
 
+/* What somebody reads meanwhile, word by word, as it reads it from a GPU. */
+static void store_words(void *to, const void *from, uint64_t bytes)
+{
+    for (uint64_t at = 0; at < bytes; at += sizeof(uint64_t))
+        __atomic_store_n((uint64_t *)(void *)((uint8_t *)to + at),
+                         *(const uint64_t *)(const void *)((const uint8_t *)from + at), __ATOMIC_RELAXED);
+}
+
+static void note_failure(struct ep_device_report *report, const struct ep_device_record *record, uint64_t part)
+{
+    if (__atomic_load_n(&report->failures, __ATOMIC_SEQ_CST) == 0) {
+        store_words(&report->failure, record, sizeof *record);
+        store_words(&report->failure_op, &part, sizeof part);
+    }
+    __atomic_fetch_add(&report->failures, 1, __ATOMIC_SEQ_CST);
+}
+
 static void write_record(struct run *c, uint32_t part, bool second_half)
 {
     struct ep_device_state *state = c->r->state;
     struct ep_device_report *report = &((struct ep_control *)(void *)c->r->window[c->r->rank])->gpu.report;
-    struct ep_device_counters *counters = &state->counters[part];
+    struct ep_device_counters counters = state->counters[part];
 
     if (c->members == 0 && c->record.status == EP_OK)
         c->record.status = EP_DETACHED;
@@ -650,26 +667,23 @@ static void write_record(struct run *c, uint32_t part, bool second_half)
     c->record.arrived = c->members & ~c->missed;
     c->record.layout = c->op->layout;
     c->record.wire_dtype = c->op->wire_dtype;
-    c->record.timeout_ns = state->timeout_ns;
+    c->record.timeout_ns = __atomic_load_n(&state->timeout_ns, __ATOMIC_RELAXED);
     c->record.end_ns = ep_clock_ns();
     c->record.sequence = ++state->scratch.sequence;
-    counters->count++;
-    counters->errors += c->record.status != EP_OK;
-    counters->timeouts += c->record.status == EP_TIMEOUT;
-    counters->tokens += c->op->tokens;
-    counters->wire_bytes += c->record.wire_bytes;
-    counters->busy_ns += c->record.end_ns - c->record.start_ns;
-    counters->wait_ns += c->record.wait_ns;
-    counters->dropped += c->record.dropped;
+    counters.count++;
+    counters.errors += c->record.status != EP_OK;
+    counters.timeouts += c->record.status == EP_TIMEOUT;
+    counters.tokens += c->op->tokens;
+    counters.wire_bytes += c->record.wire_bytes;
+    counters.busy_ns += c->record.end_ns - c->record.start_ns;
+    counters.wait_ns += c->record.wait_ns;
+    counters.dropped += c->record.dropped;
+    store_words(&state->counters[part], &counters, sizeof counters);
     if (second_half)
         add_half(&c->record, &report->records[c->op->handle][part]);
     report->records[c->op->handle][part] = c->record;
-    if (c->record.status != EP_OK && report->failures == 0) {
-        report->failure = c->record;
-        report->failure_op = part;
-    }
     if (c->record.status != EP_OK)
-        __atomic_fetch_add(&report->failures, 1, __ATOMIC_SEQ_CST);
+        note_failure(report, &c->record, part);
 }
 
 static void run(struct cpu_rank *r, const struct ep_op *op, bool sends, bool receives)
@@ -699,15 +713,14 @@ void cpu_refuse(struct cpu_rank *r, const struct ep_op *op, ep_status why)
                                              .start_ns = now,
                                              .end_ns = now };
 
-    r->state->counters[part].count++;
-    r->state->counters[part].errors++;
+    struct ep_device_counters counters = r->state->counters[part];
+
+    counters.count++;
+    counters.errors++;
+    store_words(&r->state->counters[part], &counters, sizeof counters);
     if (op->handle < EP_MAX_HANDLES)
         report->records[op->handle][part] = record;
-    if (report->failures == 0) {
-        report->failure = record;
-        report->failure_op = part;
-    }
-    __atomic_fetch_add(&report->failures, 1, __ATOMIC_SEQ_CST);
+    note_failure(report, &record, part);
 }
 
 void cpu_execute(struct cpu_rank *r, const struct ep_op *op)
