@@ -50,27 +50,19 @@
 
 #include <initializer_list>
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
-
 #include "ll.h"
+#include "ll_quantise.cuh"
 
 namespace ep {
 
 constexpr uint32_t kThreads = EP_LL_THREADS;
 constexpr uint32_t kWarps = kThreads / 32;
 constexpr uint32_t kBlocks = 3; /* of a multiprocessor, at least */
-constexpr uint32_t kVecs = 4; /* 16 byte pieces of a row that a thread has under way */
 constexpr uint32_t kAll = 0xffffffffu;
 constexpr uint32_t kLooks = 64; /* at a flag, between two looks at clock and membership */
 constexpr int32_t kBadRoute = -2; /* an expert that does not exist; -1: none was asked for */
 
 /* ---- memory order ---------------------------------------------------------------- */
-
-struct alignas(16) Vec {
-    uint32_t w[4];
-};
 
 __device__ inline uint32_t load_u32(const uint32_t *p)
 {

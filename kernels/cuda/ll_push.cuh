@@ -6,102 +6,51 @@
 
 namespace ep {
 
-enum class Cast { none, bf16, fp16, fp32 }; /* to fp8, from */
-
 /* ---- rows ----------------------------------------------------------------------------- */
 
-/* Pieces of a row as they travel: piece i of this thread's is kThreads * i + threadIdx.x. */
+/* A thread's part of a row.  Piece i of a pass is kThreads * (kPieces * pass + i) + threadIdx.x. */
 template <Cast C> struct Row {
-    Vec piece[kVecs];
-    uint32_t scale[kVecs]; /* of the piece's block, with a cast, as it is stored */
+    Vec v[kVecs];               /* as they are loaded; after quantise() the first kPieces are what travels */
+    uint32_t scale[kPieces<C>]; /* of the piece's block, with a cast, as it is stored */
 };
 
-__device__ inline float amax_of(float amax, float x)
+template <Cast C> __device__ inline uint32_t piece_of(uint32_t pass, uint32_t i)
 {
-    const uint32_t u = __float_as_uint(x) & 0x7fffffffu;
-
-    return u > 0x7f800000u ? amax : fmaxf(amax, __uint_as_float(u)); /* NaN does not count */
+    return (pass * kPieces<C> + i) * kThreads + threadIdx.x;
 }
 
-template <Cast C> __device__ void decode(const Vec *from, float *x)
-{
-    if constexpr (C == Cast::fp32) {
-        for (uint32_t i = 0; i < 16; i++)
-            x[i] = __uint_as_float(from[i / 4].w[i % 4]);
-    } else {
-        for (uint32_t i = 0; i < 16; i++) {
-            const uint16_t bits = (uint16_t)(from[i / 8].w[i % 8 / 2] >> (i % 2 * 16));
-
-            if constexpr (C == Cast::bf16)
-                x[i] = __uint_as_float((uint32_t)bits << 16);
-            else
-                x[i] = __half2float(__ushort_as_half(bits));
-        }
-    }
-}
-
-/* The smallest power of two that is not below amax / 448 = amax / (1.75 * 2^8): a fraction above .75 takes the next
- * exponent. */
-__device__ inline uint32_t ue8m0_of(float amax)
-{
-    const uint32_t exponent = (__float_as_uint(amax) + 0x1fffffu) >> 23;
-
-    return amax == 0 ? 127 : exponent > 8 ? exponent - 8 : 0;
-}
-
-/* 16 elements to 16 bytes, with the scale of the 128 that 8 neighbouring threads have. */
-template <Cast C> __device__ void quantise(const ep_ll_args &a, const Vec *from, bool there, Vec *piece, uint32_t *stored)
-{
-    float x[16], amax = 0;
-
-    if (there)
-        decode<C>(from, x);
-    for (uint32_t i = 0; there && i < 16; i++)
-        amax = amax_of(amax, x[i]);
-    for (uint32_t step = 1; step < 8; step *= 2)
-        amax = fmaxf(amax, __shfl_xor_sync(kAll, amax, step));
-    float scale = amax / 448.0f, inverse;
-
-    scale = scale == 0 ? 1.0f : scale; /* zeros, or so little that nothing can be divided by it */
-    inverse = __frcp_rn(scale);
-    *stored = __float_as_uint(scale);
-    if (a.scale_bytes == 1) {
-        *stored = ue8m0_of(amax);
-        inverse = __uint_as_float((254 - *stored) << 23); /* exact; at most 2^127 */
-    }
-    /* Scales of which there is no inverse are those of blocks that are next to nothing. */
-    const auto scaled = [&](float value) { return isinf(inverse) ? __fdiv_rn(value, scale) : value * inverse; };
-
-    for (uint32_t i = 0; there && i < 16; i += 4) {
-        const auto two = [&](uint32_t j) {
-            return (uint32_t)__nv_cvt_float2_to_fp8x2(make_float2(scaled(x[j]), scaled(x[j + 1])),
-                                                      __NV_SATFINITE, __NV_E4M3);
-        };
-
-        piece->w[i / 4] = two(i) | two(i + 2) << 16;
-    }
-}
-
-/* Pieces [pass * kVecs * kThreads, ...) of token t; every thread of a warp must come here. */
+/* A pass of token t is asked for, and not waited for. */
 template <Cast C> __device__ void load_token(const ep_ll_args &a, uint32_t t, uint32_t pass, Row<C> *row)
 {
     const uint32_t pieces = a.row_bytes / 16;
-    constexpr uint32_t kIn = C == Cast::none ? 1 : C == Cast::fp32 ? 4 : 2; /* 16 bytes of input per piece */
-    const uint8_t *x = a.x + (uint64_t)t * pieces * kIn * 16;
+    const uint8_t *x = a.x + (uint64_t)t * pieces * kIn<C> * 16;
 
 #pragma unroll
     for (uint32_t i = 0; i < kVecs; i++) {
-        const uint32_t p = (pass * kVecs + i) * kThreads + threadIdx.x;
+        const uint32_t p = piece_of<C>(pass, i / kIn<C>);
 
-        if constexpr (C == Cast::none) {
-            if (p < pieces)
-                row->piece[i] = load_row(x + (uint64_t)p * 16);
-        } else {
-            Vec in[kIn];
+        if (C != Cast::none)
+            row->v[i] = { { 0, 0, 0, 0 } };
+        if (p < pieces)
+            row->v[i] = load_row(x + ((uint64_t)p * kIn<C> + i % kIn<C>) * 16);
+    }
+}
 
-            for (uint32_t j = 0; j < kIn && p < pieces; j++)
-                in[j] = load_row(x + ((uint64_t)p * kIn + j) * 16);
-            quantise<C>(a, in, p < pieces, &row->piece[i], &row->scale[i]);
+/* With a cast, what was loaded to pieces.  All threads: a block of 128 elements is in 8 of them. */
+template <Cast C> __device__ inline void quantise(const ep_ll_args &a, Row<C> *row)
+{
+    if constexpr (C != Cast::none) {
+        uint32_t most = largest<C>(row->v);
+
+        for (uint32_t step = 1; step < 8; step *= 2)
+            most = larger<C>(most, __shfl_xor_sync(kAll, most, step));
+#pragma unroll
+        for (uint32_t i = 0; i < kPieces<C>; i++) {
+            const float amax = largest_at<C>(most, i);
+            const Scale scale = a.scale_bytes == 1 ? ue8m0_scale(amax) : fp32_scale(amax);
+
+            row->v[i] = encode<C>(row->v + i * kIn<C>, scale);
+            row->scale[i] = scale.stored;
         }
     }
 }
@@ -115,12 +64,12 @@ __device__ void push_pieces(const ep_ll_args &a, const Op &op, const Row<C> &row
     uint8_t *scales = item_at(a, d, op.bank, a.bank.scales, a.rank, slot, a.scales_bytes);
 
 #pragma unroll
-    for (uint32_t i = 0; i < kVecs; i++) {
-        const uint32_t p = (pass * kVecs + i) * kThreads + threadIdx.x;
+    for (uint32_t i = 0; i < kPieces<C>; i++) {
+        const uint32_t p = piece_of<C>(pass, i);
 
         if (p >= pieces)
             continue;
-        store_row(to + (uint64_t)p * 16, row.piece[i]);
+        store_row(to + (uint64_t)p * 16, row.v[i]);
         if (C != Cast::none && p % 8 == 0)
             store_scale(a, scales, p / 8, row.scale[i]);
     }
@@ -202,16 +151,23 @@ __device__ inline void push_scales(const ep_ll_args &a, const Op &op, uint32_t t
         store_scale(a, to, i, load_scale(a, from, i));
 }
 
-/* The row of token t to the ranks in `to`, the next rank first so that not all push to the same one. */
+/*
+ * The row of token t to the ranks in `to`, the next rank first so that not all push to the same one.  Slots are being
+ * found by some warps while others come here already.  fetched: the first pass is in `row`.
+ */
 template <Cast C>
-__device__ void push_row(const ep_ll_args &a, const Op &op, const Batch &b, Row<C> &row, uint32_t t, uint32_t to)
+__device__ void push_row(const ep_ll_args &a, const Op &op, const Batch &b, Row<C> &row, bool fetched, uint32_t t,
+                         uint32_t to)
 {
-    const uint32_t passes = (a.row_bytes / 16 + kVecs * kThreads - 1) / (kVecs * kThreads);
+    const uint32_t at_once = kPieces<C> * kThreads, passes = (a.row_bytes / 16 + at_once - 1) / at_once;
 
 #pragma unroll 1
     for (uint32_t pass = 0; pass < passes; pass++) {
-        if (pass > 0)
+        if (pass > 0 || !fetched)
             load_token<C>(a, t, pass, &row);
+        quantise<C>(a, &row);
+        if (pass == 0)
+            __syncthreads(); /* slots */
 #pragma unroll 1
         for (uint32_t i = 1; i <= a.ranks; i++) {
             const uint32_t d = a.rank + i < a.ranks ? a.rank + i : a.rank + i - a.ranks;
@@ -360,14 +316,11 @@ __device__ void send(const ep_ll_args &a, Op *op, const Batch &b, Part<C> &part,
         const uint32_t to = ranks_of(a, b.route, t) & ranks & ~op->missed;
 
         place_token(a, b, t, to, &counted, &sum);
-        if (t != part.t0) {
-            load_token<C>(a, t, 0, &part.row);
+        if (t != part.t0)
             part.weight = load_weight(a, t);
-        }
         if (threadIdx.x < a.top_k)
             b.weight[threadIdx.x] = part.weight;
-        __syncthreads();
-        push_row<C>(a, *op, b, part.row, t, to);
+        push_row<C>(a, *op, b, part.row, t == part.t0, t, to);
         __syncthreads();
         push_headers(a, *op, b, t, to);
         __syncthreads();
