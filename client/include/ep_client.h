@@ -303,7 +303,7 @@ EP_API ep_status ep_complete(ep_handle *handle, ep_stream stream);
  *
  * When the server or the rank is lost, ops on cuda end at once, without their peers (direct) or without having
  * been executed (server), in graphs that are launched later too: no stream waits for ever, and what is in their
- * outputs is of no use.
+ * outputs is of no use.  ep_sync() returns when they have ended, or after a second.
  */
 EP_API ep_status ep_sync(ep_rank *rank, int32_t timeout_ms);
 

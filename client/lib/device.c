@@ -18,6 +18,9 @@
 #define SLEEP_SHARE 8u
 #define SLEEP_MAX_NS EP_NS_PER_MS
 
+/* What it takes the ops of a lost rank to end, at most: they wait for nobody any more. */
+#define LOST_MS 1000u
+
 /* ---- memory ---------------------------------------------------------------------- */
 
 ep_status device_import(struct ep_rank *rank, int fd, uint64_t bytes, uint64_t expected, const char *what,
@@ -249,15 +252,33 @@ static ep_status wait_streams(struct ep_rank *rank, const ep_stream *stream, uin
     return status;
 }
 
+/* They may be destroyed from here on. */
+static void forget_streams(struct device *d)
+{
+    d->n_used = 0;
+    d->round++;
+}
+
+/* The ops of a rank that is lost end by themselves, and then its streams are done with as after any other wait. */
+static void wait_lost(struct ep_rank *rank, uint64_t deadline_ns)
+{
+    const uint64_t bound = ep_clock_ns() + LOST_MS * EP_NS_PER_MS;
+    struct ep_error ignored = EP_ERROR_INIT;
+
+    if (rank_lost(rank, &ignored) != EP_OK && device_drain(rank, bound < deadline_ns ? bound : deadline_ns))
+        forget_streams(rank->device);
+}
+
 static ep_status wait_all(struct ep_rank *rank, uint64_t deadline_ns, bool interruptible,
                           struct ep_error *error)
 {
     struct device *d = rank->device;
 
-    if (wait_streams(rank, d->used, d->n_used, deadline_ns, interruptible, error) != EP_OK)
+    if (wait_streams(rank, d->used, d->n_used, deadline_ns, interruptible, error) != EP_OK) {
+        wait_lost(rank, deadline_ns);
         return error->status;
-    d->n_used = 0; /* they may be destroyed from here on */
-    d->round++;
+    }
+    forget_streams(d);
     return device_collect(rank, NULL, error);
 }
 

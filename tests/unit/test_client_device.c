@@ -879,8 +879,10 @@ static void a_lost_server_ends_waits_and_ops(void **state)
     for (int i = 0; i < 2000 && state_of(f)->from[0] != EP_DEVICE_NEVER; i++)
         usleep(1000);
     check_cut(f);
+    assert_int_equal(f->rank->device->n_used, 1);
     set_busy(0);
     refused(ep_sync(f->rank, 20000), EP_SERVER_LOST, "server"); /* for good */
+    assert_int_equal(f->rank->device->n_used, 0); /* its streams may be destroyed now */
     destroy(f);
 }
 
