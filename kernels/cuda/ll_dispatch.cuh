@@ -105,19 +105,11 @@ __device__ inline void finish(const ep_ll_args &a, const Op &op)
     op_record(a, op, s, EP_DEVICE_DISPATCH, status);
 }
 
-/* What a kernel is made for: less code begins sooner. */
-enum class Rows { any, by_expert, by_rank };
-
-template <Rows R> __device__ inline bool has_places(const ep_ll_args &a)
-{
-    return R == Rows::any ? by_expert(a) : R == Rows::by_expert;
-}
-
 /*
  * The beginning, the sending, and what is to be known before rows can be laid out: how many come.  Once more for those
  * who have joined meanwhile.
  */
-template <Cast C, Rows R>
+template <Cast C>
 __device__ __forceinline__ void exchange(const ep_ll_args &a, Op *op, const Batch &batch, uint32_t *rows, uint32_t *base,
                          uint32_t *total, Header *header)
 {
@@ -163,7 +155,7 @@ __device__ __forceinline__ void exchange(const ep_ll_args &a, Op *op, const Batc
             if (threadIdx.x == 0)
                 joined = some;
             /* The first row's header mostly comes with the counts. */
-            if (receives && has_places<R>(a) && blockIdx.x / a.ranks < a.max_tokens)
+            if (receives && by_expert(a) && blockIdx.x / a.ranks < a.max_tokens)
                 while (!__all_sync(kAll, look_at_header(a, *op, blockIdx.x % a.ranks, blockIdx.x / a.ranks, header))
                        && *(volatile uint32_t *)&counted < kWarps - 1)
                     ;
@@ -184,7 +176,7 @@ __device__ __forceinline__ void exchange(const ep_ll_args &a, Op *op, const Batc
 }
 
 /* shared: ep_device_shared_bytes() */
-template <Cast C, Rows R = Rows::any> __device__ __forceinline__ void run(const ep_ll_args &a, uint32_t *shared)
+template <Cast C> __device__ __forceinline__ void run(const ep_ll_args &a, uint32_t *shared)
 {
     __shared__ uint32_t slot[EP_DEVICE_MAX_RANKS], to[EP_DEVICE_MAX_RANKS], index[EP_MAX_TOP_K];
     __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS], again;
@@ -200,7 +192,7 @@ template <Cast C, Rows R = Rows::any> __device__ __forceinline__ void run(const 
 
     if (threadIdx.x == 0)
         again = 0; /* seen after the next barrier */
-    exchange<C, R>(a, &op, batch, rows, base, total, &header);
+    exchange<C>(a, &op, batch, rows, base, total, &header);
     const bool receives = a.phases & EP_LL_RECEIVE && op.valid;
     /* Warp 0 of a block that waits for nothing more. */
     const auto last = [&] {
@@ -216,13 +208,15 @@ template <Cast C, Rows R = Rows::any> __device__ __forceinline__ void run(const 
 
 #pragma unroll 1
     for (;;) {
-        if (receives && has_places<R>(a))
-            receive_by_expert(a, &op, share, header, rows, base, total, first);
-        else if (receives)
-            receive_in_place(a, &op, share, rows);
-        __syncthreads();
-        if (threadIdx.x < 32)
-            last();
+        if (receives && by_expert(a)) {
+            receive_by_expert(a, &op, share, header, rows, base, total, first, last);
+        } else {
+            if (receives)
+                receive_in_place(a, &op, share, rows);
+            __syncthreads();
+            if (threadIdx.x < 32)
+                last();
+        }
         __syncthreads();
         if (!again || repeats)
             break;

@@ -225,10 +225,11 @@ __device__ inline bool find_row(const ep_ll_args &a, const uint32_t *rows, uint3
     return false;
 }
 
-/* The header is that of the block's first item, which may not be there.  The last row is still on its way when this
- * returns. */
-__device__ inline void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Header header,
-                                         const uint32_t *rows, uint32_t *base, uint32_t *total, uint32_t *first)
+/* The header is that of the block's first item, which may not be there.  Does last() with warp 0 when no more has
+ * to be waited for: the row in hand is still on its way then. */
+template <class Last>
+__device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Header header, const uint32_t *rows,
+                                  uint32_t *base, uint32_t *total, uint32_t *first, Last last)
 {
     const uint64_t spanned = place_rows(a, rows, base, total, first);
     const bool tells = share.part == share.parts / 2;
@@ -259,6 +260,9 @@ __device__ inline void receive_by_expert(const ep_ll_args &a, Op *op, Share shar
             place_row(a, *op, item.s, item.slot, places);
         step(a, share, &item);
     }
+    __syncthreads();
+    if (threadIdx.x < 32)
+        last();
 }
 
 __device__ inline void write_rank_counts(const ep_ll_args &a, const uint32_t *rows)
