@@ -81,7 +81,6 @@ RULE uint32_t max_tokens(const struct check *c)
 RULE ep_status check_mode(const struct check *c)
 {
     const struct ep_op *op = c->op;
-    const char *mode = op->mode == EP_MODE_LL ? "LL" : "HT";
     bool fits;
 
     if (!in_set(c->limits->modes, op->mode))
@@ -92,9 +91,9 @@ RULE ep_status check_mode(const struct check *c)
     else
         fits = op->layout == EP_LAYOUT_PACKED || op->layout == EP_LAYOUT_FLAT;
     if (!fits)
-        return BAD(c, "layout is %u: %s has %s", op->layout, mode,
-                   op->mode == EP_MODE_LL ? "expert-major 1, rank-major 2 and packed 3"
-                                          : "packed 3 and flat 4");
+        return BAD(c, "layout is %u: %s", op->layout,
+                   op->mode == EP_MODE_LL ? "LL has expert-major 1, rank-major 2 and packed 3"
+                                          : "HT has packed 3 and flat 4");
     if ((op->flags & EP_OP_SEND_ONLY) && op->mode != EP_MODE_LL)
         return BAD(c, "flags: send-only is for LL");
     if (op->flags & ~(uint32_t)(EP_OP_SEND_ONLY | EP_OP_CACHED))

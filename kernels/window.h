@@ -306,8 +306,8 @@ EP_STATIC_ASSERT(offsetof(struct ep_device_report, records) == 192, "ep_device_r
 /*
  * Executor server: how an op is handed over, in the order of streams.
  *   client's stream: a kernel writes `op`, then doorbell = 1; the stream waits for done = 1, sets done = 0
- *   server's stream: waits for doorbell = 1; a kernel copies `op`, checks the copy and executes it; at its
- *                    end doorbell = 0, then done = 1
+ *   server's stream: waits for doorbell = 1; a kernel copies `op`, sets doorbell = 0, checks the copy and executes
+ *                    it; at its end done = 1
  * Words hold 0 or 1, so that a CUDA graph can replay the client's half.  When its server is gone,
  * libepclient sets `closed`, then done: from then on its own kernel answers.
  */

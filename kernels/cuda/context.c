@@ -5,6 +5,8 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "ll.h"
+
 /* Written under the lock with release, once; read without it with acquire: ops look here. */
 static _Atomic(struct ep_cuda_context *) contexts[EP_CUDA_MAX_DEVICES];
 static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
@@ -18,7 +20,10 @@ static ep_status push(const struct ep_cuda_context *context, struct ep_error *er
     return ep_cuda_fail(error, result, "cuCtxPushCurrent for device %u", context->device);
 }
 
-/* The module's own stream; the context is known to work then. */
+/*
+ * The module's own stream; the context is known to work then.  And a worker's kernel, which may be launched first
+ * while a stream is captured; where it cannot be had, who launches it says so.
+ */
 static ep_status open_stream(struct ep_cuda_context *context, struct ep_error *error)
 {
     ep_status status = push(context, error);
@@ -26,6 +31,8 @@ static ep_status open_stream(struct ep_cuda_context *context, struct ep_error *e
     if (status != EP_OK)
         return status;
     status = ep_cuda_stream_make(context->device, &context->stream, error);
+    if (status == EP_OK)
+        (void)ep_ll_gate_prepare();
     ep_cuda_leave();
     return status;
 }

@@ -4,6 +4,8 @@
  * Everything that does not change while a rank is attached, and the op itself, travels by value in the
  * kernel's parameters: constant memory is the cheapest read there is at the start of a kernel, and a
  * captured graph keeps it.  What changes (numbers, membership, handles) is in the rank's state.
+ *
+ * The kernel that serves a worker finds the op in its mailbox and makes the same arguments from it (ll_op.h).
  */
 #ifndef EP_LL_H
 #define EP_LL_H
@@ -75,6 +77,19 @@ int ep_ll_dispatch(const struct ep_ll_args *args, uint32_t shared_bytes, void *s
 int ep_ll_combine(const struct ep_ll_args *args, uint32_t shared_bytes, void *stream);
 /* The handle is given up: peers get the credit for its bank. */
 int ep_ll_release(const struct ep_ll_args *args, void *stream);
+
+/* ---- executor server ---- */
+
+struct ep_ll_serve;
+/* Blocks of the kernel below that one multiprocessor holds at a time. */
+int ep_ll_serve_prepare(uint32_t shared_bytes, uint32_t *blocks);
+/* The op in the mailbox, whatever it is.  All entries of a rank have the same grid: rank.dispatch_blocks. */
+int ep_ll_serve_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, void *stream);
+/* Loads the code of the next one. */
+int ep_ll_gate_prepare(void);
+/* Puts the op into a mailbox and rings. */
+int ep_ll_gate(struct ep_mailbox *mailbox, const struct ep_op *op, void *stream);
+
 const char *ep_ll_error_text(int error);
 
 #ifdef __cplusplus

@@ -44,6 +44,26 @@
  *   - The sums of a combine stay as they are.  Whom `arrived` names is in every sum that he has a part in, as
  *     nobody missed him or left him out; whom it does not name may be in some of them.
  *   - A block that sees this rank itself outside leaves out all: the op ends with EP_DETACHED.
+ *
+ * ## What a worker can write
+ * Under executor server the worker of a rank is trusted by nobody, and can write its own window at any time: the
+ * banks, where peers write too, and the arena.  What is read there is read once, into a register or shared
+ * memory, and held against a bound before it becomes a part of an address:
+ *   counts     rows of a source: at most T_max (take_counts, rows_of).  Rows of an expert: at most the source's
+ *              (place_rows), so an expert's total is at most R * T_max, the size of its block; packed, what all
+ *              span is held against `out` before a row is placed.
+ *   headers    local expert: below L; index: below what base[] gives the source (take_header).  Not more rows than
+ *              choices.  Token: below T_max where it is an address, the source's, in a combine (find_terms); in a
+ *              dispatch it is but copied to `sources`.
+ *   places     below the rows that the combine's `x` has (find_terms); they are the dispatch's notes for the combine.
+ *   numbers, credits   compared only.  What passes for a peer's row or partial is one for this rank's results; a
+ *              credit that is not the peer's lets this rank write early, into its own region of the peer's bank,
+ *              over rows of its own.
+ *   rows, scales, weights, x, bias   data.
+ *   topk       an expert outside [0, E) is none (route_of).
+ * Each block has its own copy, so blocks may come to different views: each is bounded by itself, and no count of
+ * one block is an index of another.  All loops end: their bounds are of the group, or were checked with the op,
+ * and waits have the op's deadline.  State, placement and routing of handles lie where the worker cannot write.
  */
 #ifndef EP_LL_DEVICE_CUH
 #define EP_LL_DEVICE_CUH
@@ -526,20 +546,32 @@ __device__ inline void op_record(const ep_ll_args &a, const Op &op, const struct
 
 using Kernel = void (*)(ep_ll_args);
 
-/* How many blocks of any of the kernels a multiprocessor can hold. */
+/*
+ * How many blocks of a kernel a multiprocessor can hold.  Loads its code, too: that must not come first while
+ * a peer's kernel waits for this rank.  Groups of one process have one attribute among them, so it is the most.
+ */
+inline int fit_one(const void *kernel, uint32_t shared_bytes, uint32_t *blocks_per_sm)
+{
+    int blocks = 0;
+    cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)EP_DEVICE_MAX_SHARED_BYTES);
+
+    if (error == cudaSuccess)
+        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared_bytes);
+    *blocks_per_sm = (uint32_t)blocks;
+    return error;
+}
+
 inline int fit(std::initializer_list<Kernel> kernels, uint32_t shared_bytes, uint32_t *blocks_per_sm)
 {
     *blocks_per_sm = ~0u;
     for (Kernel kernel : kernels) {
-        int blocks = 0;
-        cudaError_t error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+        uint32_t blocks;
+        const int error = fit_one((const void *)kernel, shared_bytes, &blocks);
 
-        if (error == cudaSuccess)
-            error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared_bytes);
         if (error != cudaSuccess)
             return error;
-        *blocks_per_sm = (uint32_t)blocks < *blocks_per_sm ? (uint32_t)blocks : *blocks_per_sm;
+        *blocks_per_sm = blocks < *blocks_per_sm ? blocks : *blocks_per_sm;
     }
     return cudaSuccess;
 }

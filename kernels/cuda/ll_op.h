@@ -15,6 +15,25 @@ struct ep_ll_rank {
     uint32_t dispatch_blocks, combine_blocks;  /* that run at once, at most */
 };
 
+/* What a server keeps of a rank where its worker cannot write; in GPU memory, zeroed. */
+struct ep_ll_desk {
+    uint32_t closing; /* server: no op begins any more */
+    uint32_t through; /* kernel: blocks of the running entry that are through */
+    uint32_t reserved[30];
+    struct ep_op half[EP_MAX_HANDLES]; /* kernel: the send-only op of a handle that its complete finishes */
+};
+EP_STATIC_ASSERT(sizeof(struct ep_op) % 16 == 0 && offsetof(struct ep_ll_desk, half) % 16 == 0,
+                 "ops are copied in pieces of 16 bytes");
+
+/* What the kernel of an entry is told. */
+struct ep_ll_serve {
+    struct ep_ll_rank rank;
+    struct ep_limits limits; /* and `arena`: what ops are checked against */
+    uint64_t arena;
+    struct ep_mailbox *mailbox;
+    struct ep_ll_desk *desk;
+};
+
 /* An op that passed ep_op_check, and of a complete the one that it finishes: can the LL kernels do it? */
 EP_HD static inline ep_status ep_ll_can(const struct ep_op *op)
 {

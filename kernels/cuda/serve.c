@@ -1,43 +1,403 @@
-/* Executor server: both halves of a mailbox. */
+/*
+ * Executor server: both halves of a mailbox.  window.h has the hand-over, ll_serve.cu the kernels.
+ *
+ * Nobody spins: both sides wait with operations of their streams, which the GPU's front end looks at.  A kernel
+ * of the worker that waited for the server's could keep it off the GPU for a whole time slice, as contexts
+ * take turns where there is no MPS.
+ *
+ * ## What a process that serves may ask of the driver
+ * A stream of it waits for a doorbell nearly all the time, for as long as a worker likes.  Whatever waits for all
+ * of a context's work waits as long: cuCtxSynchronize, cuMemFree, unloading a module, work on the default
+ * stream, and loading a kernel that was not used before.  So
+ *   - kernels are loaded before the first wait of a device is enqueued (serve_open);
+ *   - memory is VMM's: cuMemCreate, cuMemMap, cuMemSetAccess and cuMemUnmap do not wait for streams.  What a
+ *     serve has beside its options is kept for the next one, and never freed;
+ *   - all streams are non-blocking ones, and copies are waited for on their own stream;
+ *   - streams that share a hardware queue wait for each other.  There are CUDA_DEVICE_MAX_CONNECTIONS of them
+ *     (ep_cuda.h: 32), which the driver gives out as streams are made.  Streams that wait are made once and
+ *     kept, and only so many that some queues are left for others.
+ */
 #include "cuda_private.h"
 
-static ep_status none(struct ep_error *error)
+#include <pthread.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "ep_clock.h"
+#include "ll_op.h"
+
+#define QUEUES_LEFT 4u /* for the module's own stream, and what else the process makes */
+#define RING_US 100u   /* between two rings at the end */
+
+/* What outlives a serve.  Of one device; in use by one serve or free. */
+struct place {
+    struct place *next; /* free */
+    CUstream stream;
+    CUevent event[2];
+    struct ep_cuda_memory *memory;
+};
+
+struct ep_cuda_serve {
+    uint32_t device, shared_bytes;
+    const struct ep_cuda_context *context;
+    struct place *place;
+    struct ep_ll_serve ll;
+    CUdeviceptr doorbell, closing;
+
+    pthread_mutex_t lock; /* of what follows; held while ops are enqueued, which does not wait */
+    uint32_t posts;       /* so far: event[n % 2] stands behind post n */
+    uint32_t last, waiting; /* ops: of the last post; of all that may not be over */
+    bool ending, over;
+};
+
+/* ---- places ------------------------------------------------------------------------ */
+
+static pthread_mutex_t places_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct place *places_free[EP_CUDA_MAX_DEVICES];
+static uint32_t places_made[EP_CUDA_MAX_DEVICES];
+
+/* What the driver was told when it started, if nobody has changed it since. */
+static uint32_t hardware_queues(void)
 {
-    return ep_error_set(error, EP_UNIMPLEMENTED, "executor server is not there on GPUs yet");
+    const char *told = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+    const long n = told ? strtol(told, NULL, 10) : 8;
+
+    return n < 1 ? 1 : n > 32 ? 32 : (uint32_t)n;
+}
+
+static ep_status make_events(struct place *place, uint32_t device, struct ep_error *error)
+{
+    for (uint32_t i = 0; i < 2; i++) {
+        const CUresult result = cuEventCreate(&place->event[i], CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING);
+
+        if (result != CUDA_SUCCESS)
+            return ep_cuda_fail(error, result, "cuEventCreate on device %u", device);
+    }
+    return EP_OK;
+}
+
+/* The device's context is current. */
+static ep_status fill_place(struct place *place, uint32_t device, struct ep_error *error)
+{
+    ep_status status = ep_cuda_memory_create(device, sizeof(struct ep_ll_desk), &place->memory, error);
+
+    if (status != EP_OK)
+        return status;
+    status = make_events(place, device, error);
+    if (status == EP_OK)
+        status = ep_cuda_stream_make(device, &place->stream, error);
+    if (status == EP_OK)
+        return EP_OK;
+    for (uint32_t i = 0; i < 2; i++)
+        if (place->event[i])
+            cuEventDestroy(place->event[i]);
+    ep_cuda_memory_destroy(place->memory);
+    return status;
+}
+
+/* Under the lock. */
+static ep_status make_place(uint32_t device, struct place **out, struct ep_error *error)
+{
+    const uint32_t queues = hardware_queues(), most = queues > QUEUES_LEFT ? queues - QUEUES_LEFT : 0;
+    struct place *place;
+
+    if (places_made[device] >= most)
+        return ep_error_set(error, EP_RESOURCE_EXHAUSTED,
+                            "device %u serves %u ranks already: with CUDA_DEVICE_MAX_CONNECTIONS=%u, which is 32 at "
+                            "most, one process can serve %u on a GPU", device, places_made[device], queues, most);
+    place = calloc(1, sizeof *place);
+    if (!place)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory to serve a rank");
+    if (fill_place(place, device, error) != EP_OK) {
+        free(place);
+        return error->status;
+    }
+    places_made[device]++;
+    *out = place;
+    return EP_OK;
+}
+
+static ep_status take_place(uint32_t device, struct place **out, struct ep_error *error)
+{
+    ep_status status = EP_OK;
+
+    pthread_mutex_lock(&places_lock);
+    if (places_free[device]) {
+        *out = places_free[device];
+        places_free[device] = (*out)->next;
+    } else {
+        status = make_place(device, out, error);
+    }
+    pthread_mutex_unlock(&places_lock);
+    return status;
+}
+
+static void give_place(uint32_t device, struct place *place)
+{
+    pthread_mutex_lock(&places_lock);
+    place->next = places_free[device];
+    places_free[device] = place;
+    pthread_mutex_unlock(&places_lock);
+}
+
+/* ---- the worker's half --------------------------------------------------------------- */
+
+static struct ep_mailbox *mailbox_of(void *window)
+{
+    return &((struct ep_control *)window)->gpu.mailbox;
+}
+
+/* Captured too: a graph has them as one node. */
+static CUresult wait_until_done(struct ep_mailbox *mailbox, CUstream stream)
+{
+    CUstreamBatchMemOpParams ops[2] = { 0 };
+
+    ops[0].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
+    ops[0].waitValue.address = (CUdeviceptr)&mailbox->done;
+    ops[0].waitValue.value = 1;
+    ops[0].waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
+    ops[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
+    ops[1].writeValue.address = (CUdeviceptr)&mailbox->done;
+    ops[1].writeValue.value = 0;
+    ops[1].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT; /* the other one is refused here */
+    return cuStreamBatchMemOp(stream, 2, ops, 0);
 }
 
 ep_status ep_cuda_ring(uint32_t device, void *window, const struct ep_op *op, void *stream, struct ep_error *error)
 {
-    (void)device, (void)window, (void)op, (void)stream;
-    return none(error);
+    struct ep_mailbox *mailbox = mailbox_of(window);
+    const struct ep_cuda_context *context;
+    CUresult waits = CUDA_SUCCESS;
+    ep_status status = ep_cuda_enter(device, &context, error);
+    int result;
+
+    if (status != EP_OK)
+        return status;
+    result = ep_ll_gate(mailbox, op, ep_cuda_stream(context, stream));
+    if (result == 0)
+        waits = wait_until_done(mailbox, ep_cuda_stream(context, stream));
+    ep_cuda_leave();
+    if (result != 0)
+        return ep_error_set(error, EP_INTERNAL, "launch on device %u: %s", device, ep_ll_error_text(result));
+    if (waits != CUDA_SUCCESS)
+        return ep_cuda_fail(error, waits, "cuStreamBatchMemOp on device %u, with which a stream waits for the server "
+                            "(in graphs since CUDA 12.0)", device);
+    return EP_OK;
+}
+
+/* ---- open and close -------------------------------------------------------------------- */
+
+/* The kernel, and how many blocks of it there are.  The device's context is current. */
+static ep_status size_grid(const struct ep_cuda_rank_options *o, struct ep_cuda_serve *serve, struct ep_error *error)
+{
+    struct ep_ll_rank *rank = &serve->ll.rank;
+    uint32_t blocks = 0;
+    const int result = ep_ll_serve_prepare(serve->shared_bytes, &blocks);
+    ep_status status = ep_cuda_rank_sms(o, result, blocks, &rank->sms, error);
+
+    rank->dispatch_blocks = rank->combine_blocks = rank->sms * blocks;
+    return status;
+}
+
+static void describe(const struct ep_cuda_rank_options *o, struct ep_cuda_serve *serve)
+{
+    struct ep_ll_serve *ll = &serve->ll;
+    struct ep_ll_desk *desk = ep_cuda_memory_at(serve->place->memory);
+
+    ll->limits = o->map->limits;
+    ll->arena = o->map->arena;
+    ll->mailbox = mailbox_of(o->windows[o->rank]);
+    ll->desk = desk;
+    serve->doorbell = (CUdeviceptr)&ll->mailbox->doorbell;
+    serve->closing = (CUdeviceptr)&desk->closing;
+}
+
+/* The device's context is current. */
+static ep_status set_up(const struct ep_cuda_rank_options *o, struct ep_cuda_serve *serve, struct ep_error *error)
+{
+    ep_status status;
+
+    ep_cuda_rank_base(o, &serve->ll.rank);
+    status = size_grid(o, serve, error);
+    if (status != EP_OK)
+        return status;
+    status = take_place(o->device, &serve->place, error);
+    if (status != EP_OK)
+        return status;
+    describe(o, serve);
+    status = ep_cuda_fill(o->device, serve->ll.desk, 0, sizeof *serve->ll.desk, NULL, error);
+    if (status != EP_OK)
+        give_place(o->device, serve->place);
+    return status;
 }
 
 ep_status ep_cuda_serve_open(const struct ep_cuda_rank_options *options, struct ep_cuda_serve **out,
                              struct ep_error *error)
 {
-    (void)options, (void)out;
-    return none(error);
-}
+    struct ep_error unused = EP_ERROR_INIT;
+    struct ep_cuda_serve *serve;
+    ep_status status;
 
-ep_status ep_cuda_serve_post(struct ep_cuda_serve *serve, uint32_t ops, struct ep_error *error)
-{
-    (void)serve, (void)ops;
-    return none(error);
-}
+    error = error ? error : &unused;
+    status = ep_device_check(&options->map->limits, error);
+    if (status != EP_OK)
+        return status;
+    serve = calloc(1, sizeof *serve);
+    if (!serve)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory to serve a rank");
+    serve->device = options->device;
+    serve->shared_bytes = (uint32_t)ep_device_shared_bytes(&options->map->limits);
+    status = ep_cuda_enter(options->device, &serve->context, error);
+    if (status != EP_OK)
+        goto free_serve;
+    status = set_up(options, serve, error);
+    ep_cuda_leave();
+    if (status != EP_OK)
+        goto free_serve;
+    pthread_mutex_init(&serve->lock, NULL);
+    *out = serve;
+    return EP_OK;
 
-ep_status ep_cuda_serve_wait(struct ep_cuda_serve *serve, struct ep_error *error)
-{
-    (void)serve;
-    return none(error);
-}
-
-ep_status ep_cuda_serve_end(struct ep_cuda_serve *serve, uint32_t timeout_ms, struct ep_error *error)
-{
-    (void)serve, (void)timeout_ms;
-    return none(error);
+free_serve:
+    free(serve);
+    return status;
 }
 
 void ep_cuda_serve_close(struct ep_cuda_serve *serve)
 {
-    (void)serve;
+    if (!serve || !serve->over) /* a kernel that still runs uses the place; so little can be lost with it */
+        return;
+    give_place(serve->device, serve->place);
+    pthread_mutex_destroy(&serve->lock);
+    free(serve);
+}
+
+/* ---- serving --------------------------------------------------------------------------- */
+
+/* Under the lock; the device's context is current. */
+static ep_status enqueue(struct ep_cuda_serve *serve, uint32_t ops, struct ep_error *error)
+{
+    const CUstream stream = serve->place->stream;
+    CUresult result = CUDA_SUCCESS;
+    int launched = 0;
+
+    for (uint32_t i = 0; i < ops && result == CUDA_SUCCESS && launched == 0; i++) {
+        result = cuStreamWaitValue32(stream, serve->doorbell, 1, CU_STREAM_WAIT_VALUE_EQ);
+        if (result == CUDA_SUCCESS)
+            launched = ep_ll_serve_one(&serve->ll, serve->shared_bytes, stream);
+    }
+    if (launched != 0)
+        return ep_error_set(error, EP_INTERNAL, "launch on device %u: %s", serve->device, ep_ll_error_text(launched));
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuStreamWaitValue32 on device %u, to wait for ops", serve->device);
+    result = cuEventRecord(serve->place->event[serve->posts % 2], stream);
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuEventRecord on device %u", serve->device);
+    return EP_OK;
+}
+
+static ep_status ended(struct ep_error *error)
+{
+    return ep_error_set(error, EP_CANCELLED, "no op is served any more");
+}
+
+ep_status ep_cuda_serve_post(struct ep_cuda_serve *serve, uint32_t ops, struct ep_error *error)
+{
+    ep_status status = ep_cuda_enter(serve->device, NULL, error);
+
+    if (status != EP_OK)
+        return status;
+    pthread_mutex_lock(&serve->lock);
+    if (serve->ending)
+        status = ended(error);
+    else if (ops > EP_CUDA_SERVE_OPS - serve->waiting)
+        status = ep_error_set(error, EP_RESOURCE_EXHAUSTED, "%u ops more than %u that wait: at most %u do", ops,
+                              serve->waiting, EP_CUDA_SERVE_OPS);
+    else
+        status = enqueue(serve, ops, error);
+    if (status == EP_OK) {
+        serve->posts++;
+        serve->last = ops;
+        serve->waiting += ops;
+    }
+    pthread_mutex_unlock(&serve->lock);
+    ep_cuda_leave();
+    return status;
+}
+
+/* The event of the post before the last; NULL when there was none. */
+static CUevent event_before(struct ep_cuda_serve *serve)
+{
+    CUevent event;
+
+    pthread_mutex_lock(&serve->lock);
+    event = serve->posts >= 2 ? serve->place->event[serve->posts % 2] : NULL;
+    pthread_mutex_unlock(&serve->lock);
+    return event;
+}
+
+ep_status ep_cuda_serve_wait(struct ep_cuda_serve *serve, struct ep_error *error)
+{
+    const CUevent event = event_before(serve);
+    ep_status status = ep_cuda_enter(serve->device, NULL, error);
+    CUresult result = CUDA_SUCCESS;
+
+    if (status != EP_OK)
+        return status;
+    if (event)
+        result = cuEventSynchronize(event);
+    ep_cuda_leave();
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuEventSynchronize on device %u, while ops are served", serve->device);
+    pthread_mutex_lock(&serve->lock);
+    serve->waiting = serve->last;
+    status = serve->ending ? ended(error) : EP_OK;
+    pthread_mutex_unlock(&serve->lock);
+    return status;
+}
+
+/* ---- the end ----------------------------------------------------------------------------- */
+
+/*
+ * Entries that see `closing` leave without a word.  The worker can clear the doorbell, so it is rung until the
+ * stream is empty.  The module's own stream holds nothing that waits.
+ */
+static ep_status ring_out(struct ep_cuda_serve *serve, uint64_t until_ns, struct ep_error *error)
+{
+    const CUstream own = serve->context->stream;
+    CUresult result = cuStreamWriteValue32(own, serve->closing, 1, CU_STREAM_WRITE_VALUE_DEFAULT);
+
+    while (result == CUDA_SUCCESS) {
+        result = cuStreamQuery(serve->place->stream);
+        if (result != CUDA_ERROR_NOT_READY)
+            break;
+        if (ep_clock_ns() > until_ns)
+            return ep_error_set(error, EP_DEADLINE_EXCEEDED, "rank %u on device %u: an op still runs",
+                                serve->ll.rank.base.rank, serve->device);
+        result = cuStreamWriteValue32(own, serve->doorbell, 1, CU_STREAM_WRITE_VALUE_DEFAULT);
+        usleep(RING_US);
+    }
+    return result == CUDA_SUCCESS ? EP_OK
+                                  : ep_cuda_fail(error, result, "the end of serving rank %u on device %u",
+                                                 serve->ll.rank.base.rank, serve->device);
+}
+
+ep_status ep_cuda_serve_end(struct ep_cuda_serve *serve, uint32_t timeout_ms, struct ep_error *error)
+{
+    const uint64_t until_ns = ep_clock_ns() + timeout_ms * EP_NS_PER_MS;
+    ep_status status = ep_cuda_enter(serve->device, NULL, error);
+
+    if (status != EP_OK)
+        return status;
+    pthread_mutex_lock(&serve->lock);
+    serve->ending = true; /* nothing is posted from here on */
+    pthread_mutex_unlock(&serve->lock);
+    status = ring_out(serve, until_ns, error);
+    ep_cuda_leave();
+    pthread_mutex_lock(&serve->lock);
+    serve->over = status == EP_OK;
+    pthread_mutex_unlock(&serve->lock);
+    return status;
 }

@@ -1,0 +1,258 @@
+/*
+ * Executor server: the kernel that takes an op from a mailbox, and the one that puts it there.  window.h has the
+ * hand-over.
+ *
+ * What is to be done is not known when the kernel is launched, so it can do everything, with a grid for the
+ * largest op.  Each block copies the op to its shared memory, judges its copy and makes the arguments from it
+ * that the kernels of executor direct have in their parameters; a block that the op has no work for leaves.
+ *
+ * ## Who trusts whom
+ * The worker can write all of its window at any time: the mailbox, the report, and every bank.  What follows
+ * holds whatever it writes.
+ *   - No address comes from what is read there and not checked.  The op is judged as a copy that nobody else
+ *     can reach.  ll_device.cuh says the same of counts, headers, places and credits.  The report is written,
+ *     and what is read of it is added to, never followed.
+ *   - Handles, routes, numbers, membership, the halves of ops and the counters of blocks are in the state and at
+ *     the desk, which the worker does not have.
+ *   - When the op changes between two blocks' copies, blocks execute different ops, each of them a good one.
+ *     Blocks do not wait for each other, but for one wait that is bounded (receive_again), so all of them come
+ *     to their end.  `through` counts all blocks of the grid, whatever they did, so the entry is over when they
+ *     are.  What the op's own counters are left at is set right by the last block, before the next op.
+ *     What such an op has sent may be any rows of this rank, or none: as far as its peers can tell, it sent
+ *     these or is late.
+ *   - Who rings twice, or for no reason, has the entries used up by ops of its own, one after the other.
+ */
+#include "ll_combine.cuh"
+#include "ll_dispatch.cuh"
+#include "ll_op.h"
+#include "op_rules.h"
+
+namespace ep {
+namespace {
+
+/* ---- an op is taken ------------------------------------------------------------------------ */
+
+/* What a block knows of its entry. */
+struct Entry {
+    alignas(16) struct ep_op op;
+    struct ep_ll_args args;
+    uint32_t closing;
+    int32_t status; /* of the op before it is executed */
+};
+__shared__ Entry entry;
+extern __shared__ uint32_t shared[]; /* ep_device_shared_bytes() */
+
+constexpr uint32_t kOpVecs = sizeof(struct ep_op) / sizeof(Vec);
+
+/* A part of the block: threads [first, kThreads). */
+__device__ inline void copy_words(void *to, const void *from, uint32_t bytes, uint32_t first)
+{
+    for (uint32_t i = threadIdx.x - first; i < bytes / 4; i += kThreads - first)
+        ((uint32_t *)to)[i] = ((const uint32_t *)from)[i];
+}
+
+/* All that does not depend on the op is there at once with it: one round trip to memory. */
+__device__ inline void take(const ep_ll_serve &s)
+{
+    constexpr uint32_t kOthers = 64; /* threads from here on have no part in the op */
+
+    if (threadIdx.x < kOpVecs)
+        ((Vec *)&entry.op)[threadIdx.x] = load_vec((const Vec *)&s.mailbox->op + threadIdx.x);
+    else if (threadIdx.x == 32)
+        entry.closing = load_u32(&s.desk->closing);
+    else if (threadIdx.x >= kOthers)
+        copy_words(&entry.args, &s.rank.base, sizeof entry.args, kOthers);
+    __syncthreads();
+}
+
+/* A complete is the half that was sent; one that was not is of kind 0. */
+__device__ inline void take_half(const ep_ll_serve &s)
+{
+    const uint32_t handle = entry.op.handle;
+
+    __syncthreads();
+    if (handle < EP_MAX_HANDLES && threadIdx.x < kOpVecs)
+        ((Vec *)&entry.op)[threadIdx.x] = ((const Vec *)&s.desk->half[handle])[threadIdx.x];
+    __syncthreads();
+}
+
+__device__ inline int32_t judge(const ep_ll_serve &s, const struct ep_op &op, bool completes)
+{
+    struct check c;
+
+    if (completes && op.kind == 0)
+        return EP_FAILED_PRECONDITION;
+    c.limits = &s.limits;
+    c.arena = s.arena;
+    c.op = &op;
+    const ep_status status = check_op(&c);
+
+    return status == EP_OK ? ep_ll_can(&op) : status;
+}
+
+/* ---- and executed ------------------------------------------------------------------------------ */
+
+/* One thread: the op is not executed, and that is all that becomes of it. */
+__device__ inline void turn_away(const ep_ll_serve &s, const struct ep_op &op, int32_t status)
+{
+    struct ep_device_report *report = &((struct ep_control *)s.rank.base.window[s.rank.base.rank])->gpu.report;
+    const uint32_t part = op.kind == EP_OP_COMBINE ? EP_DEVICE_COMBINE : EP_DEVICE_DISPATCH;
+    struct ep_device_record r = {};
+
+    r.status = status;
+    r.generation = op.generation;
+    r.sequence = ++s.rank.base.state->scratch.sequence;
+    r.start_ns = r.end_ns = now_ns();
+    count(&s.rank.base.state->counters[part], r, 0);
+    if (report->failures++ == 0) {
+        report->failure = r;
+        report->failure_op = part;
+    }
+    if (op.handle < EP_MAX_HANDLES)
+        report->records[op.handle][part] = r;
+}
+
+/* One block of the op: what its complete will find. */
+__device__ inline void keep_half(const ep_ll_serve &s, const struct ep_op &op)
+{
+    if (threadIdx.x < kOpVecs)
+        ((Vec *)&s.desk->half[op.handle])[threadIdx.x] = ((const Vec *)&op)[threadIdx.x];
+}
+
+/* Functions of their own, each with as many registers as it wants, as kernels of executor direct are. */
+template <Cast C> __device__ __noinline__ void dispatch_op()
+{
+    dispatch::run<C>(entry.args, shared);
+}
+
+template <class T> __device__ __noinline__ void combine_op()
+{
+    combine::run<T>(entry.args);
+}
+
+__device__ inline void execute()
+{
+    const uint32_t kind = entry.op.kind, from = entry.args.input_dtype, wire = entry.args.wire_dtype;
+
+    if (kind == EP_OP_DISPATCH) {
+        if (wire == from)
+            dispatch_op<Cast::none>();
+        else if (from == EP_BF16)
+            dispatch_op<Cast::bf16>();
+        else if (from == EP_FP16)
+            dispatch_op<Cast::fp16>();
+        else
+            dispatch_op<Cast::fp32>();
+    } else if (kind == EP_OP_COMBINE) {
+        if (wire == EP_BF16)
+            combine_op<__nv_bfloat16>();
+        else if (wire == EP_FP16)
+            combine_op<__half>();
+        else
+            combine_op<float>();
+    } else if (threadIdx.x < 32) {
+        combine::release(entry.args);
+    }
+}
+
+/* Warp 0 of the last block.  All is as it should be already, unless blocks executed different ops. */
+__device__ inline void set_right(struct ep_device_state *state)
+{
+    const uint32_t lane = threadIdx.x, sequence = offsetof(struct ep_device_scratch, sequence) / 4;
+
+    if (lane != sequence && lane != sequence + 1)
+        store_u32((uint32_t *)&state->scratch + lane, 0);
+    if (lane == 0)
+        state->left_before = load_u64(&state->left);
+}
+
+/* All threads: the block has written all that it writes.  The last one tells the worker. */
+__device__ inline void end_entry(const ep_ll_serve &s)
+{
+    uint32_t before = 0;
+
+    __syncthreads();
+    if (threadIdx.x >= 32)
+        return;
+    if (threadIdx.x == 0) {
+        __threadfence(); /* release; partner: the last block's fence */
+        before = atomicInc(&s.desk->through, gridDim.x - 1); /* 0 again after the last one */
+        if (before == gridDim.x - 1) {
+            fence_sys(); /* acquire what all blocks wrote, release it to the worker's stream */
+            store_u32(&s.mailbox->done, 1);
+        }
+    }
+    if (__shfl_sync(kAll, before, 0) == gridDim.x - 1)
+        set_right(s.rank.base.state);
+}
+
+__global__ void __launch_bounds__(kThreads, kBlocks) serve(const __grid_constant__ ep_ll_serve s)
+{
+    take(s);
+    if (entry.closing)
+        return;
+    const bool completes = entry.op.kind == EP_OP_COMPLETE;
+
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        store_u32(&s.mailbox->doorbell, 0); /* before `done`: end_entry's fences order it */
+    if (completes)
+        take_half(s);
+    if (threadIdx.x == 0)
+        ep_ll_fill(&s.rank, &entry.op, completes, &entry.args);
+    else if (threadIdx.x == 32)
+        entry.status = judge(s, entry.op, completes);
+    __syncthreads();
+    if (entry.status != EP_OK) {
+        if (blockIdx.x == 0 && threadIdx.x == 0)
+            turn_away(s, entry.op, entry.status);
+    } else if (blockIdx.x < entry.args.blocks) {
+        if (blockIdx.x == 0 && entry.args.phases == EP_LL_SEND)
+            keep_half(s, entry.op);
+        execute();
+    }
+    end_entry(s);
+}
+
+/* ---- the worker's half ---------------------------------------------------------------------------- */
+
+__global__ void gate(const __grid_constant__ struct ep_op op, struct ep_mailbox *mailbox)
+{
+    const uint32_t closed = load_u32(&mailbox->closed); /* set before `done`, which this stream has seen then */
+
+    if (threadIdx.x < kOpVecs)
+        store_vec((Vec *)&mailbox->op + threadIdx.x, ((const Vec *)&op)[threadIdx.x]);
+    __syncwarp();
+    if (threadIdx.x == 0) {
+        fence_sys(); /* release; partner: the server's wait for the doorbell */
+        store_u32(closed ? &mailbox->done : &mailbox->doorbell, 1);
+    }
+}
+
+} // namespace
+} // namespace ep
+
+extern "C" int ep_ll_serve_prepare(uint32_t shared_bytes, uint32_t *blocks)
+{
+    const int error = ep_ll_gate_prepare();
+
+    return error ? error : ep::fit_one((const void *)ep::serve, shared_bytes, blocks);
+}
+
+extern "C" int ep_ll_serve_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, void *stream)
+{
+    ep::serve<<<serve->rank.dispatch_blocks, ep::kThreads, shared_bytes, (cudaStream_t)stream>>>(*serve);
+    return cudaGetLastError();
+}
+
+extern "C" int ep_ll_gate_prepare(void)
+{
+    cudaFuncAttributes attributes;
+
+    return cudaFuncGetAttributes(&attributes, ep::gate);
+}
+
+extern "C" int ep_ll_gate(struct ep_mailbox *mailbox, const struct ep_op *op, void *stream)
+{
+    ep::gate<<<1, 32, 0, (cudaStream_t)stream>>>(*op, mailbox);
+    return cudaGetLastError();
+}
