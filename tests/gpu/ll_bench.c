@@ -7,6 +7,7 @@
 #include <getopt.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "bars.h"
 #include "ll_time.h"
@@ -17,6 +18,7 @@ struct options {
     uint32_t gpus, pairs; /* gpus 0: all */
     uint32_t sharing;     /* ranks on each GPU */
     bool verify, bars;    /* bars: print them, and nothing else */
+    bool served;          /* executor server beside direct */
     const char *json;     /* NULL: nowhere */
 };
 
@@ -106,15 +108,33 @@ static void print_row(const struct shape *s, const struct ll_times *t, uint32_t 
     fflush(stdout);
 }
 
+/* ---- executor server beside direct ----------------------------------------------------- */
+
+static void print_served_head(void)
+{
+    printf("\nus, executor direct / server, both in this process.  own: what the server costs an op, half of what a "
+           "pair takes longer\n");
+    printf("%-12s %-5s %-9s %4s | %15s %6s | %15s %15s\n", "layout", "wire", "routing", "T", "pair", "own", "dispatch",
+           "combine");
+}
+
+static void print_served_row(const struct shape *s, const struct ll_times *direct, const struct ll_times *served)
+{
+    printf("%-12s %-5s %-9s %4u | %6.1f / %6.1f %6.1f | %6.1f / %6.1f %6.1f / %6.1f\n", bench_layout_name(s->layout),
+           bench_dtypes[s->dtype].name, s->routing ? s->routing : "uniform", s->tokens, direct->pair, served->pair,
+           (served->pair - direct->pair) / 2, direct->dispatch, served->dispatch, direct->combine, served->combine);
+    fflush(stdout);
+}
+
 /* ---- for machines ---------------------------------------------------------------------- */
 
-static void write_json(FILE *to, const struct shape *s, const struct ll_times *t, uint32_t gpus)
+static void write_json(FILE *to, const struct shape *s, const struct ll_times *t, bool served, uint32_t gpus)
 {
     fprintf(to,
-            "{\"what\": \"kernels\", \"gpus\": %u, \"layout\": \"%s\", \"dtype\": \"%s\", \"routing\": \"%s\", "
+            "{\"what\": \"%s\", \"gpus\": %u, \"layout\": \"%s\", \"dtype\": \"%s\", \"routing\": \"%s\", "
             "\"tokens\": %u, \"graph_pair_us\": %.2f, \"dispatch_us\": %.2f, \"combine_us\": %.2f, "
             "\"dispatch_kernel_us\": %.2f, \"combine_kernel_us\": %.2f, \"push_us\": %.2f, \"push_gbps\": %.1f}\n",
-            gpus, bench_layout_name(s->layout), bench_dtypes[s->dtype].name,
+            served ? "served" : "kernels", gpus, bench_layout_name(s->layout), bench_dtypes[s->dtype].name,
             s->routing ? s->routing : "uniform", s->tokens, t->pair, t->dispatch, t->combine,
             t->dispatch_kernel, t->combine_kernel, t->push, t->push_gbps);
     fflush(to);
@@ -135,11 +155,13 @@ static void print_bars(void)
 
 static void usage(FILE *to)
 {
-    fputs("usage: ll_bench [--gpus N] [--sharing N] [--pairs N] [--no-verify] [--json FILE] [--bars]\n"
+    fputs("usage: ll_bench [--gpus N] [--sharing N] [--pairs N] [--executor direct|server] [--no-verify]\n"
+          "                [--json FILE] [--bars]\n"
           "\n"
           "  --gpus N      GPUs to use (default: all)\n"
           "  --sharing N   ranks on each of them (default 1; figures are for 1)\n"
           "  --pairs N     pairs in graphs that are timed (default 600)\n"
+          "  --executor E  server: what it costs that another thread launches what ranks ring for\n"
           "  --no-verify   do not compare one pass of each case with the reference first\n"
           "  --json FILE   add a line for each case to it\n"
           "  --bars        print what is aimed at as comma-separated lines: no GPU is needed\n",
@@ -151,7 +173,8 @@ static bool parse(int argc, char **argv, struct options *o)
     static const struct option known[] = {
         { "gpus", required_argument, NULL, 'g' },  { "sharing", required_argument, NULL, 's' },
         { "pairs", required_argument, NULL, 'p' }, { "no-verify", no_argument, NULL, 'n' },
-        { "json", required_argument, NULL, 'j' },  { "bars", no_argument, NULL, 'b' },
+        { "executor", required_argument, NULL, 'e' }, { "json", required_argument, NULL, 'j' },
+         { "bars", no_argument, NULL, 'b' },
         { "help", no_argument, NULL, 'h' },        { NULL, 0, NULL, 0 }
     };
     int c;
@@ -162,6 +185,11 @@ static bool parse(int argc, char **argv, struct options *o)
         case 'g': o->gpus = (uint32_t)strtoul(optarg, NULL, 10); break;
         case 's': o->sharing = (uint32_t)strtoul(optarg, NULL, 10); break;
         case 'p': o->pairs = (uint32_t)strtoul(optarg, NULL, 10); break;
+        case 'e':
+            o->served = strcmp(optarg, "server") == 0;
+            if (!o->served && strcmp(optarg, "direct") != 0)
+                return false;
+            break;
         case 'n': o->verify = false; break;
         case 'j': o->json = optarg; break;
         case 'b': o->bars = true; break;
@@ -172,9 +200,31 @@ static bool parse(int argc, char **argv, struct options *o)
     return optind == argc && o->pairs > 0 && o->sharing > 0;
 }
 
-static int run(const struct ep_cuda_api *api, const struct options *o)
+/* One case: a line of the table, and of the file. */
+static ep_status run_case(const struct ep_cuda_api *api, const struct options *o, const struct shape *shape, FILE *json,
+                          struct ep_error *error)
 {
     const uint32_t ranks = o->gpus * o->sharing;
+    struct ll_times direct, served;
+    ep_status status = ll_time(api, ranks, o->gpus, shape, o->pairs, false, o->verify, &direct, error);
+
+    if (status == EP_OK && o->served)
+        status = ll_time(api, ranks, o->gpus, shape, o->pairs, true, o->verify, &served, error);
+    if (status != EP_OK)
+        return status;
+    if (o->served)
+        print_served_row(shape, &direct, &served);
+    else
+        print_row(shape, &direct, o->sharing == 1 ? o->gpus : 0);
+    if (json && o->served)
+        write_json(json, shape, &served, true, o->gpus);
+    else if (json)
+        write_json(json, shape, &direct, false, o->gpus);
+    return EP_OK;
+}
+
+static int run(const struct ep_cuda_api *api, const struct options *o)
+{
     FILE *json = o->json ? fopen(o->json, "a") : NULL;
     int code = 0;
 
@@ -182,22 +232,21 @@ static int run(const struct ep_cuda_api *api, const struct options *o)
         perror(o->json);
         return EXIT_USAGE;
     }
-    print_head();
+    if (o->served)
+        print_served_head();
+    else
+        print_head();
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         struct ep_error error = EP_ERROR_INIT;
-        struct ll_times times;
 
-        if (ll_time(api, ranks, o->gpus, &shapes[i], o->pairs, o->verify, &times, &error) == EP_OK) {
-            print_row(&shapes[i], &times, o->sharing == 1 ? o->gpus : 0);
-            if (json)
-                write_json(json, &shapes[i], &times, o->gpus);
+        if (run_case(api, o, &shapes[i], json, &error) == EP_OK)
             continue;
-        }
         printf("%-12s %-5s %4u FAILED: %s\n", bench_layout_name(shapes[i].layout),
                bench_dtypes[shapes[i].dtype].name, shapes[i].tokens, error.text);
         code = EXIT_FAILED;
     }
-    print_foot(o->gpus);
+    if (!o->served)
+        print_foot(o->gpus);
     if (json)
         fclose(json);
     return code;

@@ -30,11 +30,15 @@ enum { TIMEOUT_MS = 20000 }; /* passes are compared on slow hosts too */
     }
 #define CASE(...)                                                                                            \
     {                                                                                                        \
-        NULL, ll_case_shape, SHAPE(__VA_ARGS__), 1                                                           \
+        NULL, ll_case_shape, SHAPE(__VA_ARGS__), 1, false                                                    \
     }
 #define NAMED(name, run, least, ...)                                                                         \
     {                                                                                                        \
-        name, run, SHAPE(__VA_ARGS__), least                                                                 \
+        name, run, SHAPE(__VA_ARGS__), least, false                                                          \
+    }
+#define SERVED(name, run, least, ...)                                                                        \
+    {                                                                                                        \
+        name, run, SHAPE(__VA_ARGS__), least, true                                                           \
     }
 
 #define EACH_LAYOUT(...)                                                                                     \
@@ -148,6 +152,14 @@ static const struct ll_case cases[] = {
           .top_k = 4),
     NAMED("1000 replays of a graph, other inputs each time, packed", ll_case_graph, 1, .tokens = 16,
           .experts = 32, .top_k = 4, .layout = PACKED),
+
+    /* a worker that is not trusted */
+    SERVED("memory and groups come and go while doorbells are waited for", ll_case_churn, 1, .tokens = 40),
+    SERVED("ops that are none", ll_case_wrong_ops, 1, .tokens = 40),
+    SERVED("a mailbox that is closed", ll_case_closed, 2, .tokens = 40),
+    SERVED("ops that change while they run", ll_case_storm, 1, .tokens = 40),
+    SERVED("ops that change while they run, packed fp8", ll_case_storm, 1, .tokens = 40, .layout = PACKED,
+           .dtype = BENCH_FP8),
 };
 #pragma GCC diagnostic pop
 
@@ -225,7 +237,8 @@ static void run_cases(const struct ll_setting *setting, const struct options *o,
             snprintf(name, sizeof name, "%s", c->name);
         else
             describe(&c->shape, name, sizeof name);
-        if (setting->ranks < c->least_ranks || (o->filter && !strstr(name, o->filter)))
+        if (setting->ranks < c->least_ranks || (c->served && !setting->served)
+            || (o->filter && !strstr(name, o->filter)))
             continue;
         go_on = report(tally, name, start, c->run(setting, &c->shape, &error), &error);
     }

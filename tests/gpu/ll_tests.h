@@ -6,6 +6,7 @@
  *   ll_order.c     several handles, skipped combines, released ones, outputs that are too small
  *   ll_members.c   ranks that are absent, leave, return or are late
  *   ll_graph.c     a captured pair that is replayed with other inputs
+ *   ll_mailbox.c   executor server: workers that do as they like
  *   ll_soak.c      random ops for as long as one likes
  */
 #ifndef LL_TESTS_H
@@ -29,6 +30,7 @@ struct ll_case {
     ll_case_fn *run;
     struct shape shape;
     uint32_t least_ranks;
+    bool served; /* for executor server only */
 };
 
 /* ---- what cases are made of ---------------------------------------------------------- */
@@ -76,6 +78,11 @@ ll_case_fn ll_case_late_dispatch;
 ll_case_fn ll_case_late_combine;
 
 ll_case_fn ll_case_graph;
+
+ll_case_fn ll_case_wrong_ops;
+ll_case_fn ll_case_storm;
+ll_case_fn ll_case_closed;
+ll_case_fn ll_case_churn;
 
 /* `pairs` random dispatches, most of them with their combine. */
 ep_status ll_soak(const struct ll_setting *setting, uint64_t pairs, struct ep_error *error);

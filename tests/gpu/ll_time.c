@@ -350,6 +350,11 @@ static ep_status clear(struct world_rank *rank, void *arg, struct ep_error *erro
     return status == EP_OK ? world_fill(rank, b->rows.offset, 0, b->rows.bytes, error) : status;
 }
 
+static bool has_push(const struct timing *t)
+{
+    return t->world->ranks > 1 && !t->world->served;
+}
+
 static ep_status run_phases(struct timing *t, bool verify, struct ep_error *error)
 {
     const uint32_t all = world_all(t->world);
@@ -363,7 +368,7 @@ static ep_status run_phases(struct timing *t, bool verify, struct ep_error *erro
         status = world_each(t->world, all, time_alone, t, error);
     if (status == EP_OK)
         status = world_each(t->world, all, time_graph, t, error);
-    if (status == EP_OK && t->world->ranks > 1)
+    if (status == EP_OK && has_push(t))
         status = world_each(t->world, all, time_push, t, error);
     return status;
 }
@@ -376,7 +381,7 @@ static void summarise(struct timing *t, struct ll_times *times)
     *times = (struct ll_times){ .dispatch = slowest_median(&t->dispatch, ranks),
                                 .combine = slowest_median(&t->combine, ranks),
                                 .pair = slowest_median(&t->pair, ranks),
-                                .push = ranks > 1 ? slowest_median(&t->push, ranks) : 0,
+                                .push = has_push(t) ? slowest_median(&t->push, ranks) : 0,
                                 .pairs = t->launches * CHAIN };
     for (uint32_t r = 0; r < ranks; r++) {
         const double *kernel = t->kernel_us[r];
@@ -392,12 +397,13 @@ static void summarise(struct timing *t, struct ll_times *times)
 }
 
 ep_status ll_time(const struct ep_cuda_api *api, uint32_t ranks, uint32_t gpus, const struct shape *shape,
-                  uint32_t pairs, bool verify, struct ll_times *times, struct ep_error *error)
+                  uint32_t pairs, bool served, bool verify, struct ll_times *times, struct ep_error *error)
 {
     struct timing t = { .shape = shape, .launches = (pairs + CHAIN - 1) / CHAIN };
     struct world_options options;
     ep_status status = shape_options(shape, ranks, gpus, 1, TIMEOUT_MS, &options, error);
 
+    options.served = served;
     if (status == EP_OK)
         status = world_open(api, &options, &t.world, error);
     if (status != EP_OK)

@@ -8,7 +8,8 @@ usage() {
     cat <<'TEXT'
 usage: run.sh [--gpus N] [--soak N] [--quick] [--only kernels|soak|product] [--verbose] [--logs DIR]
 
-The kernels: every case on all GPUs, one rank on each, and with several ranks on a GPU; random ops. Then the
+The kernels: every case on all GPUs, one rank on each, and with several ranks on a GPU, launched by the ranks and by
+a thread that they ring for; random ops. Then the
 product: a server and workers that are processes of their own (product.sh). Prints what failed and, at the end,
 `N passed, N failed`. Exits with 77 where there is no GPU.
 
@@ -63,15 +64,17 @@ run() {
     fi
 }
 
-run_cases() { # NAME SEED RANKS GPUS
-    run "$1" "$case_limit_s" "$gpu_bin/ll_device" --seed "$2" --ranks "$3" --gpus "$4"
+run_cases() { # NAME SEED RANKS GPUS ARGUMENT...
+    run "$1" "$case_limit_s" "$gpu_bin/ll_device" --seed "$2" --ranks "$3" --gpus "$4" "${@:5}"
 }
 
 run_kernels() {
     run_cases "ranks-$ranks-gpus-$gpus" 1 "$ranks" "$gpus"
+    run_cases "served-ranks-$ranks-gpus-$gpus" 5 "$ranks" "$gpus" --executor server
     ((quick)) && return
     if ((gpus > 1)); then # several ranks on each GPU
         run_cases "ranks-$((2 * gpus))-gpus-$gpus" 2 $((2 * gpus)) "$gpus"
+        run_cases "served-ranks-$((2 * gpus))-gpus-$gpus" 6 $((2 * gpus)) "$gpus" --executor server
     else
         run_cases ranks-2-gpus-1 2 2 1
     fi
@@ -86,6 +89,8 @@ if wanted kernels; then
 fi
 if wanted soak && ((soak > 0)); then
     run soak "$soak_limit_s" "$gpu_bin/ll_device" --ranks "$ranks" --gpus "$gpus" --soak "$soak" --seed 4
+    run served-soak "$soak_limit_s" "$gpu_bin/ll_device" --ranks "$ranks" --gpus "$gpus" --soak "$soak" --seed 7 \
+        --executor server
 fi
 if wanted product; then
     small=()

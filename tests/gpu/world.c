@@ -423,3 +423,21 @@ ep_status world_join(struct world *world, uint32_t rank, struct ep_error *error)
         status = start_at(&world->rank[rank], number, error);
     return status == EP_OK ? set_from(world, rank, number, error) : status;
 }
+
+/* Rows of old numbers would pass for new ones. */
+ep_status world_reset(struct world *world, uint32_t timeout_ms, struct ep_error *error)
+{
+    const struct ep_layout_map *map = &world->map;
+    ep_status status = EP_OK;
+
+    for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++) {
+        world->from[r] = 1;
+        status = world_fill(&world->rank[r], map->ll, 0, map->limits.ll_banks * map->bank_bytes, error);
+        if (status == EP_OK)
+            status = world_fill(&world->rank[r], offsetof(struct ep_control, wake), 0,
+                                sizeof(struct ep_control) - offsetof(struct ep_control, wake), error);
+        if (status == EP_OK)
+            status = write_state(&world->rank[r], timeout_ms, error);
+    }
+    return status;
+}

@@ -1,0 +1,349 @@
+/* Executor server: a worker that does not keep to the rules of its mailbox, and what goes on around one that waits. */
+#include <stddef.h>
+#include <unistd.h>
+
+#include "ep_clock.h"
+#include "ll_tests.h"
+
+enum { STORM_OPS = 100, STORM_MS = 50, CHURN = 20, SHORT_MS = 200, LONG_MS = 5000 };
+
+static struct ep_mailbox *mailbox_of(const struct world_rank *rank)
+{
+    return &((struct ep_control *)(void *)rank->window)->gpu.mailbox;
+}
+
+static struct ep_device_report *report_of(const struct world_rank *rank)
+{
+    return &((struct ep_control *)(void *)rank->window)->gpu.report;
+}
+
+/* At once, whatever the rank's stream waits for: the way that a worker's other streams have. */
+static ep_status scribble(struct world_rank *rank, void *to, const void *from, uint64_t bytes, struct ep_error *error)
+{
+    return rank->world->api->write(rank->device, to, from, bytes, NULL, error);
+}
+
+static ep_status scribble_word(struct world_rank *rank, uint32_t *word, uint32_t value, struct ep_error *error)
+{
+    return scribble(rank, word, &value, sizeof value, error);
+}
+
+/* Without a check: that is the server's. */
+static ep_status ring(struct world_rank *rank, const struct ep_op *op, struct ep_error *error)
+{
+    return rank->world->api->ring(rank->device, rank->window, op, rank->stream, error);
+}
+
+static ep_status ring_and_wait(struct world_rank *rank, const struct ep_op *op, struct ep_error *error)
+{
+    ep_status status = ring(rank, op, error);
+
+    return status == EP_OK ? world_wait(rank, error) : status;
+}
+
+static ep_status run_case(const struct ll_setting *setting, const struct shape *shape, ll_fn fn, struct ep_error *error)
+{
+    struct ll_passes passes;
+    ep_status status = ll_open(setting, shape, 1, &passes, error);
+
+    if (status == EP_OK)
+        status = ll_each(&passes, world_all(passes.world), fn, error);
+    ll_close(&passes);
+    return status;
+}
+
+/* ---- ops that are none --------------------------------------------------------------- */
+
+/* Fields that are wrong, one at a time. */
+static const struct wrong {
+    uint32_t offset, value; /* a word of the dispatch */
+    ep_status status;
+} wrongs[] = {
+#define WRONG(field, value, status) { offsetof(struct ep_op, field), value, status }
+    WRONG(kind, 0, EP_INVALID_ARGUMENT),
+    WRONG(kind, 77, EP_INVALID_ARGUMENT),
+    WRONG(mode, 9, EP_INVALID_ARGUMENT),
+    WRONG(layout, 4, EP_INVALID_ARGUMENT),
+    WRONG(flags, 0x80, EP_INVALID_ARGUMENT),
+    WRONG(input_dtype, 0, EP_INVALID_ARGUMENT),
+    WRONG(wire_dtype, 31, EP_INVALID_ARGUMENT),
+    WRONG(tokens, UINT32_MAX, EP_INVALID_ARGUMENT),
+    WRONG(top_k, 0, EP_INVALID_ARGUMENT),
+    WRONG(top_k, 4000000, EP_INVALID_ARGUMENT),
+    WRONG(index_bytes, 5, EP_INVALID_ARGUMENT),
+    WRONG(handle, EP_MAX_HANDLES, EP_INVALID_ARGUMENT),
+    WRONG(handle, UINT32_MAX, EP_INVALID_ARGUMENT),
+    WRONG(x.offset, 0, EP_INVALID_ARGUMENT),
+    WRONG(x.offset, 0xfffffff0u, EP_INVALID_ARGUMENT),
+    WRONG(x.bytes, 16, EP_INVALID_ARGUMENT),
+    WRONG(topk_idx.offset, 8, EP_INVALID_ARGUMENT),
+    WRONG(out.bytes, 1, EP_INVALID_ARGUMENT),
+    WRONG(out.offset, 64, EP_INVALID_ARGUMENT),
+    WRONG(counts.bytes, 0, EP_INVALID_ARGUMENT),
+#undef WRONG
+};
+
+/* Is this what the report says of the first failure since it was cleared?  Clears it. */
+static ep_status check_failure(struct world_rank *rank, ep_status expected, const char *what, uint32_t i,
+                               struct ep_error *error)
+{
+    const uint64_t none = 0;
+    struct ep_device_report report;
+    ep_status status =
+        rank->world->api->read(rank->device, &report, report_of(rank), sizeof report, rank->stream, error);
+
+    if (status == EP_OK && report.failures != 1)
+        return ep_error_set(error, EP_VERIFY_FAILED, "%s %u: %llu failures are told, not one", what, i,
+                            (unsigned long long)report.failures);
+    if (status == EP_OK && report.failure.status != (int32_t)expected)
+        return ep_error_set(error, EP_VERIFY_FAILED, "%s %u ended with %s, not %s", what, i,
+                            ep_status_name((ep_status)report.failure.status), ep_status_name(expected));
+    return status == EP_OK ? scribble(rank, &report_of(rank)->failures, &none, sizeof none, error) : status;
+}
+
+static ep_status try_wrong(struct pass *pass, uint32_t i, struct ep_error *error)
+{
+    struct ep_op op = pass_dispatch_op(pass, 0);
+    ep_status status;
+
+    *(uint32_t *)(void *)((char *)&op + wrongs[i].offset) = wrongs[i].value;
+    status = ring_and_wait(pass->rank, &op, error);
+    return status == EP_OK ? check_failure(pass->rank, wrongs[i].status, "op", i, error) : status;
+}
+
+/* A complete of nothing, and one of a handle that there is not. */
+static ep_status try_completes(struct pass *pass, struct ep_error *error)
+{
+    const uint32_t handles[] = { EP_MAX_HANDLES - 1, EP_MAX_HANDLES };
+    const ep_status expected[] = { EP_FAILED_PRECONDITION, EP_INVALID_ARGUMENT };
+    ep_status status = EP_OK;
+
+    for (uint32_t i = 0; status == EP_OK && i < 2; i++) {
+        const struct ep_op op = { .kind = EP_OP_COMPLETE, .mode = EP_MODE_LL, .handle = handles[i] };
+
+        status = ring_and_wait(pass->rank, &op, error);
+        if (status == EP_OK)
+            status = check_failure(pass->rank, expected[i], "complete", i, error);
+    }
+    return status;
+}
+
+/* Between good ops, which do not notice. */
+static ep_status run_wrong(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][0];
+    ep_status status = ll_three_passes(passes, rank, error);
+
+    for (uint32_t i = 0; status == EP_OK && i < sizeof wrongs / sizeof *wrongs; i++)
+        status = try_wrong(pass, i, error);
+    if (status == EP_OK)
+        status = try_completes(pass, error);
+    return status == EP_OK ? ll_three_passes(passes, rank, error) : status;
+}
+
+ep_status ll_case_wrong_ops(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    return run_case(setting, shape, run_wrong, error);
+}
+
+/* ---- ops that change while they run -------------------------------------------------- */
+
+/* What a block may find in the mailbox: other blocks find something else. */
+static struct ep_op any_op(struct pass *pass, uint32_t i)
+{
+    struct ep_op op = i % 3 == 0 ? pass_combine_op(pass, 0, true) : pass_dispatch_op(pass, i % 5 == 0 ? EP_OP_CACHED : 0);
+
+    if (i % 4 == 1)
+        op.tokens = 1; /* so that there are other blocks */
+    if (i % 7 == 2)
+        op.flags |= EP_OP_SEND_ONLY;
+    if (i % 11 == 3)
+        op.kind = EP_OP_RELEASE;
+    if (i % 13 == 4)
+        op.kind = EP_OP_COMPLETE;
+    if (i % 17 == 5)
+        op.out.offset = 0;
+    op.handle = i % 6;
+    return op;
+}
+
+/* Rings, and writes other ops meanwhile, and rings once more where one is not asked for. */
+static ep_status run_storm(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct world_rank *own = &passes->world->rank[rank];
+    struct pass *pass = passes->pass[rank][0];
+    struct ep_mailbox *mailbox = mailbox_of(own);
+    ep_status status = EP_OK;
+    uint32_t n = rank;
+
+    pass->dispatch = pass_dispatch_op(pass, 0);
+    for (uint32_t i = 0; status == EP_OK && i < STORM_OPS; i++) {
+        const struct ep_op op = any_op(pass, n++);
+
+        status = ring(own, &op, error);
+        for (uint32_t j = 0; status == EP_OK && j < 3; j++) {
+            const struct ep_op other = any_op(pass, n++);
+
+            status = scribble(own, &mailbox->op, &other, sizeof other, error);
+        }
+        if (status == EP_OK && i % 9 == 0)
+            status = scribble_word(own, &mailbox->doorbell, 1, error);
+        if (status == EP_OK)
+            status = world_wait(own, error);
+    }
+    return status;
+}
+
+/* Numbers of ranks have drifted apart.  A reset, as of a group that nobody is in, has all begin anew. */
+ep_status ll_case_storm(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    struct ll_passes passes;
+    ep_status status = ll_open(setting, shape, 1, &passes, error);
+
+    if (status == EP_OK)
+        status = world_set_timeout(passes.world, STORM_MS, error);
+    if (status == EP_OK)
+        status = ll_each(&passes, world_all(passes.world), run_storm, error);
+    if (status == EP_OK)
+        status = world_reset(passes.world, setting->timeout_ms, error);
+    if (status == EP_OK)
+        status = ll_each(&passes, world_all(passes.world), ll_three_passes, error);
+    if (status != EP_OK)
+        (void)ep_error_prefix(error, "after the storm");
+    ll_close(&passes);
+    return status;
+}
+
+/* ---- a server that is gone ------------------------------------------------------------ */
+
+/* Until the rank's first dispatch runs. */
+static ep_status wait_begun(struct world_rank *rank, struct ep_error *error)
+{
+    const uint64_t end = ep_clock_ns() + LONG_MS / 2 * EP_NS_PER_MS;
+    uint64_t begun = 0;
+    ep_status status = EP_OK;
+
+    while (status == EP_OK && begun == 0) {
+        status = rank->world->api->read(rank->device, &begun, &rank->state->begun, sizeof begun, NULL, error);
+        if (status == EP_OK && ep_clock_ns() > end)
+            return ep_error_set(error, EP_VERIFY_FAILED, "an op that was rung for has not begun");
+    }
+    return status;
+}
+
+/* As libepclient does it: whoever waits goes on, and so does whoever rings later. */
+static ep_status run_closed(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct world_rank *own = &passes->world->rank[rank];
+    struct ep_mailbox *mailbox = mailbox_of(own);
+    const struct ep_op op = pass_dispatch_op(passes->pass[rank][0], 0);
+    const uint64_t start = ep_clock_ns();
+    ep_status status = EP_OK;
+
+    if (rank > 0) /* never comes: rank 0 waits for the others */
+        return EP_OK;
+    for (uint32_t i = 0; status == EP_OK && i < 3; i++)
+        status = ring(own, &op, error);
+    if (status == EP_OK)
+        status = wait_begun(own, error);
+    if (status == EP_OK)
+        status = scribble_word(own, &mailbox->closed, 1, error);
+    if (status == EP_OK)
+        status = scribble_word(own, &mailbox->done, 1, error);
+    if (status == EP_OK)
+        status = ring(own, &op, error);
+    if (status == EP_OK)
+        status = world_wait(own, error);
+    if (status == EP_OK && (ep_clock_ns() - start) / EP_NS_PER_MS > LONG_MS / 2)
+        return ep_error_set(error, EP_VERIFY_FAILED, "a stream went on after %llu ms only",
+                            (unsigned long long)((ep_clock_ns() - start) / EP_NS_PER_MS));
+    return status;
+}
+
+/* The op goes on without its worker, and the end of the serve finds it: not over, then over. */
+static ep_status end_twice(struct world *world, struct ep_error *error)
+{
+    const struct ep_cuda_api *api = world->api;
+    struct world_rank *rank = &world->rank[0];
+    ep_status status = api->serve_end(rank->serve, SHORT_MS, error);
+
+    if (status != EP_DEADLINE_EXCEEDED)
+        return ep_error_set(error, EP_VERIFY_FAILED, "the end of a serve whose op runs says %s",
+                            ep_status_name(status));
+    status = world_leave(world, 0, error);
+    return status == EP_OK ? api->serve_end(rank->serve, LONG_MS, error) : status;
+}
+
+ep_status ll_case_closed(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    struct ll_passes passes;
+    ep_status status = ll_open(setting, shape, 1, &passes, error);
+
+    if (status == EP_OK)
+        status = world_set_timeout(passes.world, LONG_MS, error);
+    if (status == EP_OK)
+        status = ll_each(&passes, world_all(passes.world), run_closed, error);
+    if (status == EP_OK)
+        status = end_twice(passes.world, error);
+    ll_close(&passes);
+    return status;
+}
+
+/* ---- while doorbells are waited for ---------------------------------------------------- */
+
+/* What a server does for other groups and workers meanwhile; none of it may wait for a doorbell. */
+static ep_status churn(struct world_rank *rank, struct ep_error *error)
+{
+    const struct ep_cuda_api *api = rank->world->api;
+    struct ep_cuda_memory *memory, *imported;
+    struct ep_cuda_device device;
+    int fd;
+    ep_status status = api->memory_create(rank->device, 1 << 22, &memory, error);
+
+    if (status != EP_OK)
+        return status;
+    for (uint32_t d = 0; status == EP_OK && d < rank->world->gpus; d++)
+        if (d != rank->device)
+            status = api->memory_share(memory, d, error);
+    if (status == EP_OK)
+        status = api->memory_export(memory, &fd, error);
+    if (status == EP_OK) {
+        status = api->memory_import(rank->device, fd, 1 << 22, &imported, error);
+        close(fd);
+        if (status == EP_OK)
+            api->memory_destroy(imported);
+    }
+    if (status == EP_OK)
+        status = api->device_info(rank->device, &device, error);
+    api->memory_destroy(memory);
+    return status;
+}
+
+static ep_status run_churn(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    ep_status status = EP_OK;
+
+    for (uint32_t i = 0; status == EP_OK && i < CHURN; i++)
+        status = churn(&passes->world->rank[rank], error);
+    return status == EP_OK ? ll_three_passes(passes, rank, error) : status;
+}
+
+/* Another group opens, works and closes meanwhile too. */
+ep_status ll_case_churn(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    struct ll_passes passes, others;
+    ep_status status = ll_open(setting, shape, 1, &passes, error);
+
+    if (status == EP_OK)
+        status = ll_each(&passes, world_all(passes.world), run_churn, error);
+    for (uint32_t i = 0; status == EP_OK && i < 2; i++) {
+        status = ll_open(setting, shape, 1, &others, error);
+        if (status == EP_OK)
+            status = ll_each(&others, world_all(others.world), ll_three_passes, error);
+        ll_close(&others);
+    }
+    if (status == EP_OK)
+        status = ll_each(&passes, world_all(passes.world), ll_three_passes, error);
+    ll_close(&passes);
+    return status;
+}
