@@ -62,7 +62,7 @@ step() {
         passed=$((passed + 1))
     else
         failed=$((failed + 1))
-        tail -n 12 "$log" | cut -c 1-400 | sed 's/^/     /'
+        { head -n 10 "$log"; echo ...; tail -n 12 "$log"; } | cut -c 1-400 | sed 's/^/     /'
     fi
 }
 
@@ -187,11 +187,14 @@ run_hello() {
 
 run_workers() {
     serve "$@"
-    start_workers 0 "$last" --seconds=5
+    start_workers 0 "$last"
     local rank
     for ((rank = 0; rank < ranks; rank++)); do
         says "$rank" 'absent 0, failures 0'
         says "$rank" 'absent 0, failures 0'
+    done
+    for ((rank = 0; rank < ranks; rank++)); do
+        kill -TERM "${worker[$rank]}"
     done
     for ((rank = 0; rank < ranks; rank++)); do
         leaves "$rank" 0
