@@ -21,7 +21,7 @@
 #include "device_state.h"
 #include "ep_kernels.h"
 
-#define EP_CUDA_API_VERSION 2u
+#define EP_CUDA_API_VERSION 3u
 #define EP_CUDA_UUID_BYTES 16u
 #define EP_CUDA_SERVE_OPS 256u /* that are posted and not over, at most: a stream holds no end of work */
 
@@ -51,6 +51,9 @@ struct ep_cuda_rank_options {
     void *const *windows;            /* [R] base of each rank's window, mapped for `device`; own one too */
     struct ep_device_state *state;   /* the rank's, formatted by ep_cuda_state_format */
     uint32_t max_sms;                /* multiprocessors its kernels may fill; 0: all */
+    /* rank_open: memory beside the window that its ops may use.  The caller's, who may change it between ops and
+     * keeps it as long as the rank is open.  NULL: none. */
+    const struct ep_regions *regions;
 };
 
 struct ep_cuda_api {
@@ -76,6 +79,13 @@ struct ep_cuda_api {
     /* Unmaps; gives the memory back when nobody else has it.  No work may use it.  NULL is allowed. */
     void (*memory_destroy)(struct ep_cuda_memory *memory);
     void *(*memory_at)(const struct ep_cuda_memory *memory);
+    /*
+     * Any address of this process: the memory around it, [*start, +*bytes), which lies on `device` and which the
+     * device may read and write.  That is one allocation, whoever made it, or one mapping of VMM memory, after which
+     * the next may follow at once.  EP_INVALID_ARGUMENT: there is none.
+     */
+    ep_status (*memory_range)(uint32_t device, const void *at, void **start, uint64_t *bytes,
+                              struct ep_error *error);
 
     /* Between host and GPU memory, ordered after what `stream` holds; over when they return. */
     ep_status (*write)(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream,
@@ -92,8 +102,9 @@ struct ep_cuda_api {
     /* Waits for its work on the module's own stream only. */
     void (*rank_close)(struct ep_cuda_rank *rank);
     /*
-     * Enqueues an op that passed ep_op_check; never waits; may be captured.  One thread at a time.  What
-     * became of it is in the window: struct ep_device_report.
+     * Enqueues an op that passed ep_op_check, or with regions ep_op_check_own; never waits; may be captured, and
+     * then keeps the addresses that it has now.  One thread at a time.  What became of it is in the window:
+     * struct ep_device_report.
      */
     ep_status (*rank_run)(struct ep_cuda_rank *rank, const struct ep_op *op, void *stream,
                           struct ep_error *error);

@@ -95,6 +95,27 @@ ep_status ep_placement_explicit(uint32_t ranks, uint32_t experts, const struct e
                                 uint32_t n, struct ep_placement *out, struct ep_error *error);
 void ep_placement_free(struct ep_placement *placement);
 
+/* ---- regions ------------------------------------------------------------------- */
+
+/* Memory beside the window that ops of a rank of this process may use.  Its number is a region's own as long as
+ * it is there. */
+struct ep_region {
+    uint8_t *start;
+    uint64_t bytes; /* 0: there is none of this number */
+};
+struct ep_regions {
+    uint32_t n; /* from this number on there are none */
+    struct ep_region region[EP_MAX_REGIONS];
+};
+
+/* The address that an offset of a span names, which is not below EP_REGION_BYTES; NULL: there is no such region. */
+static inline void *ep_region_at(const struct ep_regions *regions, uint64_t offset)
+{
+    const uint64_t region = offset / EP_REGION_BYTES - 1;
+
+    return region < regions->n ? regions->region[region].start + offset % EP_REGION_BYTES : NULL;
+}
+
 /* ---- op check ------------------------------------------------------------------ */
 
 /*
@@ -102,6 +123,9 @@ void ep_placement_free(struct ep_placement *placement);
  * inside the arena and large enough.  `op` is a private copy.  The error names the field.
  */
 ep_status ep_op_check(const struct ep_layout_map *map, const struct ep_op *op, struct ep_error *error);
+/* The same for an op of this process's own: a span may also lie in one of the regions. */
+ep_status ep_op_check_own(const struct ep_layout_map *map, const struct ep_regions *regions, const struct ep_op *op,
+                          struct ep_error *error);
 
 /* EP_TIMEOUT's sentence: whom the op waited for, how long and for what (enum ep_wait_phase). */
 void ep_op_late_text(char *text, size_t size, uint32_t late_rank, uint32_t mode, uint64_t number,

@@ -1,5 +1,6 @@
 /*
- * The rules that make a descriptor safe to execute: every field on its own, and every span against the arena.
+ * The rules that make a descriptor safe to execute: every field on its own, and every span against the arena, or
+ * against the regions of the process whose own op it is.
  * What depends on a handle (rows of a combine, its generation) the executor checks.
  *
  * Included by op_check.c alone, for ep_op_check(), and by the kernel that executes the ops of a worker that is
@@ -22,24 +23,45 @@ struct check {
     const struct ep_limits *limits;
     uint64_t arena; /* where it begins */
     const struct ep_op *op;
-    struct ep_error *error; /* not on devices */
+#ifndef __CUDACC__ /* who executes ops of others on a device knows no regions, and tells nobody why */
+    const struct ep_regions *regions; /* NULL: none */
+    struct ep_error *error;
+#endif
 };
 
 /* ---- spans ------------------------------------------------------------------------- */
 
-/* Inside the arena, aligned, and with `need` bytes at least. */
+/* Where a span that begins there must lie: in the arena or in that region; a region that is not there is empty. */
+RULE void bounds_of(const struct check *c, uint64_t offset, uint64_t *begin, uint64_t *end)
+{
+    *begin = c->arena;
+    *end = c->arena + c->limits->arena_bytes;
+#ifndef __CUDACC__
+    if (c->regions && offset >= EP_REGION_BYTES) {
+        uint32_t region = (uint32_t)(offset / EP_REGION_BYTES - 1);
+
+        *begin = ep_region_offset(region);
+        *end = *begin + (region < c->regions->n ? c->regions->region[region].bytes : 0);
+    }
+#else
+    (void)offset;
+#endif
+}
+
+/* Inside these bounds, aligned, and with `need` bytes at least. */
 RULE ep_status check_span(const struct check *c, const char *field, const struct ep_span *span,
                           uint64_t need)
 {
-    uint64_t begin = c->arena, end = begin + c->limits->arena_bytes;
+    uint64_t begin, end;
 
+    bounds_of(c, span->offset, &begin, &end);
     if (span->offset % 16 != 0)
         return BAD(c, "%s.offset is %llu: must be a multiple of 16", field,
                    (unsigned long long)span->offset);
     if (span->offset < begin || span->offset > end || span->bytes > end - span->offset)
-        return BAD(c, "%s is [%llu, +%llu): must lie in the arena [%llu, %llu)", field,
+        return BAD(c, "%s is [%llu, +%llu): must lie in the %s [%llu, %llu)", field,
                    (unsigned long long)span->offset, (unsigned long long)span->bytes,
-                   (unsigned long long)begin, (unsigned long long)end);
+                   begin == c->arena ? "arena" : "region", (unsigned long long)begin, (unsigned long long)end);
     if (span->bytes < need)
         return BAD(c, "%s has %llu bytes: this op needs %llu", field,
                    (unsigned long long)span->bytes, (unsigned long long)need);

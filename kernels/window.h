@@ -185,8 +185,19 @@ struct ep_span {
 };
 
 /*
- * One op, written by the client.  Spans lie in the arena, 16-byte aligned; only a rank-major
- * combine may also read rows in place from the handle's own bank.
+ * Beyond all windows offsets name memory of the process that launches the op itself (executor direct), in regions:
+ * the i-th begins at ep_region_offset(i).  Where that is, struct ep_regions knows, in that process alone.
+ */
+#define EP_MAX_REGIONS 64u
+#define EP_REGION_BYTES (1ull << 48) /* of a region, at most; no window has so many */
+static inline uint64_t ep_region_offset(uint32_t region)
+{
+    return (region + 1ull) * EP_REGION_BYTES;
+}
+
+/*
+ * One op, written by the client.  Spans lie in the arena or in regions, 16-byte aligned; only a
+ * rank-major combine may also read rows in place from the handle's own bank.
  */
 struct ep_op {
     uint32_t kind;        /* enum ep_op_kind */

@@ -88,6 +88,8 @@ ep_status ep_cuda_memory_import(uint32_t device, int fd, uint64_t bytes, struct 
 ep_status ep_cuda_memory_share(struct ep_cuda_memory *memory, uint32_t device, struct ep_error *error);
 void ep_cuda_memory_destroy(struct ep_cuda_memory *memory);
 void *ep_cuda_memory_at(const struct ep_cuda_memory *memory);
+ep_status ep_cuda_memory_range(uint32_t device, const void *at, void **start, uint64_t *bytes,
+                               struct ep_error *error);
 
 ep_status ep_cuda_write(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream,
                         struct ep_error *error);

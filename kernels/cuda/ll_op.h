@@ -10,6 +10,7 @@
 /* A rank, as whoever runs its ops knows it. */
 struct ep_ll_rank {
     struct ep_ll_args base;                    /* all that is the same for every op */
+    const struct ep_regions *regions;          /* that its ops may use; host memory.  NULL: none */
     uint64_t routing, weights, handle_stride;  /* of handles, in the state */
     uint32_t sms;                              /* multiprocessors that its kernels fill */
     uint32_t dispatch_blocks, combine_blocks;  /* that run at once, at most */
@@ -62,9 +63,13 @@ EP_HD static inline uint32_t ep_ll_blocks(const struct ep_ll_rank *rank, const s
     return want < least ? least : want < most ? (uint32_t)want : most;
 }
 
-/* A span of the rank's own window; NULL when it is not given. */
+/* A span of the rank's own window, or of a region where the host asks; NULL when it is not given. */
 EP_HD static inline void *ep_ll_at(const struct ep_ll_rank *rank, struct ep_span span)
 {
+#ifndef __CUDA_ARCH__
+    if (span.offset >= EP_REGION_BYTES && span.bytes && rank->regions)
+        return ep_region_at(rank->regions, span.offset);
+#endif
     return span.bytes ? rank->base.window[rank->base.rank] + span.offset : NULL;
 }
 

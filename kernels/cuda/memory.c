@@ -1,4 +1,4 @@
-/* GPU memory that processes share: VMM allocations, handed on as file descriptors. */
+/* GPU memory that processes share: VMM allocations, handed on as file descriptors; what others have allocated. */
 #include "cuda_private.h"
 
 #include <errno.h>
@@ -261,4 +261,70 @@ ep_status ep_cuda_memory_share(struct ep_cuda_memory *memory, uint32_t device, s
 void *ep_cuda_memory_at(const struct ep_cuda_memory *memory)
 {
     return (void *)memory->at;
+}
+
+/* ---- memory of others ---------------------------------------------------------------------- */
+
+/* What the driver knows of an address; all 0 when it is none that it has given. */
+struct pointer {
+    uint32_t type; /* CUmemorytype */
+    int32_t device;
+    uint32_t managed;
+    uint32_t access; /* of the current context's device */
+};
+
+static ep_status ask(const void *at, struct pointer *p, struct ep_error *error)
+{
+    CUpointer_attribute what[] = { CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+                                   CU_POINTER_ATTRIBUTE_IS_MANAGED };
+    void *where[] = { &p->type, &p->device, &p->managed };
+    CUresult result = cuPointerGetAttributes(sizeof what / sizeof *what, what, where, (CUdeviceptr)at);
+
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuPointerGetAttributes of %p", at);
+    if (p->type != CU_MEMORYTYPE_DEVICE || p->managed)
+        return EP_OK;
+    result = cuPointerGetAttribute(&p->access, CU_POINTER_ATTRIBUTE_ACCESS_FLAGS, (CUdeviceptr)at);
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuPointerGetAttribute of %p", at);
+    return EP_OK;
+}
+
+static ep_status judge(uint32_t device, const void *at, const struct pointer *p, struct ep_error *error)
+{
+    if (p->managed)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "%p is managed memory: must be allocated on the GPU", at);
+    if (p->type != CU_MEMORYTYPE_DEVICE)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "%p is not GPU memory", at);
+    if (p->device != (int32_t)device)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "%p is memory of device %d: must be of device %u", at,
+                            p->device, device);
+    if (p->access != CU_POINTER_ATTRIBUTE_ACCESS_FLAG_READWRITE)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "%p is not mapped for device %u to read and write", at, device);
+    return EP_OK;
+}
+
+ep_status ep_cuda_memory_range(uint32_t device, const void *at, void **start, uint64_t *bytes, struct ep_error *error)
+{
+    struct pointer p = { .device = -1 };
+    CUdeviceptr base = 0;
+    size_t size = 0;
+    CUresult result = CUDA_SUCCESS;
+    ep_status status = ep_cuda_enter(device, NULL, error);
+
+    if (status != EP_OK)
+        return status;
+    status = ask(at, &p, error);
+    if (status == EP_OK)
+        status = judge(device, at, &p, error);
+    if (status == EP_OK)
+        result = cuMemGetAddressRange(&base, &size, (CUdeviceptr)at);
+    ep_cuda_leave();
+    if (status != EP_OK)
+        return status;
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuMemGetAddressRange of %p", at);
+    *start = (void *)base;
+    *bytes = size;
+    return EP_OK;
 }

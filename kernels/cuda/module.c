@@ -12,6 +12,7 @@ static const struct ep_cuda_api api = {
     .memory_share = ep_cuda_memory_share,
     .memory_destroy = ep_cuda_memory_destroy,
     .memory_at = ep_cuda_memory_at,
+    .memory_range = ep_cuda_memory_range,
     .write = ep_cuda_write,
     .read = ep_cuda_read,
     .fill = ep_cuda_fill,

@@ -40,6 +40,7 @@ void ep_cuda_rank_base(const struct ep_cuda_rank_options *o, struct ep_ll_rank *
     struct ep_device_tables tables;
 
     ep_device_state_tables(o->map, o->placement, &tables);
+    rank->regions = o->regions;
     rank->routing = tables.routing;
     rank->weights = tables.weights;
     rank->handle_stride = tables.handle_stride;

@@ -85,9 +85,10 @@ static uint8_t *item(const struct run *c, uint32_t where, uint64_t region, uint3
     return c->r->window[where] + c->bank + region + ((uint64_t)from * c->r->map.limits.ll_max_tokens + i) * bytes;
 }
 
+/* In the window or beside it, below it too: see resolve() in module.c. */
 static void *at(const struct run *c, struct ep_span span)
 {
-    return span.bytes ? c->r->window[c->r->rank] + span.offset : NULL;
+    return span.bytes ? (void *)((uintptr_t)c->r->window[c->r->rank] + span.offset) : NULL;
 }
 
 static uint64_t wire_row(const struct run *c)

@@ -31,6 +31,7 @@ struct queue {
 struct ep_cuda_rank {
     struct queue queue; /* first */
     struct cpu_rank rank;
+    const struct ep_regions *regions;
 };
 
 /* The worker's half of a mailbox. */
@@ -189,6 +190,7 @@ static ep_status rank_open(const struct ep_cuda_rank_options *options, struct ep
         return error->status;
     }
     rank->queue.run = run_op;
+    rank->regions = options->regions;
     pthread_mutex_lock(&lock);
     start_queue(&rank->queue);
     pthread_mutex_unlock(&lock);
@@ -205,11 +207,36 @@ static void rank_close(struct ep_cuda_rank *rank)
     free(rank);
 }
 
+/*
+ * Spans of regions as offsets from the window too, wherever they are: what is queued, or captured, has the
+ * addresses of now, as a kernel's arguments have.
+ */
+static void resolve(const struct ep_cuda_rank *rank, struct ep_op *op)
+{
+    struct ep_span *const spans[] = { &op->x, &op->x_scales, &op->topk_idx, &op->topk_weights, &op->bias,
+                                      &op->row_grads, &op->out, &op->out_scales, &op->counts, &op->offsets,
+                                      &op->out_topk, &op->out_weights, &op->sources, &op->topk_grads };
+
+    for (uint32_t i = 0; i < sizeof spans / sizeof *spans; i++) {
+        const void *host;
+
+        if (spans[i]->bytes == 0 || spans[i]->offset < EP_REGION_BYTES)
+            continue;
+        host = rank->regions ? cuda_fixture_host(ep_region_at(rank->regions, spans[i]->offset)) : NULL;
+        if (!host)
+            abort();
+        spans[i]->offset = (uintptr_t)host - (uintptr_t)rank->rank.window[rank->rank.rank];
+    }
+}
+
 static ep_status rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, void *stream, struct ep_error *error)
 {
+    struct ep_op resolved = *op;
+
     (void)error;
+    resolve(rank, &resolved);
     pthread_mutex_lock(&lock);
-    put_or_capture(&rank->queue, op, stream);
+    put_or_capture(&rank->queue, &resolved, stream);
     pthread_mutex_unlock(&lock);
     return EP_OK;
 }

@@ -1,5 +1,6 @@
 /*
- * Any descriptor: ep_op_check refuses it, or executing it stays inside the window.
+ * Any descriptor: ep_op_check refuses it, or executing it stays inside the window.  ep_op_check_own refuses it, or
+ * every span lies in the arena or in a region.
  *
  * The input is a template's number, a list of patches to the descriptor, and then what the arena
  * holds (so that expert numbers are arbitrary too).  The window lies between two pages that fault; the
@@ -112,6 +113,36 @@ static size_t patch(struct ep_op *op, const uint8_t *data, size_t size)
     return used;
 }
 
+static bool within(struct ep_span span, uint64_t begin, uint64_t bytes)
+{
+    return span.offset >= begin && span.offset - begin <= bytes && span.bytes <= bytes - (span.offset - begin);
+}
+
+/* Spans that the executor uses of an op that may use regions.  Without rows it does not come to out_scales. */
+static void check_own(const struct ep_op *op)
+{
+    static const struct ep_regions regions = {
+        4, { { NULL, 1 << 16 }, { NULL, 0 }, { NULL, EP_REGION_BYTES }, { NULL, 48 } }
+    };
+    const struct ep_span dispatch[] = { op->x, op->x_scales, op->topk_idx, op->topk_weights, op->out, op->counts,
+                                        op->offsets, op->out_topk, op->out_weights, op->sources,
+                                        op->out.bytes ? op->out_scales : op->out };
+    const struct ep_span combine[] = { op->x, op->bias, op->out, op->row_grads, op->topk_grads };
+    const bool sends = op->kind == EP_OP_DISPATCH;
+    const struct ep_span *span = sends ? dispatch : combine;
+    struct ep_error error = EP_ERROR_INIT;
+
+    if (ep_op_check_own(&map, &regions, op, &error) != EP_OK || op->kind > EP_OP_COMBINE)
+        return;
+    for (size_t i = 0; i < (sends ? sizeof dispatch : sizeof combine) / sizeof *span; i++) {
+        bool in = span[i].bytes == 0 || within(span[i], map.arena, ARENA);
+
+        for (uint32_t r = 0; r < regions.n; r++)
+            in = in || within(span[i], ep_region_offset(r), regions.region[r].bytes);
+        check(in);
+    }
+}
+
 static void execute(const struct ep_op *op)
 {
     static struct ep_op_result result;
@@ -136,6 +167,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         struct ep_op op = template_op(data[used++]);
 
         used += patch(&op, data + used, size - used);
+        check_own(&op);
         memcpy(window + map.arena, data + used, size - used < ARENA ? size - used : ARENA);
         if (ep_op_check(&map, &op, &error) == EP_OK)
             execute(&op);

@@ -287,6 +287,39 @@ static void *translate(const void *gpu, uint64_t bytes)
     return NULL;
 }
 
+/* Under the lock. */
+static const struct ep_cuda_memory *memory_of(const void *gpu)
+{
+    for (uint32_t i = 0; i < MEMORIES; i++)
+        if (memories[i] && (uintptr_t)gpu - (uintptr_t)memories[i]->gpu < memories[i]->bytes)
+            return memories[i];
+    return NULL;
+}
+
+static ep_status memory_range(uint32_t device, const void *at, void **start, uint64_t *bytes, struct ep_error *error)
+{
+    ep_status status = enter("memory_range", device, error);
+    const struct ep_cuda_memory *m;
+
+    if (status != EP_OK)
+        return status;
+    m = memory_of(at);
+    if (!m)
+        status = ep_error_set(error, EP_INVALID_ARGUMENT, "%p is not GPU memory", at);
+    else if (m->device != device)
+        status = ep_error_set(error, EP_INVALID_ARGUMENT, "%p is memory of device %u: must be of device %u", at,
+                              m->device, device);
+    leave();
+    if (status != EP_OK)
+        return status;
+
+    const uint64_t piece = cuda_fixture.piece ? cuda_fixture.piece : m->bytes;
+
+    *start = m->gpu + (uint64_t)((const uint8_t *)at - m->gpu) / piece * piece;
+    *bytes = piece;
+    return EP_OK;
+}
+
 void *cuda_fixture_host(const void *gpu)
 {
     void *host;
@@ -793,6 +826,7 @@ static const struct ep_cuda_api api = {
     .memory_share = memory_share,
     .memory_destroy = memory_destroy,
     .memory_at = memory_at,
+    .memory_range = memory_range,
     .write = copy_in,
     .read = copy_out,
     .fill = fill,

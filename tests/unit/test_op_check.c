@@ -215,6 +215,73 @@ static void bad_fields_of_a_combine_are_named(void **state)
     REFUSED(CH, op.topk_grads = ((struct ep_span){ op.x.offset, 16 }), "topk_grads has 16");
 }
 
+/* Numbers 0 and 2; 1 is not there. */
+static const struct ep_regions regions = { 3, { { NULL, 4096 }, { NULL, 0 }, { NULL, EP_REGION_BYTES } } };
+
+static void spans_may_lie_in_regions(void **state)
+{
+    const uint64_t bytes = 3 * HIDDEN * 2;
+    struct ep_op op = LL;
+
+    (void)state;
+    op.x.offset = ep_region_offset(0);
+    assert_int_equal(ep_op_check_own(&map, &regions, &op, NULL), EP_OK);
+    op.x.offset = ep_region_offset(0) + 4096 - bytes;
+    assert_int_equal(ep_op_check_own(&map, &regions, &op, NULL), EP_OK);
+    op.x.offset = ep_region_offset(2) + EP_REGION_BYTES - bytes;
+    assert_int_equal(ep_op_check_own(&map, &regions, &op, NULL), EP_OK);
+    op.out.offset = ep_region_offset(2);
+    assert_int_equal(ep_op_check_own(&map, &regions, &op, NULL), EP_OK);
+    assert_int_equal(ep_op_check(&map, &op, NULL), EP_INVALID_ARGUMENT);
+    op = LL; /* the arena is as good as ever */
+    assert_int_equal(ep_op_check_own(&map, &regions, &op, NULL), EP_OK);
+}
+
+static void spans_outside_of_all_regions_are_refused(void **state)
+{
+    const uint64_t bytes = 3 * HIDDEN * 2;
+    const struct { uint64_t offset, bytes; } bad[] = {
+        { EP_REGION_BYTES - 16, bytes }, /* below the first one, and into it */
+        { ep_region_offset(0) + 4096 - bytes + 16, bytes },
+        { ep_region_offset(0) + 4096, bytes },
+        { ep_region_offset(0) + 8, bytes },
+        { ep_region_offset(1) - 16, bytes },
+        { ep_region_offset(1), bytes },
+        { ep_region_offset(2), EP_REGION_BYTES + 16 },
+        { ep_region_offset(2), UINT64_MAX },
+        { ep_region_offset(2) + EP_REGION_BYTES - bytes + 16, bytes },
+        { ep_region_offset(3), bytes },
+        { ep_region_offset(EP_MAX_REGIONS - 1), bytes },
+        { ep_region_offset(EP_MAX_REGIONS), bytes },
+        { UINT64_MAX - 15, bytes },
+        { UINT64_MAX - 15, 16 },
+    };
+    struct ep_regions none = { 0 };
+
+    (void)state;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        struct ep_error error = EP_ERROR_INIT;
+        struct ep_op op = LL;
+
+        op.x = (struct ep_span){ bad[i].offset, bad[i].bytes };
+        if (ep_op_check_own(&map, &regions, &op, &error) != EP_INVALID_ARGUMENT)
+            fail_msg("[%#llx, +%llu) is accepted", (unsigned long long)bad[i].offset, (unsigned long long)bad[i].bytes);
+        assert_non_null(strstr(error.text, i == 3 ? "x.offset is" : "x is ["));
+        op.x.offset = ep_region_offset(0);
+        assert_int_equal(ep_op_check_own(&map, &none, &op, NULL), EP_INVALID_ARGUMENT);
+    }
+}
+
+/* A server trusts no descriptor, and its check knows no regions. */
+static void others_have_no_regions(void **state)
+{
+    (void)state;
+    REFUSED(LL, op.x.offset = ep_region_offset(0), "x is [");
+    REFUSED(LL, op.out.offset = ep_region_offset(EP_MAX_REGIONS - 1), "out is [");
+    REFUSED(RM, op.counts.offset = ep_region_offset(0), "counts is [");
+    REFUSED(HT, op.x.offset = ep_region_offset(7), "x is [");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -224,6 +291,9 @@ int main(void)
         cmocka_unit_test(bad_fields_of_a_dispatch_are_named),
         cmocka_unit_test(bad_spans_of_a_dispatch_are_named),
         cmocka_unit_test(bad_fields_of_a_combine_are_named),
+        cmocka_unit_test(spans_may_lie_in_regions),
+        cmocka_unit_test(spans_outside_of_all_regions_are_refused),
+        cmocka_unit_test(others_have_no_regions),
     };
 
     return cmocka_run_group_tests_name("op_check", tests, set_up, NULL);
