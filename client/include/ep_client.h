@@ -199,17 +199,42 @@ EP_API ep_status ep_rank_describe(const ep_rank *rank, ep_rank_info *info);
 /*
  * `bytes` of the rank's arena, 256-byte aligned, uninitialised; NULL with EP_RESOURCE_EXHAUSTED in
  * ep_error_message() when the arena has no such block.  Everything an op reads or writes lies
- * in it.  Freed by ep_free() or when the rank is left.  The table of blocks is in private memory:
- * nothing is written to the window.  0 bytes give a block too.
+ * in it, or in memory of ep_register().  Freed by ep_free() or when the rank is left.  The table of blocks
+ * is in private memory: nothing is written to the window.  0 bytes give a block too.
  */
 EP_API void *ep_alloc(ep_rank *rank, size_t bytes);
 EP_API void ep_free(ep_rank *rank, void *memory);
 
+/* How many memories a rank can have registered. */
+#define EP_MAX_REGISTERED 64
+
+/*
+ * Memory of the program's own, [memory, memory + bytes): from here on ops, ep_write() and ep_read() use it
+ * like a block of ep_alloc(), and nothing is copied.  For executor direct on cuda, whose kernels run in this
+ * process; nothing of it goes to the server, and no peer ever writes it.  EP_UNIMPLEMENTED under executor
+ * server and on the host backend: they have the window only.
+ *
+ * It lies on the rank's GPU (ep_rank_info.device_uuid), from cudaMalloc(), cudaMallocAsync() or mappings of
+ * VMM memory that this GPU may read and write, one after the other without a gap.  `memory` is a multiple of
+ * 16, bytes at least 1.  What a tensor library has of the GPU is best registered in its large blocks, once: one
+ * memory may hold any number of inputs and outputs, and each of those lies in one memory, whole.
+ * EP_INVALID_ARGUMENT: it is not like that, or part of a window; EP_ALREADY_EXISTS: it overlaps memory that is
+ * registered; EP_RESOURCE_EXHAUSTED: the rank has EP_MAX_REGISTERED of them.  Several ranks of a process may
+ * register the same memory.
+ *
+ * It stays the program's to free, after ep_unregister() or ep_leave(), which forgets all.  ep_unregister()
+ * takes the address that a registered one begins at (else EP_NOT_FOUND); ops that may still use it must be over,
+ * as for ep_free(), a send-only one with its ep_complete().  A graph keeps the addresses that it was captured
+ * with: it may be launched as long as the memory is there.
+ */
+EP_API ep_status ep_register(ep_rank *rank, void *memory, size_t bytes);
+EP_API ep_status ep_unregister(ep_rank *rank, void *memory);
+
 /*
  * Copies between the program's own memory and the rank's: ep_write() to the rank's, ep_read() from it.
- * Rank's memory is one block of ep_alloc(), from anywhere in it, or the rows or scales that a view of
- * ep_op_info shows.  They come after the ops before them (cuda: after what the stream holds) and are
- * over when they return.  Failures of those ops are told by the next ep_sync().
+ * Rank's memory is one block of ep_alloc() or one memory of ep_register(), from anywhere in it, or the
+ * rows or scales that a view of ep_op_info shows.  They come after the ops before them (cuda: after what the
+ * stream holds) and are over when they return.  Failures of those ops are told by the next ep_sync().
  */
 EP_API ep_status ep_write(ep_rank *rank, void *to, const void *from, size_t bytes, ep_stream stream);
 EP_API ep_status ep_read(ep_rank *rank, void *to, const void *from, size_t bytes, ep_stream stream);
@@ -234,7 +259,8 @@ typedef struct ep_source_row {
 
 /*
  * Shapes as in ep_types.h; T tokens of this rank, k choices each; L is the group's max_local_experts,
- * on every rank.  Pointers come from ep_alloc() of the same rank and are multiples of 16.  An expert number outside [-1, experts) is counted as dropped, never followed.
+ * on every rank.  Pointers lie in memory of ep_alloc() or ep_register() of the same rank and are multiples of 16.
+ * An expert number outside [-1, experts) is counted as dropped, never followed.
  */
 typedef struct ep_dispatch_args {
     size_t size;

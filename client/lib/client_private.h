@@ -8,6 +8,7 @@
  *   monitor.c  the thread that hears the server: events, and its end
  *   events.c   the queue of a rank's events
  *   arena.c    ep_alloc
+ *   region.c   ep_register
  *   handle.c   handles and what is known of their ops
  *   op.c       dispatch, combine, complete: arguments to descriptors
  *   rank.c     waiting for ops, their failures, the loss of a rank
@@ -36,6 +37,7 @@
 
 #define EVENT_QUEUE 64u
 #define NO_DEADLINE UINT64_MAX
+#define SPAN_ALIGN 16u /* of memory that ops use */
 
 /* ---- error.c ------------------------------------------------------------------ */
 
@@ -88,6 +90,11 @@ bool arena_give(struct arena *arena, uint64_t offset);
 /* Bytes from offset to the end of the used block around it; 0: in no such block. */
 uint64_t arena_reach(const struct arena *arena, uint64_t offset);
 
+/* ---- region.c ----------------------------------------------------------------- */
+
+/* Bytes from there to the end of the region around it, whose `offset` is as in struct ep_span; 0: in none. */
+uint64_t region_reach(const struct ep_regions *regions, const void *memory, uint64_t *offset);
+
 /* ---- objects ------------------------------------------------------------------ */
 
 struct ep_client {
@@ -126,6 +133,7 @@ struct executor {
     ep_backend backend;
     ep_executor kind;
     bool streams; /* ops and copies may be given one */
+    const char *only_window; /* NULL: ops may use registered memory too; else why not, and what to do instead */
 
     /* May wait for room.  Of `pending` the start is filled in. */
     ep_status (*submit)(struct ep_rank *rank, const struct ep_op *op, const struct pending *pending,
@@ -160,6 +168,7 @@ struct ep_rank {
     const struct executor *executor; /* NULL until the rank is attached */
     uint8_t *window; /* cuda: GPU memory, never followed here */
     struct arena arena;
+    struct ep_regions regions;
 
     ep_handle *handles[EP_MAX_HANDLES];
     uint32_t generations; /* given so far: no two handles of the rank have the same */

@@ -1,6 +1,6 @@
 /*
- * Copies between the worker's own memory and the rank's: blocks of ep_alloc() and the rows and scales
- * that a rank-major dispatch leaves in a bank.
+ * Copies between the worker's own memory and the rank's: blocks of ep_alloc(), memory of ep_register(),
+ * and the rows and scales that a rank-major dispatch leaves in a bank.
  */
 #include "client_private.h"
 
@@ -37,7 +37,7 @@ static uint64_t window_reach(const struct ep_rank *rank, uint64_t offset)
 static ep_status check(const struct ep_rank *rank, const char *name, const void *memory, const char *own_name,
                        const void *own, uint64_t bytes, ep_stream stream, struct ep_error *error)
 {
-    uint64_t reach;
+    uint64_t reach, offset;
 
     if (!rank)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "rank is NULL");
@@ -51,8 +51,11 @@ static ep_status check(const struct ep_rank *rank, const char *name, const void 
                 ? 0
                 : window_reach(rank, (uintptr_t)memory - (uintptr_t)rank->window);
     if (reach == 0)
+        reach = region_reach(&rank->regions, memory, &offset);
+    if (reach == 0)
         return ep_error_set(error, EP_INVALID_ARGUMENT,
-                            "%s does not point into memory of ep_alloc() or a view of this rank", name);
+                            "%s does not point into memory of ep_alloc()%s or a view of this rank", name,
+                            rank->executor->only_window ? "" : " or ep_register()");
     if (reach < bytes)
         return ep_error_set(error, EP_INVALID_ARGUMENT,
                             "%s has %llu bytes to the end of its block: bytes is %llu", name,

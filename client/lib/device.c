@@ -197,7 +197,7 @@ ep_status device_submit(struct ep_rank *rank, const struct ep_op *op, const stru
      * no stream of which we know that it stands in order. */
     if (op->kind == EP_OP_RELEASE)
         return EP_OK;
-    if (rank_lost(rank, error) != EP_OK || ep_op_check(&rank->shape.map, op, error) != EP_OK
+    if (rank_lost(rank, error) != EP_OK || ep_op_check_own(&rank->shape.map, &rank->regions, op, error) != EP_OK
         || note_stream(d, stream, error) != EP_OK || d->launch(rank, op, stream, error) != EP_OK)
         return error->status;
 

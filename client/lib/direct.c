@@ -117,7 +117,8 @@ static ep_status open_runner(struct ep_rank *rank, struct ep_error *error)
                                                   .map = &rank->shape.map,
                                                   .placement = &rank->shape.placement,
                                                   .windows = windows,
-                                                  .state = d->state };
+                                                  .state = d->state,
+                                                  .regions = &rank->regions };
 
     if (d->api->rank_open(&options, &d->runner, error) != EP_OK)
         return ep_error_prefix(error, "the kernels of rank %u", rank->rank);

@@ -67,6 +67,8 @@ const struct executor mailbox_executor = {
     .backend = EP_BACKEND_CUDA,
     .kind = EP_EXECUTOR_SERVER,
     .streams = true,
+    .only_window = "the rank's executor is server, which sees nothing of this process but the window: take memory from "
+                   "ep_alloc(), or join with EP_EXECUTOR_DIRECT",
     .submit = device_submit,
     .wait = device_wait,
     .write = device_copy_in,

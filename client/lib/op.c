@@ -7,7 +7,6 @@
 #include "client_private.h"
 
 #define MAX_ALIGNMENT 65536u
-#define SPAN_ALIGN 16u
 
 /* What the arguments are checked against and where the error goes. */
 struct call {
@@ -19,16 +18,34 @@ struct call {
 
 /* ---- memory ------------------------------------------------------------------------ */
 
+static ep_status nowhere(const struct call *c, const char *name)
+{
+    return ep_error_set(c->error, EP_INVALID_ARGUMENT, "%s does not point into memory of ep_alloc()%s of this rank", name,
+                        c->rank->executor->only_window ? "" : " or ep_register()");
+}
+
+static ep_status too_short(const struct call *c, const char *name, uint64_t offset, uint64_t reach, uint64_t bytes)
+{
+    if (offset < EP_REGION_BYTES)
+        return ep_error_set(c->error, EP_INVALID_ARGUMENT,
+                            "%s has %llu bytes to the end of its block of ep_alloc(): this op needs %llu", name,
+                            (unsigned long long)reach, (unsigned long long)bytes);
+    return ep_error_set(c->error, EP_INVALID_ARGUMENT,
+                        "%s points into registered memory of %llu bytes and has %llu to its end: this op needs %llu", name,
+                        (unsigned long long)(reach + offset % EP_REGION_BYTES), (unsigned long long)reach,
+                        (unsigned long long)bytes);
+}
+
 /*
- * Turns `memory` into a span of `bytes`, all of which must lie in one block of ep_alloc().  Nothing
- * to read or write makes an empty span, whatever the pointer is.
+ * Turns `memory` into a span of `bytes`, all of which must lie in one block of ep_alloc() or in one
+ * registered memory.  Nothing to read or write makes an empty span, whatever the pointer is.
  */
 static ep_status span(const struct call *c, const char *name, const void *memory, uint64_t bytes,
                       struct ep_span *out)
 {
     const uintptr_t arena = (uintptr_t)c->rank->window + c->rank->shape.map.arena;
     const uintptr_t at = (uintptr_t)memory;
-    uint64_t reach;
+    uint64_t reach, offset = at - (uintptr_t)c->rank->window;
 
     *out = (struct ep_span){ 0 };
     if (bytes == 0)
@@ -38,16 +55,15 @@ static ep_status span(const struct call *c, const char *name, const void *memory
                             (unsigned long long)bytes);
     reach = at < arena ? 0 : arena_reach(&c->rank->arena, at - arena);
     if (reach == 0)
-        return ep_error_set(c->error, EP_INVALID_ARGUMENT,
-                            "%s does not point into memory of ep_alloc() of this rank", name);
+        reach = region_reach(&c->rank->regions, memory, &offset);
+    if (reach == 0)
+        return nowhere(c, name);
     if (at % SPAN_ALIGN != 0)
         return ep_error_set(c->error, EP_INVALID_ARGUMENT, "%s is %p: must be a multiple of %u", name,
                             memory, SPAN_ALIGN);
     if (reach < bytes)
-        return ep_error_set(c->error, EP_INVALID_ARGUMENT,
-                            "%s has %llu bytes to the end of its block of ep_alloc(): this op needs %llu",
-                            name, (unsigned long long)reach, (unsigned long long)bytes);
-    out->offset = at - (uintptr_t)c->rank->window;
+        return too_short(c, name, offset, reach, bytes);
+    out->offset = offset;
     out->bytes = bytes;
     return EP_OK;
 }

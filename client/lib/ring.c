@@ -205,6 +205,8 @@ static ep_status copy(struct ep_rank *rank, void *to, const void *from, uint64_t
 const struct executor ring_executor = {
     .backend = EP_BACKEND_HOST,
     .kind = EP_EXECUTOR_SERVER,
+    .only_window = "the group's backend is host, where ops run in the server, which sees nothing of this process but the "
+                   "window: take memory from ep_alloc(), which this process uses as its own",
     .submit = submit,
     .wait = wait_ops,
     .write = copy,

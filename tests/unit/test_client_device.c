@@ -652,6 +652,236 @@ static void copies_stay_in_their_view(void **state)
     destroy(f);
 }
 
+/* ---- memory of the process's own -------------------------------------------------------------------------- */
+
+enum { OWN_BYTES = 1 << 16 };
+
+/* GPU memory that is no window. */
+static uint8_t *make_own(struct fixture *f, uint32_t device, struct ep_cuda_memory **memory)
+{
+    struct ep_error error = EP_ERROR_INIT;
+
+    assert_int_equal(f->api->memory_create(device, OWN_BYTES, memory, &error), EP_OK);
+    return f->api->memory_at(*memory);
+}
+
+/* The address that the kernels get. */
+static void *address_of(const struct fixture *f, struct ep_span span)
+{
+    return span.offset < EP_REGION_BYTES ? f->rank->window + span.offset : ep_region_at(&f->rank->regions, span.offset);
+}
+
+static void ops_use_registered_memory_as_it_is(void **state)
+{
+    struct fixture *f = make_joined();
+    struct lane l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
+    struct ep_cuda_memory *memory[2];
+    uint8_t *in = make_own(f, 0, &memory[0]), *out = make_own(f, 0, &memory[1]);
+
+    (void)state;
+    ok(ep_register(f->rank, in, OWN_BYTES));
+    ok(ep_register(f->rank, out, OWN_BYTES));
+    l.dispatch.tokens = in;
+    l.dispatch.topk_idx = in + OWN_BYTES - TOKENS * K * 4; /* its last byte is the memory's */
+    l.dispatch.out = out + 4096;
+    l.combine.rows = out + 4096;
+    l.combine.out = out;
+    ok(ep_dispatch(l.handle, &l.dispatch, NULL));
+    ok(ep_combine(l.handle, &l.combine, NULL));
+    ok(ep_sync(f->rank, 1000));
+    assert_ptr_equal(address_of(f, cuda_fixture.op[0].x), in);
+    assert_int_equal(cuda_fixture.op[0].x.bytes, TOKENS * HIDDEN * 2);
+    assert_ptr_equal(address_of(f, cuda_fixture.op[0].topk_idx), l.dispatch.topk_idx);
+    assert_ptr_equal(address_of(f, cuda_fixture.op[0].topk_weights), l.dispatch.topk_weights);
+    assert_ptr_equal(address_of(f, cuda_fixture.op[0].out), out + 4096);
+    assert_ptr_equal(address_of(f, cuda_fixture.op[1].x), out + 4096);
+    assert_ptr_equal(address_of(f, cuda_fixture.op[1].out), out);
+    ok(ep_unregister(f->rank, in)); /* the other keeps its place */
+    l.dispatch.tokens = l.dispatch.topk_idx = out;
+    ok(ep_dispatch(l.handle, &l.dispatch, NULL));
+    assert_int_equal(cuda_fixture.op[2].x.offset, ep_region_offset(1));
+    f->api->memory_destroy(memory[0]);
+    f->api->memory_destroy(memory[1]); /* leaving forgets what is registered */
+    destroy(f);
+}
+
+static void spans_stay_in_their_registered_memory(void **state)
+{
+    struct fixture *f = make_joined();
+    struct lane l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
+    struct ep_cuda_memory *memory;
+    uint8_t *own = make_own(f, 0, &memory);
+    const size_t tokens = TOKENS * HIDDEN * 2, bytes = OWN_BYTES / 2;
+
+    (void)state;
+    l.dispatch.tokens = own;
+    refused(ep_dispatch(l.handle, &l.dispatch, NULL), EP_INVALID_ARGUMENT,
+            "tokens does not point into memory of ep_alloc() or ep_register() of this rank");
+    ok(ep_register(f->rank, own + 1024, bytes));
+    l.dispatch.tokens = own + 1024 - 16;
+    refused(ep_dispatch(l.handle, &l.dispatch, NULL), EP_INVALID_ARGUMENT, "tokens does not point into");
+    l.dispatch.tokens = own + 1024;
+    ok(ep_dispatch(l.handle, &l.dispatch, NULL));
+    l.dispatch.tokens = own + 1024 + bytes - tokens;
+    ok(ep_dispatch(l.handle, &l.dispatch, NULL));
+    l.dispatch.tokens = own + 1024 + bytes - tokens + 16;
+    refused(ep_dispatch(l.handle, &l.dispatch, NULL), EP_INVALID_ARGUMENT,
+            "tokens points into registered memory of 32768 bytes and has 2032 to its end: this op needs 2048");
+    l.dispatch.tokens = own + 1024 + bytes;
+    refused(ep_dispatch(l.handle, &l.dispatch, NULL), EP_INVALID_ARGUMENT, "tokens does not point into");
+    l.dispatch.tokens = own + 1024 + 8;
+    refused(ep_dispatch(l.handle, &l.dispatch, NULL), EP_INVALID_ARGUMENT, "must be a multiple of 16");
+    ok(ep_unregister(f->rank, own + 1024));
+    l.dispatch.tokens = own + 1024;
+    refused(ep_dispatch(l.handle, &l.dispatch, NULL), EP_INVALID_ARGUMENT, "tokens does not point into");
+    f->api->memory_destroy(memory);
+    destroy(f);
+}
+
+static void what_cannot_be_registered_is_refused(void **state)
+{
+    struct fixture *f = make_joined();
+    struct ep_cuda_memory *memory, *foreign;
+    uint8_t *own = make_own(f, 0, &memory), *other = make_own(f, 1, &foreign), *block = take(f, 1000);
+    uint8_t *peer = f->rank->device->api->memory_at(f->rank->device->window[2]);
+    uint8_t host[64] __attribute__((aligned(16)));
+
+    (void)state;
+    refused(ep_register(NULL, own, 16), EP_INVALID_ARGUMENT, "rank is NULL");
+    refused(ep_register(f->rank, NULL, 16), EP_INVALID_ARGUMENT, "memory is NULL");
+    refused(ep_register(f->rank, own, 0), EP_INVALID_ARGUMENT, "bytes is 0");
+    refused(ep_register(f->rank, own + 8, 16), EP_INVALID_ARGUMENT, "must be a multiple of 16");
+    refused(ep_register(f->rank, own, SIZE_MAX), EP_INVALID_ARGUMENT, "no memory has so many");
+    refused(ep_register(f->rank, own, EP_REGION_BYTES + 1), EP_INVALID_ARGUMENT, "no memory has so many");
+    refused(ep_register(f->rank, host, sizeof host), EP_INVALID_ARGUMENT, "is not GPU memory");
+    refused(ep_register(f->rank, other, 16), EP_INVALID_ARGUMENT, "is memory of device 1: must be of device 0");
+    refused(ep_register(f->rank, own + 1024, OWN_BYTES), EP_INVALID_ARGUMENT,
+            "memory has 64512 bytes, bytes is 65536: ");
+    refused(ep_register(f->rank, block, 16), EP_INVALID_ARGUMENT, "overlaps the window of rank 1");
+    refused(ep_register(f->rank, f->rank->window, 16), EP_INVALID_ARGUMENT, "overlaps the window of rank 1");
+    refused(ep_register(f->rank, f->rank->window - 16, 32), EP_INVALID_ARGUMENT, "overlaps the window of rank 1");
+    refused(ep_register(f->rank, peer, 16), EP_INVALID_ARGUMENT, "overlaps the window of rank 2");
+    cuda_fixture.fail = "memory_range";
+    cuda_fixture.fail_after = 0;
+    refused(ep_register(f->rank, own, 16), EP_INTERNAL, "because the test says so");
+    cuda_fixture.fail = NULL;
+    assert_int_equal(f->rank->regions.n, 0);
+    f->api->memory_destroy(memory);
+    f->api->memory_destroy(foreign);
+    destroy(f);
+}
+
+static void registered_memories_do_not_overlap(void **state)
+{
+    struct fixture *f = make_joined();
+    struct ep_cuda_memory *memory;
+    uint8_t *own = make_own(f, 0, &memory);
+
+    (void)state;
+    ok(ep_register(f->rank, own + 1024, 1024));
+    refused(ep_register(f->rank, own + 1024, 1024), EP_ALREADY_EXISTS, "overlaps the 1024 bytes registered at 0x");
+    refused(ep_register(f->rank, own, OWN_BYTES), EP_ALREADY_EXISTS, "overlaps");
+    refused(ep_register(f->rank, own, 1025), EP_ALREADY_EXISTS, "overlaps");
+    refused(ep_register(f->rank, own + 2032, 16), EP_ALREADY_EXISTS, "overlaps");
+    ok(ep_register(f->rank, own, 1024));
+    ok(ep_register(f->rank, own + 2048, 1));
+    refused(ep_unregister(f->rank, own + 1040), EP_NOT_FOUND, "no registered memory of this rank begins there");
+    refused(ep_unregister(f->rank, NULL), EP_INVALID_ARGUMENT, "memory is NULL");
+    refused(ep_unregister(NULL, own), EP_INVALID_ARGUMENT, "rank is NULL");
+    ok(ep_unregister(f->rank, own + 1024));
+    refused(ep_unregister(f->rank, own + 1024), EP_NOT_FOUND, "begins there");
+    ok(ep_register(f->rank, own + 1024, 1024));
+    f->api->memory_destroy(memory);
+    destroy(f);
+}
+
+static void there_is_a_bound_to_registered_memories(void **state)
+{
+    struct fixture *f = make_joined();
+    struct lane l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
+    struct ep_cuda_memory *memory;
+    uint8_t *own = make_own(f, 0, &memory), *last = own + (EP_MAX_REGISTERED - 1) * 256;
+
+    (void)state;
+    for (uint32_t i = 0; i < EP_MAX_REGISTERED; i++)
+        ok(ep_register(f->rank, own + i * 256, 256));
+    refused(ep_register(f->rank, own + 32768, 256), EP_RESOURCE_EXHAUSTED, "has 64 registered memories");
+    l.dispatch.topk_idx = last;
+    ok(ep_dispatch(l.handle, &l.dispatch, NULL));
+    assert_ptr_equal(address_of(f, cuda_fixture.op[0].topk_idx), last);
+    ok(ep_unregister(f->rank, own + 256));
+    ok(ep_register(f->rank, own + 32768, 256));
+    refused(ep_register(f->rank, own + 33024, 256), EP_RESOURCE_EXHAUSTED, "has 64 registered memories");
+    for (uint32_t i = 0; i < EP_MAX_REGISTERED; i++)
+        if (i != 1)
+            ok(ep_unregister(f->rank, own + i * 256));
+    assert_int_equal(f->rank->regions.n, 2);
+    ok(ep_unregister(f->rank, own + 32768));
+    assert_int_equal(f->rank->regions.n, 0);
+    f->api->memory_destroy(memory);
+    destroy(f);
+}
+
+static void memory_may_be_mapped_in_pieces(void **state)
+{
+    struct fixture *f = make_joined();
+    struct ep_cuda_memory *memory;
+    uint8_t *own = make_own(f, 0, &memory);
+
+    (void)state;
+    cuda_fixture.piece = 4096;
+    ok(ep_register(f->rank, own + 16, OWN_BYTES - 16));
+    ok(ep_unregister(f->rank, own + 16));
+    refused(ep_register(f->rank, own + 16, OWN_BYTES), EP_INVALID_ARGUMENT, "memory has 65520 bytes, bytes is 65536");
+    cuda_fixture.fail = "memory_range";
+    cuda_fixture.fail_after = OWN_BYTES / 4096 - 1;
+    refused(ep_register(f->rank, own, OWN_BYTES), EP_INTERNAL, "memory has 61440 bytes");
+    cuda_fixture.fail = NULL;
+    f->api->memory_destroy(memory);
+    destroy(f);
+}
+
+static void copies_reach_registered_memory(void **state)
+{
+    struct fixture *f = make_joined();
+    struct ep_cuda_memory *memory;
+    uint8_t *own = make_own(f, 0, &memory), there[1000], back[1000];
+
+    (void)state;
+    for (size_t i = 0; i < sizeof there; i++)
+        there[i] = (uint8_t)(i * 7);
+    refused(ep_write(f->rank, own, there, 1, NULL), EP_INVALID_ARGUMENT,
+            "to does not point into memory of ep_alloc() or ep_register() or a view");
+    ok(ep_register(f->rank, own, 2000));
+    ok(ep_write(f->rank, own + 1000, there, 1000, NULL));
+    assert_memory_equal((uint8_t *)cuda_fixture_host(own) + 1000, there, 1000);
+    ok(ep_read(f->rank, back, own + 1100, 900, NULL));
+    assert_memory_equal(back, there + 100, 900);
+    refused(ep_write(f->rank, own + 1001, there, 1000, NULL), EP_INVALID_ARGUMENT, "to has 999 bytes");
+    refused(ep_read(f->rank, back, own + 2000, 1, NULL), EP_INVALID_ARGUMENT, "from does not point into");
+    ok(ep_unregister(f->rank, own));
+    refused(ep_read(f->rank, back, own, 1, NULL), EP_INVALID_ARGUMENT, "from does not point into");
+    f->api->memory_destroy(memory);
+    destroy(f);
+}
+
+static void a_served_rank_has_its_window_only(void **state)
+{
+    struct fixture *f = make_joined();
+    struct lane l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
+    struct ep_cuda_memory *memory;
+    uint8_t *own = make_own(f, 0, &memory);
+
+    (void)state;
+    refused(ep_register(f->rank, own, OWN_BYTES), EP_UNIMPLEMENTED, "or join with EP_EXECUTOR_DIRECT");
+    refused(ep_unregister(f->rank, own), EP_UNIMPLEMENTED, "take memory from ep_alloc()");
+    l.dispatch.tokens = own;
+    refused(ep_dispatch(l.handle, &l.dispatch, NULL), EP_INVALID_ARGUMENT,
+            "tokens does not point into memory of ep_alloc() of this rank");
+    f->api->memory_destroy(memory);
+    destroy(f);
+}
+
 /* ---- failures ------------------------------------------------------------------------------------------------ */
 
 static void a_failure_is_told_once(void **state)
@@ -1186,6 +1416,14 @@ int main(void)
         BOTH(copies_reach_the_ranks_memory),
         BOTH(copies_stay_in_their_block),
         BOTH(copies_stay_in_their_view),
+        DIRECT(ops_use_registered_memory_as_it_is),
+        DIRECT(spans_stay_in_their_registered_memory),
+        DIRECT(what_cannot_be_registered_is_refused),
+        DIRECT(registered_memories_do_not_overlap),
+        DIRECT(there_is_a_bound_to_registered_memories),
+        DIRECT(memory_may_be_mapped_in_pieces),
+        DIRECT(copies_reach_registered_memory),
+        SERVED(a_served_rank_has_its_window_only),
         BOTH(a_failure_is_told_once),
         BOTH(failures_between_looks_are_not_missed),
         BOTH(a_new_handle_does_not_see_its_predecessors_ops),

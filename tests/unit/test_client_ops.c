@@ -723,6 +723,8 @@ static void bad_copies_are_named(void **state)
     refused(ep_write(l.rank, mine, mine, 4, NULL), EP_INVALID_ARGUMENT, "to does not point into");
     refused(ep_read(l.rank, mine, mine, 4, NULL), EP_INVALID_ARGUMENT, "from does not point into");
     refused(ep_read(l.rank, mine, l.x, 4096, NULL), EP_INVALID_ARGUMENT, "from has 256 bytes");
+    refused(ep_register(l.rank, mine, sizeof mine), EP_UNIMPLEMENTED, "backend is host");
+    refused(ep_unregister(l.rank, mine), EP_UNIMPLEMENTED, "take memory from ep_alloc()");
     ok(ep_read(l.rank, mine, l.x, 16, NULL));
     assert_true(mine[0] == l.x[0]);
     destroy(f);
