@@ -87,6 +87,7 @@ struct bench_config {
     bool spawn;
     enum bench_backend backend;
     uint32_t executor; /* that is asked for */
+    bool own_memory;   /* inputs and outputs in memory that workers register, not in the arena */
     uint32_t graph;                         /* pairs in a CUDA graph; 0: none is timed */
     uint32_t replays;                       /* of that, with other inputs each time */
     uint32_t ranks, experts, hidden, top_k; /* 0: not given */

@@ -17,6 +17,7 @@ enum {
     KEY_SPAWN,
     KEY_BACKEND,
     KEY_EXECUTOR,
+    KEY_MEMORY,
     KEY_RANKS,
     KEY_EXPERTS,
     KEY_HIDDEN,
@@ -60,6 +61,9 @@ static const struct argp_option flags[] = {
     { "executor", KEY_EXECUTOR, "NAME", 0,
       "auto, server or direct: who runs the ops, the server or the worker itself; or mixed: the server those of odd "
       "ranks (default auto)", 1 },
+    { "memory", KEY_MEMORY, "NAME", 0,
+      "arena or own: inputs and outputs are in the rank's window, or in GPU memory of the worker's own, registered; own "
+      "is for executor direct (default arena)", 1 },
     { NULL, 0, NULL, 0, "Sizes:", 2 },
     { "ranks", KEY_RANKS, "R", 0, "worker processes, 1 to 64 (default 2)", 2 },
     { "experts", KEY_EXPERTS, "E", 0, "experts in all (default 64)", 2 },
@@ -300,6 +304,14 @@ static ep_status executor(const char *text, uint32_t *out, struct ep_error *erro
     return ep_error_set(error, EP_INVALID_ARGUMENT, "--executor %s: must be auto, server, direct or mixed", text);
 }
 
+static ep_status memory(const char *text, bool *own, struct ep_error *error)
+{
+    *own = strcmp(text, "own") == 0;
+    if (*own || strcmp(text, "arena") == 0)
+        return EP_OK;
+    return ep_error_set(error, EP_INVALID_ARGUMENT, "--memory %s: must be arena or own", text);
+}
+
 static ep_status alignment(const char *text, uint32_t *out, struct ep_error *error)
 {
     ep_status status = number32("alignment", text, 1, 1 << 20, out, error);
@@ -324,6 +336,7 @@ static ep_status take_flag(struct parse *parse, int key, const char *text)
     case KEY_SPAWN: config->spawn = true; return EP_OK;
     case KEY_BACKEND: return backend(text, &config->backend, error);
     case KEY_EXECUTOR: return executor(text, &config->executor, error);
+    case KEY_MEMORY: return memory(text, &config->own_memory, error);
     case KEY_RANKS: return number32("ranks", text, 1, BENCH_MAX_RANKS, &config->ranks, error);
     case KEY_EXPERTS: return number32("experts", text, 1, 65536, &config->experts, error);
     case KEY_HIDDEN: return number32("hidden", text, 1, 1 << 20, &config->hidden, error);

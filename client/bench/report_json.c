@@ -62,6 +62,7 @@ static json_t *config_object(const struct bench_config *config)
                                (json_int_t)config->warmup, "seed", (json_int_t)config->seed, "verify",
                                config->verify, "timeout_ms", (json_int_t)config->timeout_ms);
 
+    json_object_set_new(object, "memory", json_string(config->own_memory ? "own" : "arena"));
     json_object_set_new(object, "drop", json_real(config->drop));
     json_object_set_new(object, "graph", json_integer((json_int_t)config->graph));
     json_object_set_new(object, "spawn", json_boolean(config->spawn));

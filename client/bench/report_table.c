@@ -163,10 +163,11 @@ ep_status report_table(const struct sweep *sweep, const struct figures *figures,
 
     if (!table)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a table");
-    printf("group %s on %s, executor %s: %u ranks, %u experts, hidden %u, top-k %u, routing %s, seed %llu, "
+    printf("group %s on %s, executor %s%s: %u ranks, %u experts, hidden %u, top-k %u, routing %s, seed %llu, "
            "%u iterations\n\n",
            config->group, bench_backends[config->backend], bench_executor_name(sweep->executor),
-           config->ranks, config->experts, config->hidden, config->top_k, config->routing_text,
+           config->own_memory ? ", memory own" : "", config->ranks, config->experts, config->hidden,
+           config->top_k, config->routing_text,
            (unsigned long long)config->seed, config->iters);
     for (uint32_t i = 0; i < sweep->n_results; i++)
         case_line(table, sweep, &sweep->results[i]);

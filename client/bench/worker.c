@@ -98,6 +98,15 @@ static ep_status open_device(struct worker *worker, struct ep_error *error)
     return worker->cuda->stream_create(worker->device, &worker->stream, error);
 }
 
+static ep_status check_memory(const struct worker *worker, struct ep_error *error)
+{
+    if (!worker->config->own_memory || worker->info.executor == EP_EXECUTOR_DIRECT)
+        return EP_OK;
+    return ep_error_set(error, EP_UNIMPLEMENTED,
+                        "--memory own: rank %u's ops are run by the server (backend %s), which sees its window only; "
+                        "executor direct on cuda can have it", worker->rank, worker->gpu ? "cuda" : "host");
+}
+
 static ep_status attach(struct worker *worker, bool retry, struct ep_error *error)
 {
     const struct bench_config *config = worker->config;
@@ -125,7 +134,7 @@ static ep_status attach(struct worker *worker, bool retry, struct ep_error *erro
     worker->result->arena_bytes = worker->info.group.arena_bytes;
     worker->result->backend = worker->info.backend;
     worker->result->executor = worker->info.executor;
-    if (open_device(worker, error) != EP_OK)
+    if (open_device(worker, error) != EP_OK || check_memory(worker, error) != EP_OK)
         return error->status;
 
     struct routing_shape shape = { config->ranks, config->experts, config->top_k, config->seed,

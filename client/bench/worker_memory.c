@@ -1,14 +1,15 @@
 /*
  * A case's memory at one rank: what ops use, and what this process reads and writes itself.  On the host
  * backend that is the same memory.  On a GPU there are copies, and they move between the ops here, never
- * while something is timed.
+ * while something is timed.  What ops use is in the arena, or with --memory=own GPU memory that this process makes
+ * for itself, as an application has tensors, and registers.
  */
 #include <stdlib.h>
 #include <string.h>
 
 #include "worker_private.h"
 
-enum { BUFFERS = 13, FILL_BYTES = 8 << 20, POISON = 0xa5, SCALE_ALIGN = 16 };
+enum { FILL_BYTES = 8 << 20, POISON = 0xa5, SCALE_ALIGN = 16 };
 
 /* One of the buffers, and where the two pointers to it are kept. */
 struct slot {
@@ -17,11 +18,11 @@ struct slot {
     void *there, *own;
 };
 
-static void list(struct worker *worker, struct slot slots[BUFFERS])
+static void list(struct worker *worker, struct slot slots[WORKER_BUFFERS])
 {
     const struct buffer_sizes *s = &worker->sizes;
     struct buffers *b = &worker->buffers, *o = &worker->own;
-    const struct slot all[BUFFERS] = {
+    const struct slot all[WORKER_BUFFERS] = {
         { "tokens", s->x, &b->x, &o->x },
         { "scales", s->x_scales, &b->x_scales, &o->x_scales },
         { "topk_idx", s->topk, &b->topk, &o->topk },
@@ -56,18 +57,41 @@ static void set(void *at, void *memory)
 
 /* ---- life -------------------------------------------------------------------------- */
 
-static ep_status open_slot(struct worker *worker, const struct slot *slot, struct ep_error *error)
+static ep_status take(struct worker *worker, const struct slot *slot, struct ep_error *error)
 {
-    void *there, *own;
+    void *there = ep_alloc(worker->ep, slot->bytes);
+
+    set(slot->there, there);
+    if (there)
+        return EP_OK;
+    return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "%zu bytes for %s: %s", slot->bytes, slot->name,
+                        ep_error_message());
+}
+
+static ep_status make(struct worker *worker, const struct slot *slot, struct ep_cuda_memory **memory,
+                      struct ep_error *error)
+{
+    ep_status status = worker->cuda->memory_create(worker->device, slot->bytes, memory, error);
+
+    if (status != EP_OK)
+        return ep_error_prefix(error, "%s", slot->name);
+    set(slot->there, worker->cuda->memory_at(*memory));
+    status = ep_register(worker->ep, get(slot->there), slot->bytes);
+    return status == EP_OK ? EP_OK : worker_failure(error, status, "ep_register");
+}
+
+static ep_status open_slot(struct worker *worker, const struct slot *slot, struct ep_cuda_memory **memory,
+                           struct ep_error *error)
+{
+    void *own;
+    ep_status status;
 
     if (slot->bytes == 0)
         return EP_OK;
-    there = ep_alloc(worker->ep, slot->bytes);
-    set(slot->there, there);
-    if (!there)
-        return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "%zu bytes for %s: %s", slot->bytes, slot->name,
-                            ep_error_message());
-    own = worker->gpu ? malloc(slot->bytes) : there;
+    status = worker->config->own_memory ? make(worker, slot, memory, error) : take(worker, slot, error);
+    if (status != EP_OK)
+        return status;
+    own = worker->gpu ? malloc(slot->bytes) : get(slot->there);
     set(slot->own, own);
     return own ? EP_OK
                : ep_error_set(error, EP_NO_MEMORY, "no memory for a copy of %s, %zu bytes", slot->name,
@@ -94,25 +118,30 @@ static ep_status open_view(struct worker *worker, struct ep_error *error)
 
 ep_status memory_open(struct worker *worker, struct ep_error *error)
 {
-    struct slot slots[BUFFERS];
+    struct slot slots[WORKER_BUFFERS];
     ep_status status = open_view(worker, error);
 
     list(worker, slots);
-    for (int i = 0; status == EP_OK && i < BUFFERS; i++)
-        status = open_slot(worker, &slots[i], error);
+    for (int i = 0; status == EP_OK && i < WORKER_BUFFERS; i++)
+        status = open_slot(worker, &slots[i], &worker->memory[i], error);
     return status;
 }
 
 void memory_close(struct worker *worker)
 {
-    struct slot slots[BUFFERS];
+    struct slot slots[WORKER_BUFFERS];
 
     list(worker, slots);
-    for (int i = 0; i < BUFFERS; i++) {
+    for (int i = 0; i < WORKER_BUFFERS; i++) {
         if (worker->gpu)
             free(get(slots[i].own));
-        if (get(slots[i].there))
+        if (worker->memory[i]) {
+            ep_unregister(worker->ep, get(slots[i].there)); /* fails when registering did */
+            worker->cuda->memory_destroy(worker->memory[i]);
+            worker->memory[i] = NULL;
+        } else if (get(slots[i].there)) {
             ep_free(worker->ep, get(slots[i].there));
+        }
     }
     free(worker->view.rows);
     free(worker->view.scales);

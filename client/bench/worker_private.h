@@ -8,7 +8,9 @@
 #include "experts.h"
 #include "verify.h"
 
-/* Sizes of a case's buffers in the arena, bytes; 0: not needed. */
+enum { WORKER_BUFFERS = 13 };
+
+/* Sizes of a case's buffers, bytes; 0: not needed. */
 struct buffer_sizes {
     size_t x, x_scales, topk, weights;
     size_t out, out_scales, counts, offsets, out_topk, out_weights, sources;
@@ -59,6 +61,7 @@ struct worker {
     struct inputs inputs;
     struct buffer_sizes sizes;
     struct buffers buffers; /* the ops' memory */
+    struct ep_cuda_memory *memory[WORKER_BUFFERS]; /* with own_memory: where they are */
     struct buffers own;     /* what this process reads and writes of it: on the host the same */
     struct view view;
     ep_handle *handle;

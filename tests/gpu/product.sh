@@ -321,6 +321,17 @@ process_steps() { # NAME [OPTION...]: of the group
     step "$name: a rank that is late is named" run_late "$@"
 }
 
+# Inputs and outputs where an application has its tensors.
+step 'memory of its own: odd shape, all layouts and formats' run_bench "${odd[@]}" --memory=own --tokens=1,77 \
+    --dtypes=$all_dtypes --iters=4 --warmup=1
+step 'memory of its own: odd shape, a rank without tokens' run_bench "${odd[@]}" --memory=own --tokens=0,13 \
+    --dtypes=$all_dtypes --zero-rank="$last" --drop=0.3 --iters=4 --warmup=1
+step_if_not_quick 'memory of its own: H 7168, K 8, E 256, T 128' run_bench "${model[@]}" --memory=own --tokens=128 \
+    --dtypes=$all_dtypes
+step "memory of its own: $replays launches of a graph, with other inputs each" run_bench "${small[@]}" --memory=own \
+    --tokens=24 --iters=20 --graph=2 --replays=$replays
+step 'memory of its own: kill -9 of a worker in a sweep' run_kill "${small[@]}" --memory=own --tokens=4,24 --iters=100
+
 # Ops that the server runs, all or those of every second rank.
 executor_steps() { # NAME EXECUTOR [FUNCTION]: to run each in
     local name=$1 executor=$2 in=("${@:3}")
