@@ -194,22 +194,6 @@ static ep_status run_storm(struct ll_passes *passes, uint32_t rank, struct ep_er
     return status;
 }
 
-/* Nobody has rung, and nothing runs that was rung for: the doorbell is answered at an op's end. */
-static ep_status wait_idle(struct world_rank *rank, struct ep_error *error)
-{
-    const uint64_t end = ep_clock_ns() + LONG_MS * EP_NS_PER_MS;
-    uint32_t doorbell = 1;
-    ep_status status = EP_OK;
-
-    while (status == EP_OK && doorbell) {
-        status = rank->world->api->read(rank->device, &doorbell, &mailbox_of(rank)->doorbell, sizeof doorbell, NULL,
-                                        error);
-        if (status == EP_OK && ep_clock_ns() > end)
-            return ep_error_set(error, EP_VERIFY_FAILED, "the doorbell of rank %u is not answered", rank->rank);
-    }
-    return status;
-}
-
 /* Numbers of ranks have drifted apart.  A reset, as of a group that nobody is in, has all begin anew. */
 ep_status ll_case_storm(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
 {
@@ -220,8 +204,6 @@ ep_status ll_case_storm(const struct ll_setting *setting, const struct shape *sh
         status = world_set_timeout(passes.world, STORM_MS, error);
     if (status == EP_OK)
         status = ll_each(&passes, world_all(passes.world), run_storm, error);
-    for (uint32_t r = 0; status == EP_OK && r < passes.world->ranks; r++)
-        status = wait_idle(&passes.world->rank[r], error);
     if (status == EP_OK)
         status = world_reset(passes.world, setting->timeout_ms, error);
     if (status == EP_OK)

@@ -107,6 +107,7 @@ static void close_serve(struct world_rank *rank)
     }
     pthread_join(rank->server, NULL);
     api->serve_close(rank->serve);
+    rank->serve = NULL;
 }
 
 /* Ranks of one GPU share its multiprocessors, so that the kernels of all of them fit at once. */
@@ -424,12 +425,15 @@ ep_status world_join(struct world *world, uint32_t rank, struct ep_error *error)
     return status == EP_OK ? set_from(world, rank, number, error) : status;
 }
 
-/* Rows of old numbers would pass for new ones. */
+/* Rows of old numbers would pass for new ones.  A mailbox may have been rung for what no stream waits for: only when
+ * nobody serves it does nothing run. */
 ep_status world_reset(struct world *world, uint32_t timeout_ms, struct ep_error *error)
 {
     const struct ep_layout_map *map = &world->map;
     ep_status status = EP_OK;
 
+    for (uint32_t r = 0; r < world->ranks; r++)
+        close_serve(&world->rank[r]);
     for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++) {
         world->from[r] = 1;
         status = world_fill(&world->rank[r], map->ll, 0, map->limits.ll_banks * map->bank_bytes, error);
@@ -439,5 +443,7 @@ ep_status world_reset(struct world *world, uint32_t timeout_ms, struct ep_error 
         if (status == EP_OK)
             status = write_state(&world->rank[r], timeout_ms, error);
     }
+    for (uint32_t r = 0; status == EP_OK && world->served && r < world->ranks; r++)
+        status = open_ops(&world->rank[r], error);
     return status;
 }

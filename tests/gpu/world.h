@@ -86,7 +86,7 @@ ep_status world_fill(struct world_rank *rank, uint64_t offset, uint8_t value, ui
 ep_status world_set_timeout(struct world *world, uint32_t timeout_ms, struct ep_error *error);
 /* The rank takes part in nothing any more: its peers stop waiting for it, and then it for them. */
 ep_status world_leave(struct world *world, uint32_t rank, struct ep_error *error);
-/* All begin anew at number 1, as in a group that nobody was in; nothing runs. */
+/* All begin anew at number 1, as in a group that nobody was in; no stream has work. */
 ep_status world_reset(struct world *world, uint32_t timeout_ms, struct ep_error *error);
 /* It takes part again from the first number that nobody has begun.  It has forgotten its handles. */
 ep_status world_join(struct world *world, uint32_t rank, struct ep_error *error);
