@@ -268,7 +268,8 @@ int main(int argc, char **argv)
         print_bars();
         return 0;
     }
-    ep_cuda_ask_for_queues();
+    if (o.sharing > 1)
+        ep_cuda_ask_for_queues();
     if (ep_cuda_open(&api, &error) != EP_OK) {
         printf("no GPU here: %s\n", error.text);
         return EXIT_SKIPPED;
