@@ -9,8 +9,8 @@ usage: deploy/setup.sh [--tests] [--check]
 
 Installs the missing packages with apt-get (as root, or through sudo).
 
-  --tests   also what the tests need: cmocka, clang with libFuzzer, valgrind, openssl, python3, iproute2,
-            patchelf
+  --tests   also what the tests need: cmocka, clang with libFuzzer, valgrind, spin, openssl, python3,
+            iproute2, patchelf
   --check   install nothing; list what is missing and exit 1 if anything is
   --help    this text
 TEXT
@@ -23,7 +23,9 @@ build_packages=(
     libuv1-dev libsqlite3-dev libyaml-dev libjansson-dev libmicrohttpd-dev
     libsmartcols-dev libsystemd-dev libxxhash-dev
 )
-test_packages=(libcmocka-dev clang valgrind openssl python3 python3-grpcio python3-protobuf iproute2 patchelf)
+test_packages=(
+    libcmocka-dev clang valgrind spin openssl python3 python3-grpcio python3-protobuf iproute2 patchelf
+)
 
 lock_wait_s=300 # how long another apt or dpkg may keep us waiting
 

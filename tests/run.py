@@ -35,6 +35,7 @@ UNIT_S = 120         # a unit test program, where ctest does not say
 BUILD_S = 900
 SCRIPT_S = 600
 GPU_S = 1800         # on a machine that has GPUs
+MODEL_S = 1800       # two minutes on two cores that have nothing else to do
 TIME_SCALE = {"release": 1, "asan": 3, "tsan": 5}
 VALGRIND_SCALE = 5
 EXIT_GRACE_S = 3     # a killed child may need a moment to be gone
@@ -190,8 +191,8 @@ def parse_cmocka(task, code, output):
     return cases
 
 
-def parse_gpu(task, code, output):
-    """One case per line of what tests/gpu says; a program that says nothing of the kind is one case itself."""
+def parse_lines(task, code, output):
+    """One case per line of what tests/gpu and tests/model say; a program that says nothing of the kind is one itself."""
     if code == SKIPPED:
         return [Case(task.name, "skipped", output)]
     outcomes = {"ok": "passed", "FAIL": "failed", "skip": "skipped"}
@@ -309,15 +310,21 @@ def gpu_tasks(quick):
     def script(name, *flags):
         return ["bash", os.path.join(TESTS, "gpu", name + ".sh"), *flags]
 
-    yield Task("gpu/run", script("run", "--quick", "--verbose"), GPU_S, parse=parse_gpu)
-    yield Task("gpu/bench", script("bench"), GPU_S, parse=parse_gpu)
-    yield Task("gpu/sanitize", script("sanitize"), GPU_S, parse=parse_gpu)
+    yield Task("gpu/run", script("run", "--quick", "--verbose"), GPU_S, parse=parse_lines)
+    yield Task("gpu/bench", script("bench"), GPU_S, parse=parse_lines)
+    yield Task("gpu/sanitize", script("sanitize"), GPU_S, parse=parse_lines)
     on_cpus = {"EP_CUDA_MODULE": os.path.join(BUILD, "unit", "libep_cuda_cpu.so")}
     yield Task("gpu/ll_device-on-cpus",
                [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", "2", "--filter", "T=33"], SCRIPT_S, on_cpus,
-               parse_gpu)
+               parse_lines)
     yield Task("gpu/product-on-cpus", script("product", "--gpus", "2", "--quick", *(["--filter", "of the server"] if quick else [])),
-               SCRIPT_S, on_cpus, parse_gpu)
+               SCRIPT_S, on_cpus, parse_lines)
+
+
+def model_task(case=""):
+    """case chooses some, as the script's argument does."""
+    return Task("model/ll", [sys.executable, "-B", os.path.join(TESTS, "model", "run.py"), *([case] if case else [])],
+                MODEL_S, parse=parse_lines)
 
 
 def layers_task():
@@ -382,6 +389,9 @@ class Run:
         if tasks and self.build("fuzz"):
             self.run(tasks)
 
+    def model(self):
+        self.run(self.chosen([model_task(self.only_case)]))
+
     def scripts(self):
         tasks = self.chosen(script_tasks(self.only_case))
         if tasks and self.build("release"):
@@ -424,7 +434,7 @@ def main():
                         help="release build, unit and integration tests only (under 5 minutes)")
     parser.add_argument("--only", metavar="PATTERN", default="",
                         help="only tasks with PATTERN in their name (asan, unit/test_rpc, fuzz, quickstart); "
-                             "TASK:CASE also chooses a case of an integration test")
+                             "TASK:CASE also chooses a case of an integration test or of model/ll")
     options = parser.parse_args()
 
     began = time.monotonic()
@@ -442,6 +452,7 @@ def main():
         if not options.quick:
             run.suite("asan")
             run.suite("tsan")
+            run.model()
             run.fuzz()
             run.scripts()
     finally:

@@ -10,6 +10,7 @@
  *   server()       leave() and join() of server/node/team_cuda.c, with agree() in it; kills the worker; cut() is
  *                  libepclient's when it hears that its rank is lost.
  *   ask            the beginning of dispatch: begin() of ll_dispatch.cu
+ *   tell_outside   what arrive() of ll_device.cuh does with the ranks that a block leaves out; DIFFERED: differed()
  *   give_up_old, give_credit, newcomers, take_counts, receive_again, finish_dispatch, last_block, find_partials, ...
  *                  the functions of these names in ll_dispatch.cu, ll_combine.cu and ll_device.cuh
  *   launched       the stream: a kernel begins when all blocks of the one before have ended, all its blocks at once.
@@ -22,7 +23,8 @@
  *   - Nothing waits for ever: every rank comes to the end of its script.  No wait has a timeout, unless TIMEOUTS says
  *     how many there are; then only the first point is checked, since one rank's timeout makes others wait for theirs.
  *   - Who joins takes part in number n for all ranks or for none, himself included.
- *   - All blocks of an op count the same sources in, and `arrived` names nobody whose part is not in the result.
+ *   - Each block keeps to what it saw itself of who takes part.  Still, what a dispatch leaves behind is of the same
+ *     sources for all blocks, those that `arrived` names; and in a combine `arrived` names nobody whose part a sum lacks.
  *
  * ## What is left out
  * Memory is sequentially consistent, but for `begun`, which becomes visible at any time up to the fence in newcomers();
@@ -34,15 +36,8 @@
  * not change again with the write after it; writes to several ranks, none of which sees the others' memory.  A
  * worker can be killed between any two of these writes all the same (DYING).
  *
- * ## Where the kernels do less
- * Here the blocks of an op agree on its members: the first one that has looked at `from` again says who they are
- * (`agreed`), in a combine each block tells whom it leaves out.  In the kernels each block keeps to what it saw itself:
- * MUTANT_OWN_VIEW.  When a rank leaves between the beginnings of two blocks of one op, after all that it had to send
- * has come, the first counts it in and the second does not, and rows of the ranks behind it get different places.
- * With ONLY_MEMORY that is no error: the first two points hold for the kernels as they are.
- *
  * Macros: R ranks (2, 3), N dispatches, a script (PAIRS, ...), SPARSE, LEAVES (VICTIM is killed; LIVES_ON: its worker
- * is not), JOINS, both (it is killed and comes back), TIMEOUTS, ONLY_MEMORY, MUTANT_... (what must be caught).
+ * is not), JOINS, both (it is killed and comes back), TIMEOUTS, MUTANT_... (what must be caught).
  */
 #if defined(LEAVES) || defined(JOINS)
 #define MEMBERSHIP
@@ -133,10 +128,7 @@ byte credit[R * R * B];
 byte from[R * R], begun[R], number[R], released[R * B];
 byte h_number[R * 2], h_excluded[R * 2];
 bit h_combined[R * 2], h_routed[R * 2];
-byte gone[R], late[R], done[R], pushed[R]; /* scratch */
-#ifndef MUTANT_OWN_VIEW
-byte agreed[R];
-#endif
+byte gone[R], late[R], outside[R], outsiders[R], done[R], pushed[R]; /* scratch */
 
 /* streams */
 byte launched[R]; /* step */
@@ -162,6 +154,9 @@ byte lates;          /* timeouts so far */
 #define SEEN ((from[FROM(r, 0)] <= n) | (from[FROM(r, 1)] <= n) << 1 | (from[FROM(r, 2)] <= n) << 2)
 #endif
 #define IN(mask, x) ((mask) >> (x) & 1)
+#define POPC(mask) (IN(mask, 0) + IN(mask, 1) + IN(mask, 2))
+#define COUNTED_IN (members & ~outside[r])
+#define DIFFERED ((gone[r] | late[r]) != 0 || outsiders[r] != 2 * POPC(outside[r]))
 
 #ifdef MEMBERSHIP
 #define MAY_LACK (1 << VICTIM)
@@ -197,14 +192,29 @@ byte lates;          /* timeouts so far */
 #endif
 #ifdef MUTANT_NO_CREDIT_WAIT
 #define HAS_CREDIT true
-#else
+#elif defined(MUTANT_ABSENT_OWES_NOTHING)
 #define HAS_CREDIT (n <= B || from[FROM(r, d)] > n - B || credit[CREDIT(r, d, n)] >= n - B)
+#else
+#define HAS_CREDIT (n <= B || from[FROM(r, d)] > n - B && from[FROM(r, d)] <= n || credit[CREDIT(r, d, n)] >= n - B)
 #endif
 #ifdef MUTANT_STALE_COUNTS
 #define COUNTS_THERE (counts[CELL(r, n, d)] > 0)
 #else
 #define COUNTS_THERE (counts[CELL(r, n, d)] == n)
 #endif
+
+/* ---- the end of an op ---------------------------------------------------------------------- */
+
+inline tell_outside()
+{
+    outside[r] = outside[r] | ALL & ~members;
+    outsiders[r] = outsiders[r] + POPC(ALL & ~members)
+}
+
+inline take_scratch()
+{
+    done[r] = 0; pushed[r] = 0; gone[r] = 0; late[r] = 0; outside[r] = 0; outsiders[r] = 0
+}
 
 /* ---- credits ------------------------------------------------------------------------------ */
 
@@ -268,7 +278,9 @@ inline ask()
 
 inline give_up_old()
 {
-#ifndef MUTANT_NO_CREDIT_ON_SKIP
+#ifdef MUTANT_NO_CREDIT_ON_SKIP
+    skip
+#else
     m = h_number[HANDLE(r, h)];
     if
     :: m + B > n -> give_credit(m)
@@ -323,6 +335,12 @@ inline push_headers(to)
     d = 0
 }
 
+inline miss(d)
+{
+    gone[r] = gone[r] | 1 << d;
+    missed = missed | 1 << d
+}
+
 inline wait_credit()
 {
     d = 0;
@@ -331,6 +349,7 @@ inline wait_credit()
     :: d < R && IN(members, d) ->
         if
         :: !DYING && HAS_CREDIT
+        :: !DYING && !HAS_CREDIT && GONE(d) -> miss(d)
         LATE(d)
         ESCAPE
         fi;
@@ -338,12 +357,6 @@ inline wait_credit()
     :: d == R -> break
     od;
     d = 0
-}
-
-inline miss(d)
-{
-    gone[r] = gone[r] | 1 << d;
-    missed = missed | 1 << d
 }
 
 inline newcomers()
@@ -356,11 +369,7 @@ inline newcomers()
 #ifndef MUTANT_NO_REREAD
     newly = (sends && members != 0 -> SEEN & ~members : 0);
 #endif
-    members = members | newly;
-#ifndef MUTANT_OWN_VIEW
-    agreed[r] = (ok && receives && agreed[r] == 0 -> members | 1 << R : agreed[r]);
-    members = (ok && receives -> agreed[r] & ALL : members)
-#endif
+    members = members | newly
 #endif
 }
 
@@ -419,7 +428,9 @@ inline check_rows(mask)
 /* Do the ranks agree who took part in n? */
 inline check_agreement(mask)
 {
-#ifndef TIMEOUTS
+#ifdef TIMEOUTS
+    skip
+#else
     assert(out[VICTIM] || IN(mask, VICTIM) || n < joined);
     assert(r != VICTIM || joined == 0 || mask == ALL);
     assert((mask | MAY_LACK) == ALL);
@@ -432,38 +443,36 @@ inline check_agreement(mask)
 
 inline finish_dispatch()
 {
-#ifndef ONLY_MEMORY
     if
-    :: receives && members != 0 && !out[r] ->
+    :: receives && COUNTED_IN != 0 ->
         assert(taken[2 * r] == taken[2 * r + 1]);
-        check_agreement(taken[2 * r])
+        assert((COUNTED_IN & ~(gone[r] | late[r])) == taken[2 * r]); /* "arrived" tells the truth */
+        if
+        :: !out[r] -> check_agreement(taken[2 * r])
+        :: else
+        fi
     :: else
     fi;
-#endif
     number[r] = (sends -> n : number[r]);
     h_number[HANDLE(r, h)] = n;
     h_combined[HANDLE(r, h)] = 0;
-    h_routed[HANDLE(r, h)] = receives && members != 0 && late[r] == 0;
-    h_excluded[HANDLE(r, h)] = gone[r];
-    done[r] = 0;
-    gone[r] = 0;
-    late[r] = 0;
-    taken[2 * r] = 0;
-    taken[2 * r + 1] = 0;
-#ifndef MUTANT_OWN_VIEW
-    agreed[r] = 0
-#endif
+    h_routed[HANDLE(r, h)] = receives && COUNTED_IN != 0 && late[r] == 0;
+    h_excluded[HANDLE(r, h)] = gone[r] | outside[r];
+    take_scratch()
 }
 
 inline arrive()
 {
     taken[2 * r + first] = got;
+#ifndef MUTANT_OWN_VIEW
+    tell_outside();
+#endif
     done[r]++;
     last = done[r] == 2;
-    again = last && ok && receives && (gone[r] | late[r]) != 0;
+    again = last && ok && receives && DIFFERED;
     if
     :: last && ok && !again -> finish_dispatch()
-    :: last && !ok -> done[r] = 0 /* refuse */
+    :: last && !ok -> take_scratch() /* refuse */
     :: else
     fi
 }
@@ -548,7 +557,8 @@ inline receive_again() /* when the other block has left */
     :: !DYING && ended[r] == 1
     ESCAPE
     fi;
-    got = members & ~(gone[r] | late[r]);
+    members = members & ~(gone[r] | late[r] | outside[r]);
+    got = members;
     check_rows(got);
     taken[2 * r] = got;
     taken[2 * r + 1] = got;
@@ -632,21 +642,15 @@ inline sum_partials()
 inline finish_combine()
 {
     if
-    :: ok && receives && !out[r] ->
-#ifndef ONLY_MEMORY
-        assert((members & GOAL & ~(gone[r] | late[r]) & ~taken[2 * r]) == 0); /* "arrived" tells the truth */
-#endif
+    :: ok && receives ->
+        assert((COUNTED_IN & GOAL & ~(gone[r] | late[r]) & ~taken[2 * r]) == 0); /* "arrived" tells the truth */
 #ifndef TIMEOUTS
-        assert((taken[2 * r] | MAY_LACK | ~GOAL & ALL) == ALL);
+        assert(out[r] || (taken[2 * r] | MAY_LACK | ~GOAL & ALL) == ALL);
 #endif
         summing[BANK(r, n)] = 0
     :: else
     fi;
-    done[r] = 0;
-    pushed[r] = 0;
-    gone[r] = 0;
-    late[r] = 0;
-    taken[2 * r] = 0
+    take_scratch()
 }
 
 inline begin()
@@ -656,11 +660,9 @@ inline begin()
     h = H;
     n = h_number[HANDLE(r, h)];
     members = SEEN;
-    ok = IN(members, r) && n > 0 && number[r] - n < B && h_routed[HANDLE(r, h)] &&
+    members = (IN(members, r) -> members : 0);
+    ok = members != 0 && n > 0 && number[r] - n < B && h_routed[HANDLE(r, h)] &&
          !(sends && h_combined[HANDLE(r, h)]);
-#ifndef MUTANT_OWN_VIEW
-    gone[r] = (ok -> gone[r] | ALL & ~members : gone[r])
-#endif
 }
 
 inline last_block()
@@ -676,6 +678,9 @@ inline last_block()
 
 inline arrive_combine()
 {
+#ifndef MUTANT_OWN_VIEW_COMBINE
+    tell_outside();
+#endif
     done[r]++;
     if
     :: done[r] == 2 -> finish_combine()
@@ -770,7 +775,7 @@ inline end_of_block()
 inline forget_state()
 {
     number[r] = 0; launched[r] = 0; ended[r] = 0;
-    gone[r] = 0; late[r] = 0; done[r] = 0; pushed[r] = 0;
+    take_scratch();
     d = 0;
     do
     :: d < 2 ->
@@ -781,9 +786,6 @@ inline forget_state()
         d++
     :: d == 2 -> break
     od;
-#ifndef MUTANT_OWN_VIEW
-    agreed[r] = 0;
-#endif
 #ifndef JOINS
     begun[r] = 0;
     d = 0;
@@ -957,13 +959,11 @@ inline join()
         released[BANK(VICTIM, 1)] = v - 1;
         h_number[HANDLE(VICTIM, 0)] = 0; h_number[HANDLE(VICTIM, 1)] = 0;
         h_routed[HANDLE(VICTIM, 0)] = 0; h_routed[HANDLE(VICTIM, 1)] = 0;
-        gone[VICTIM] = 0; late[VICTIM] = 0; done[VICTIM] = 0; pushed[VICTIM] = 0; ended[VICTIM] = 0;
+        gone[VICTIM] = 0; late[VICTIM] = 0; outside[VICTIM] = 0; outsiders[VICTIM] = 0;
+        done[VICTIM] = 0; pushed[VICTIM] = 0; ended[VICTIM] = 0;
         taken[2 * VICTIM] = 0; taken[2 * VICTIM + 1] = 0;
         held[BANK(VICTIM, 0)] = 0; held[BANK(VICTIM, 1)] = 0;
         summing[BANK(VICTIM, 0)] = 0; summing[BANK(VICTIM, 1)] = 0;
-#ifndef MUTANT_OWN_VIEW
-        agreed[VICTIM] = 0;
-#endif
         out[VICTIM] = 0;
         joined = v;
         do
