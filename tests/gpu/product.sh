@@ -239,6 +239,7 @@ run_server_killed_streams() {
     for n in 1 2 3 4 5 6 7 8 9 24; do
         serve --timeout-ms="$group_timeout_ms" "$@"
         heard[lost]=1
+        : >"$step_dir/lost.out" # what the last one said is not this one's
         "$gpu_bin/lost" moe "$n" >"$step_dir/lost.out" 2>&1 &
         worker[lost]=$!
         started+=("${worker[lost]}")
