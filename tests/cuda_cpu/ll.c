@@ -682,7 +682,7 @@ static void write_record(struct run *c, uint32_t part, bool second_half)
     store_words(&state->counters[part], &counters, sizeof counters);
     if (second_half)
         add_half(&c->record, &report->records[c->op->handle][part]);
-    report->records[c->op->handle][part] = c->record;
+    store_words(&report->records[c->op->handle][part], &c->record, sizeof c->record);
     if (c->record.status != EP_OK)
         note_failure(report, &c->record, part);
 }

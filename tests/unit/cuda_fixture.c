@@ -73,7 +73,7 @@ static ep_status enter(const char *name, uint32_t device, struct ep_error *error
         status = ep_error_set(error, EP_NOT_FOUND, "device %u: there are %d", device, CUDA_FIXTURE_DEVICES);
     else if (cuda_fixture.fail && strcmp(cuda_fixture.fail, name) == 0 && cuda_fixture.fail_after-- == 0)
         status = ep_error_set(error, EP_INTERNAL, "%s failed because the test says so", name);
-    else if (cuda_fixture.lost >> device & 1)
+    else if (__atomic_load_n(&cuda_fixture.lost, __ATOMIC_RELAXED) >> device & 1)
         status = ep_error_set(error, EP_IO, "device %u has fallen off the bus", device);
     if (status != EP_OK)
         pthread_mutex_unlock(&lock);

@@ -23,7 +23,7 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    cuda_fixture.lost = 0;
+    __atomic_store_n(&cuda_fixture.lost, 0, __ATOMIC_RELAXED);
     fixture_teardown(state);
     assert_int_equal(cuda_fixture.memories, 0);
     return 0;
@@ -487,13 +487,13 @@ static void a_broken_gpu_is_told_to_who_wants_to_join(void **state)
 
     create(f, "moe", &spec);
     join(f, &a, "moe", 0);
-    cuda_fixture.lost = 1u << 1;
+    __atomic_store_n(&cuda_fixture.lost, 1u << 1, __ATOMIC_RELAXED);
     release(&a, false);
     claim_when_free(f, &b, "moe", 0); /* nobody is kept waiting for a reset that cannot be */
     assert_int_equal(ep_membership_attach(b.membership, &f->identity, &error), EP_IO);
     assert_non_null(strstr(error.text, "device 1 has fallen off the bus"));
     release(&b, false);
-    cuda_fixture.lost = 0;
+    __atomic_store_n(&cuda_fixture.lost, 0, __ATOMIC_RELAXED);
     join(f, &b, "moe", 0);
     release(&b, false);
 }

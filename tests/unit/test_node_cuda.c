@@ -159,7 +159,7 @@ static void windows_go_to_the_device_that_is_meant(void **state)
     (void)state;
     cuda_fixture.on_info = first_is_not_shareable;
     node = open_node(&o);
-    cuda_fixture.lost = 1u << 1;
+    __atomic_store_n(&cuda_fixture.lost, 1u << 1, __ATOMIC_RELAXED);
     assert_int_equal(ep_node_window_create(node, 0, "moe/1/0", MIB, &window, &error), EP_IO);
     assert_string_equal(error.text,
                         "window moe/1/0: 1.0 MiB (1048576 bytes) on GPU-fixture-1: device 1 has fallen off the bus");

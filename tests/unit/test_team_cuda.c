@@ -164,9 +164,9 @@ static void a_broken_gpu_does_not_keep_it_from_the_others(void **state)
 {
     struct fixture *f = *state;
 
-    cuda_fixture.lost = 1u << 0;
+    __atomic_store_n(&cuda_fixture.lost, 1u << 0, __ATOMIC_RELAXED);
     ep_team_leave(f->team, 3);
-    cuda_fixture.lost = 0;
+    __atomic_store_n(&cuda_fixture.lost, 0, __ATOMIC_RELAXED);
     assert_int_equal(state_of(f, 0)->from[3], 1);
     assert_int_equal(state_of(f, 1)->from[3], EP_DEVICE_NEVER);
     assert_int_equal(state_of(f, 3)->from[3], EP_DEVICE_NEVER);
@@ -296,7 +296,7 @@ static void who_cannot_join_stays_absent(void **state)
     struct ep_error error = EP_ERROR_INIT;
 
     ep_team_leave(f->team, 0);
-    cuda_fixture.lost = 1u << 1;
+    __atomic_store_n(&cuda_fixture.lost, 1u << 1, __ATOMIC_RELAXED);
     assert_int_equal(ep_team_join(f->team, 0, &error), EP_IO);
     assert_non_null(strstr(error.text, "device 1 has fallen off the bus"));
     assert_int_equal(state_of(f, 0)->from[0], EP_DEVICE_NEVER);
@@ -332,11 +332,11 @@ static void a_reset_that_fails_leaves_all_absent(void **state)
     struct ep_error error = EP_ERROR_INIT;
 
     leave_all(f);
-    cuda_fixture.lost = 1u << 1;
+    __atomic_store_n(&cuda_fixture.lost, 1u << 1, __ATOMIC_RELAXED);
     assert_int_equal(ep_team_reset(f->team, &error), EP_IO);
     assert_string_equal(error.text, "window of rank 1: device 1 has fallen off the bus");
     assert_int_equal(state_of(f, 0)->from[0], EP_DEVICE_NEVER);
-    cuda_fixture.lost = 0;
+    __atomic_store_n(&cuda_fixture.lost, 0, __ATOMIC_RELAXED);
     assert_int_equal(ep_team_join(f->team, 0, NULL), EP_OK);
 }
 
@@ -488,11 +488,11 @@ static void who_gets_uncleared_memory_is_refused(void **state)
     start(f, 1);
     window_of(f, 1)[f->map.arena] = 1;
     stop(f);
-    cuda_fixture.lost = 1u << 1;
+    __atomic_store_n(&cuda_fixture.lost, 1u << 1, __ATOMIC_RELAXED);
     assert_true(ep_team_clean(f->team, 1));
     assert_int_equal(ep_executor_start(f->team, &options, &executor, &error), EP_IO);
     assert_non_null(strstr(error.text, "memory of rank 1 cannot be cleared"));
-    cuda_fixture.lost = 0;
+    __atomic_store_n(&cuda_fixture.lost, 0, __ATOMIC_RELAXED);
     start(f, 1);
     assert_int_equal(window_of(f, 1)[f->map.arena], 0);
     stop(f);
