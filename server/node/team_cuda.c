@@ -5,7 +5,7 @@
  * to these is who takes part: rank r does in every number n >= from[r], and every rank's state has a from[] of
  * its own, which running kernels look at again while they wait.  So
  *
- *   leave  is one word in each state, EP_DEVICE_NEVER;
+ *   leave  is one word in each state, EP_DEVICE_NEVER, and in its own all of them: to who has left, all are absent;
  *   join   needs a number that nobody has begun: a kernel that began it before it saw from[r] would
  *          neither send to r nor wait for it, while r waits for that kernel.  Dekker, with the kernels:
  *              kernel: begun = n; fence; look at from[]
@@ -95,6 +95,19 @@ static ep_status read_begun(const struct cuda_team *team, uint64_t *out, struct 
 
 /* ---- membership -------------------------------------------------------------------- */
 
+/* Its running op stops waiting: peers that have left it out send it nothing any more. */
+static void cut(struct cuda_team *team, uint32_t rank)
+{
+    uint64_t never[EP_DEVICE_MAX_RANKS];
+    struct ep_error error = EP_ERROR_INIT;
+
+    for (uint32_t i = 0; i < EP_DEVICE_MAX_RANKS; i++)
+        never[i] = EP_DEVICE_NEVER;
+    if (cuda_write(team, rank, cuda_state(team, rank)->from, never, sizeof never, &error))
+        EP_ERROR("node", "a rank cannot be told that all are absent", EP_U("rank", rank),
+                 EP_U("epoch", team->epoch), EP_S("error", error.text));
+}
+
 static void leave(struct ep_team *base, uint32_t rank)
 {
     struct cuda_team *team = cuda(base);
@@ -106,19 +119,17 @@ static void leave(struct ep_team *base, uint32_t rank)
     if (tell_from(team, rank, &error))
         EP_ERROR("node", "a rank's peers cannot be told that it is absent", EP_U("rank", rank),
                  EP_U("epoch", team->epoch), EP_S("error", error.text));
+    cut(team, rank);
 }
 
 static void leave_all(struct ep_team *base)
 {
     struct cuda_team *team = cuda(base);
-    struct ep_error error = EP_ERROR_INIT;
 
     for (uint32_t i = 0; i < team->n; i++)
         team->from[i] = EP_DEVICE_NEVER;
     for (uint32_t i = 0; i < team->n; i++)
-        if (cuda_write(team, i, cuda_state(team, i)->from, team->from, sizeof team->from, &error))
-            EP_ERROR("node", "a rank cannot be told that all are absent", EP_U("rank", i),
-                     EP_U("epoch", team->epoch), EP_S("error", error.text));
+        cut(team, i);
 }
 
 /* from[rank] is a number that nobody has begun, in every state. */

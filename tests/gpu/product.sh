@@ -220,6 +220,17 @@ run_killed_worker() {
     none_wrong
 }
 
+# The op of a worker waits for its peers when it is killed.  Who comes next does not wait for its timeout.
+run_killed_worker_in_op() {
+    serve --timeout-ms="$group_timeout_ms" "$@"
+    start_worker first "$last" --once
+    says first attached
+    sleep 1 # into the op
+    kill -KILL "${worker[first]}"
+    start_worker next "$last" --once
+    says next attached
+}
+
 # Ops wait for a peer when the server dies: all ranks but one have a worker.
 run_server_killed_in_op() {
     serve --timeout-ms="$group_timeout_ms" "$@"
@@ -315,6 +326,7 @@ process_steps() { # NAME [OPTION...]: of the group
     step "$name: hello_dispatch" run_hello "$@"
     step "$name: workers" run_workers "$@"
     step "$name: kill -9 of workers, again and again" run_killed_worker "$@"
+    step "$name: kill -9 of a worker, whose op waits for its peers" run_killed_worker_in_op "$@"
     step "$name: kill -9 of the server, between ops" run_server_killed "$@"
     step "$name: kill -9 of the server, ops wait for a peer" run_server_killed_in_op "$@"
     step "$name: kill -9 of the server, with many streams" run_server_killed_streams "$@"

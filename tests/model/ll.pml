@@ -8,7 +8,7 @@
  *                  blocks do.  Combine: sums partials.  Tokens are counted from the end and rows from the beginning, so
  *                  with small batches this is how kernels divide the work.
  *   server()       leave() and join() of server/node/team_cuda.c, with agree() in it; kills the worker; cut() is
- *                  libepclient's when it hears that its rank is lost.
+ *                  team_cuda.c's, and libepclient's when it hears that its rank is lost.
  *   ask            the beginning of dispatch: begin() of ll_dispatch.cu
  *   tell_outside   what arrive() of ll_device.cuh does with the ranks that a block leaves out; DIFFERED: differed()
  *   give_up_old, give_credit, newcomers, take_counts, receive_again, finish_dispatch, last_block, find_partials, ...
@@ -923,7 +923,7 @@ inline kill()
     doomed = 1
 }
 
-/* libepclient, when it hears that the rank is lost. */
+/* What the server, and libepclient when it hears of it, do to the state of the rank that is lost. */
 inline cut()
 {
     atomic {
@@ -967,7 +967,10 @@ inline join()
         out[VICTIM] = 0;
         joined = v;
         do
-        :: i < R -> assert(i == VICTIM || without[i] < v); i++
+        :: i < R ->
+            assert(i == VICTIM || without[i] < v);
+            from[FROM(VICTIM, i)] = (i == VICTIM -> v : 1);
+            i++
         :: else -> break
         od;
         i = 0;
@@ -985,8 +988,9 @@ proctype server()
 #ifdef LEAVES
 #ifdef JOINS
     if
-    :: kill(); leave()
-    :: leave(); kill()
+    :: kill(); leave(); cut()
+    :: leave(); kill(); cut()
+    :: leave(); cut(); kill()
     fi;
 #else
 #ifdef LIVES_ON
@@ -994,7 +998,8 @@ proctype server()
     cut()
 #else
     kill();
-    leave()
+    leave();
+    cut()
 #endif
 #endif
 #endif

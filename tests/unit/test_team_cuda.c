@@ -151,13 +151,26 @@ static void leaving_is_one_word_in_every_state(void **state)
 
     cuda_fixture.copies = 0;
     ep_team_leave(f->team, 2);
-    assert_int_equal(cuda_fixture.copies, RANKS);
+    assert_int_equal(cuda_fixture.copies, RANKS + 1); /* and what is said to itself */
     for (uint32_t r = 0; r < RANKS; r++) {
         assert_int_equal(state_of(f, r)->from[2], EP_DEVICE_NEVER);
-        assert_int_equal(state_of(f, r)->from[1], 1);
+        assert_int_equal(state_of(f, r)->from[1], r == 2 ? EP_DEVICE_NEVER : 1);
     }
     ep_team_leave(f->team, 2); /* told once */
-    assert_int_equal(cuda_fixture.copies, RANKS);
+    assert_int_equal(cuda_fixture.copies, RANKS + 1);
+}
+
+/* Its peers send it nothing any more, so an op of its that waits would wait for its timeout. */
+static void to_who_leaves_all_are_absent_until_it_joins(void **state)
+{
+    struct fixture *f = *state;
+
+    ep_team_leave(f->team, 2);
+    for (uint32_t peer = 0; peer < RANKS; peer++)
+        assert_int_equal(state_of(f, 2)->from[peer], EP_DEVICE_NEVER);
+    assert_int_equal(ep_team_join(f->team, 2, NULL), EP_OK);
+    for (uint32_t peer = 0; peer < RANKS; peer++)
+        assert_int_equal(state_of(f, 2)->from[peer], 1);
 }
 
 static void a_broken_gpu_does_not_keep_it_from_the_others(void **state)
@@ -737,6 +750,7 @@ int main(void)
         TEST(every_rank_is_expected_at_first),
         TEST(the_timeout_is_told_to_all),
         TEST(leaving_is_one_word_in_every_state),
+        TEST(to_who_leaves_all_are_absent_until_it_joins),
         TEST(a_broken_gpu_does_not_keep_it_from_the_others),
         TEST(all_leave_at_once),
         TEST(who_joins_takes_part_after_what_anybody_has_begun),
