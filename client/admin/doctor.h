@@ -28,6 +28,9 @@ struct ep_report {
 __attribute__((format(printf, 5, 6))) void ep_report_add(struct ep_report *report,
                                                          enum ep_finding_level level, const char *check,
                                                          const char *remedy, const char *format, ...);
+size_t ep_report_count(const struct ep_report *report, enum ep_finding_level level);
+/* The exit code: what could not be printed is an error. */
+int ep_report_print(const struct ep_admin *admin, const struct ep_report *report);
 
 void ep_doctor_gpu(struct ep_report *report); /* first: what is needed depends on it */
 /* Of it: the GPUs that the cuda backend sees, on a machine that has `nodes` of them; the fabric manager. */

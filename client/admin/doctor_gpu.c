@@ -255,7 +255,5 @@ void ep_doctor_gpu(struct ep_report *report)
         ep_doctor_cuda(report, api, nodes);
     else
         report_missing(report, why.text);
-    if (report->has_gpu)
-        ep_doctor_fabric(report);
     check_nccl(report);
 }
