@@ -4,7 +4,8 @@
  *   convert.c   formats of elements: sums with one rounding, quantisation to fp8
  *   copy.c      rows from place to place
  *   wait.c      sleeping until a peer has done something, and waking it
- *   team.c      membership, numbers, handles, ep_host_execute
+ *   team.c      membership, numbers, results
+ *   execute.c   ep_host_execute, and what states a handle goes through
  *   routing.c   where tokens go, where received rows lie; output tables
  *   ll.c ht.c   the two modes
  *
