@@ -306,7 +306,7 @@ EP_STATIC_ASSERT(sizeof(struct ep_device_record) == 128, "ep_device_record is sh
 
 /* Written by the rank's kernels, whoever launches them; read by its worker and the server. */
 struct ep_device_report {
-    uint64_t failures;   /* since somebody has set it to 0; the first of them: */
+    uint64_t failures;   /* since the worker has set it to 0; the first of them, which stays until there is a next: */
     uint64_t failure_op; /* EP_DEVICE_DISPATCH or EP_DEVICE_COMBINE */
     uint64_t reserved[6];
     struct ep_device_record failure;

@@ -58,7 +58,7 @@ struct cuda_watch {
     struct cuda_team *team;
     struct ep_executor_options options;
     uv_timer_t timer;
-    uint64_t told; /* sequence of the last failure: one that is counted and not written yet still has it */
+    uint64_t told; /* sequence of the last failure */
     bool blind;    /* a look has failed, and that was told */
     void (*on_closed)(struct cuda_watch *watch);
 };

@@ -80,19 +80,17 @@ static ep_status take_counters(struct cuda_watch *watch, struct ep_error *error)
     return EP_OK;
 }
 
-/* The kernel keeps the first failure since `failures` was 0. */
+/*
+ * The kernel keeps the first failure since the worker has taken one.  It is the worker's: were it taken here too, an
+ * op in a graph that is launched again could overwrite its record before the worker has looked.
+ */
 static ep_status take_failure(struct cuda_watch *watch, struct ep_error *error)
 {
-    const uint32_t rank = watch->options.rank;
-    const uint64_t none = 0;
     struct ep_device_report report; /* its beginning */
-    ep_status status = cuda_read(watch->team, rank, &report, report_of(watch),
+    ep_status status = cuda_read(watch->team, watch->options.rank, &report, report_of(watch),
                                  offsetof(struct ep_device_report, records), error);
 
-    if (status || !report.failures || report.failure.sequence == watch->told)
-        return status;
-    status = cuda_write(watch->team, rank, &report_of(watch)->failures, &none, sizeof none, error);
-    if (status)
+    if (status || report.failure.sequence == watch->told)
         return status;
     watch->told = report.failure.sequence;
     tell_timeout(watch, &report);
