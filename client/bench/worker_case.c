@@ -7,12 +7,6 @@
 
 /* ---- preparing --------------------------------------------------------------------- */
 
-/* LL takes 4-byte ids and HT 8-byte ones, so that both are used. */
-static uint32_t index_bytes(const struct worker *worker)
-{
-    return worker->of.mode == EP_MODE_LL ? 4 : 8;
-}
-
 static ep_status fill_inputs(struct worker *worker, struct ep_error *error)
 {
     const struct inputs *in = &worker->inputs;
@@ -25,7 +19,7 @@ static ep_status fill_inputs(struct worker *worker, struct ep_error *error)
         inputs_row(in, worker->rank, t, (char *)b->x + t * row,
                    b->x_scales ? (char *)b->x_scales + t * in->scale_bytes : NULL);
     for (size_t i = 0; i < choices; i++) {
-        if (index_bytes(worker) == 4)
+        if (worker_index_bytes(worker) == 4)
             ((int32_t *)b->topk)[i] = (int32_t)own->topk[i];
         else
             ((int64_t *)b->topk)[i] = own->topk[i];
@@ -92,74 +86,6 @@ void worker_end(struct worker *worker)
     inputs_close(&worker->inputs);
     worker->handle = NULL;
     worker->prepared = false;
-}
-
-/* ---- ops --------------------------------------------------------------------------- */
-
-/* The second half of a send-only op. */
-static ep_status complete(struct worker *worker, struct ep_error *error)
-{
-    ep_status status =
-        worker->op_flags & EP_OP_SEND_ONLY ? ep_complete(worker->handle, worker->stream) : EP_OK;
-
-    return status == EP_OK ? EP_OK : worker_failure(error, status, "ep_complete");
-}
-
-ep_status worker_dispatch(struct worker *worker, struct ep_error *error)
-{
-    const struct buffers *b = &worker->buffers;
-    const struct bench_dtype_info *dtype = &bench_dtypes[worker->of.dtype];
-    bool cached = (worker->op_flags & EP_OP_CACHED) != 0;
-    ep_dispatch_args args = {
-        .size = sizeof args,
-        .mode = worker->of.mode,
-        .layout = worker->of.layout,
-        .flags = worker->op_flags,
-        .input_dtype = dtype->input,
-        .wire_dtype = dtype->wire == dtype->input ? (ep_dtype)0 : dtype->wire,
-        .num_tokens = worker->tokens,
-        .top_k = worker->config->top_k,
-        .index_bytes = index_bytes(worker),
-        .alignment = worker->config->alignment,
-        .tokens = b->x,
-        .scales = b->x_scales,
-        .topk_idx = cached ? NULL : b->topk,
-        .topk_weights = cached ? NULL : b->weights,
-        .out = b->out,
-        .out_bytes = worker->sizes.out,
-        .out_scales = b->out_scales,
-        .counts = b->counts,
-        .offsets = b->offsets,
-        .out_topk = b->out_topk,
-        .out_weights = b->out_weights,
-        .sources = b->sources,
-        .scale_format = worker->of.scales,
-    };
-    ep_status status = ep_dispatch(worker->handle, &args, worker->stream);
-
-    return status == EP_OK ? complete(worker, error) : worker_failure(error, status, "ep_dispatch");
-}
-
-ep_status worker_combine(struct worker *worker, const void *rows, struct ep_error *error)
-{
-    ep_combine_args args = {
-        .size = sizeof args,
-        .flags = worker->op_flags & EP_OP_SEND_ONLY,
-        .dtype = bench_dtypes[worker->of.dtype].combine,
-        .rows = rows,
-        .rows_bytes = rows == worker->buffers.out ? worker->sizes.out : worker->sizes.rows,
-        .out = worker->buffers.result,
-    };
-    ep_status status = ep_combine(worker->handle, &args, worker->stream);
-
-    return status == EP_OK ? complete(worker, error) : worker_failure(error, status, "ep_combine");
-}
-
-ep_status worker_wait(struct worker *worker, const char *what, struct ep_error *error)
-{
-    ep_status status = ep_handle_wait(worker->handle, (int32_t)worker->config->timeout_ms * 3);
-
-    return status == EP_OK ? EP_OK : worker_failure(error, status, what);
 }
 
 /* ---- the verified runs ---------------------------------------------------------------- */

@@ -70,6 +70,12 @@ struct worker {
     uint64_t timed_hash; /* of the result of timed ops, which is always the same */
 };
 
+/* ---- worker_base.c ---- */
+
+void worker_get_on(struct worker *worker);
+/* The library's last failure as ours. */
+ep_status worker_failure(struct ep_error *error, ep_status status, const char *what);
+
 /* ---- worker_memory.c ---- */
 
 ep_status memory_open(struct worker *worker, struct ep_error *error);
@@ -93,6 +99,22 @@ ep_status memory_receive(struct worker *worker, const struct ep_ref_dispatch *pl
 ep_status memory_send_rows(struct worker *worker, const struct ep_ref_dispatch *plan, const ep_op_info *info,
                            const char *from, uint64_t stride, struct ep_error *error);
 
+/* ---- worker_ops.c ---- */
+
+uint32_t worker_index_bytes(const struct worker *worker); /* of topk_idx */
+
+/* One op each, without waiting.  rows NULL: rank-major, in place. */
+ep_status worker_dispatch(struct worker *worker, struct ep_error *error);
+ep_status worker_combine(struct worker *worker, const void *rows, struct ep_error *error);
+/* For the handle's ops, and what became of the last one. */
+ep_status worker_wait(struct worker *worker, const char *what, struct ep_error *error);
+/* Waits for all ops. */
+ep_status worker_sync(struct worker *worker, struct ep_error *error);
+/* What a timed combine reads. */
+const void *worker_timed_rows(const struct worker *worker);
+/* Hash of what the last combine gave. */
+ep_status worker_hash_result(struct worker *worker, uint64_t *hash, struct ep_error *error);
+
 /* ---- worker_case.c ---- */
 
 ep_status worker_prepare(struct worker *worker, uint32_t case_index, struct ep_error *error);
@@ -105,24 +127,5 @@ ep_status worker_time(struct worker *worker, uint32_t flags, struct ep_error *er
 /* The same on a GPU, and launches of a graph of config->graph pairs. */
 ep_status device_time(struct worker *worker, struct ep_error *error);
 ep_status device_time_graph(struct worker *worker, struct ep_error *error);
-
-/* Waits for all ops. */
-ep_status worker_sync(struct worker *worker, struct ep_error *error);
-/* Hash of what the last combine gave. */
-ep_status worker_hash_result(struct worker *worker, uint64_t *hash, struct ep_error *error);
-
-/* One op each, without waiting.  rows NULL: rank-major, in place. */
-ep_status worker_dispatch(struct worker *worker, struct ep_error *error);
-ep_status worker_combine(struct worker *worker, const void *rows, struct ep_error *error);
-/* For the handle's ops, and what became of the last one. */
-ep_status worker_wait(struct worker *worker, const char *what, struct ep_error *error);
-
-/* What a timed combine reads. */
-const void *worker_timed_rows(const struct worker *worker);
-
-void worker_get_on(struct worker *worker);
-
-/* The library's last failure as ours. */
-ep_status worker_failure(struct ep_error *error, ep_status status, const char *what);
 
 #endif

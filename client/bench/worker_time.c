@@ -13,13 +13,6 @@ enum {
     VICTIM_WAIT_S = 60
 };
 
-const void *worker_timed_rows(const struct worker *worker)
-{
-    if (worker->of.layout == EP_LAYOUT_RANK_MAJOR && bench_dtypes[worker->of.dtype].wire != EP_FP8_E4M3)
-        return NULL;
-    return worker->buffers.rows ? worker->buffers.rows : worker->buffers.out;
-}
-
 static float us(uint64_t from, uint64_t to)
 {
     return (float)((double)(to - from) / 1e3);
@@ -125,13 +118,6 @@ static ep_status latencies(struct worker *worker, uint32_t flags, struct ep_erro
 
 /* ---- the chain: pairs back to back ------------------------------------------------------ */
 
-ep_status worker_sync(struct worker *worker, struct ep_error *error)
-{
-    ep_status status = ep_sync(worker->ep, (int32_t)worker->config->timeout_ms * 3);
-
-    return status == EP_OK ? EP_OK : worker_failure(error, status, "ep_sync");
-}
-
 static ep_status one_of_the_chain(struct worker *worker, struct ep_error *error)
 {
     ep_status status = worker_dispatch(worker, error);
@@ -169,14 +155,6 @@ static ep_status chain(struct worker *worker, struct ep_error *error)
         status = worker_sync(worker, error);
     worker->result->chain_us = (double)us(start, ep_clock_ns()) / counted;
     return status;
-}
-
-ep_status worker_hash_result(struct worker *worker, uint64_t *hash, struct ep_error *error)
-{
-    if (memory_pull_result(worker, error) != EP_OK)
-        return error->status;
-    *hash = verify_hash(0, worker->own.result, worker->sizes.result);
-    return EP_OK;
 }
 
 static ep_status timed(struct worker *worker, struct ep_error *error)

@@ -1,0 +1,96 @@
+/* Ops of a prepared case: one each, waiting for them, and what they gave. */
+#include "worker_private.h"
+
+/* LL takes 4-byte ids and HT 8-byte ones, so that both are used. */
+uint32_t worker_index_bytes(const struct worker *worker)
+{
+    return worker->of.mode == EP_MODE_LL ? 4 : 8;
+}
+
+/* The second half of a send-only op. */
+static ep_status complete(struct worker *worker, struct ep_error *error)
+{
+    ep_status status =
+        worker->op_flags & EP_OP_SEND_ONLY ? ep_complete(worker->handle, worker->stream) : EP_OK;
+
+    return status == EP_OK ? EP_OK : worker_failure(error, status, "ep_complete");
+}
+
+ep_status worker_dispatch(struct worker *worker, struct ep_error *error)
+{
+    const struct buffers *b = &worker->buffers;
+    const struct bench_dtype_info *dtype = &bench_dtypes[worker->of.dtype];
+    bool cached = (worker->op_flags & EP_OP_CACHED) != 0;
+    ep_dispatch_args args = {
+        .size = sizeof args,
+        .mode = worker->of.mode,
+        .layout = worker->of.layout,
+        .flags = worker->op_flags,
+        .input_dtype = dtype->input,
+        .wire_dtype = dtype->wire == dtype->input ? (ep_dtype)0 : dtype->wire,
+        .num_tokens = worker->tokens,
+        .top_k = worker->config->top_k,
+        .index_bytes = worker_index_bytes(worker),
+        .alignment = worker->config->alignment,
+        .tokens = b->x,
+        .scales = b->x_scales,
+        .topk_idx = cached ? NULL : b->topk,
+        .topk_weights = cached ? NULL : b->weights,
+        .out = b->out,
+        .out_bytes = worker->sizes.out,
+        .out_scales = b->out_scales,
+        .counts = b->counts,
+        .offsets = b->offsets,
+        .out_topk = b->out_topk,
+        .out_weights = b->out_weights,
+        .sources = b->sources,
+        .scale_format = worker->of.scales,
+    };
+    ep_status status = ep_dispatch(worker->handle, &args, worker->stream);
+
+    return status == EP_OK ? complete(worker, error) : worker_failure(error, status, "ep_dispatch");
+}
+
+ep_status worker_combine(struct worker *worker, const void *rows, struct ep_error *error)
+{
+    ep_combine_args args = {
+        .size = sizeof args,
+        .flags = worker->op_flags & EP_OP_SEND_ONLY,
+        .dtype = bench_dtypes[worker->of.dtype].combine,
+        .rows = rows,
+        .rows_bytes = rows == worker->buffers.out ? worker->sizes.out : worker->sizes.rows,
+        .out = worker->buffers.result,
+    };
+    ep_status status = ep_combine(worker->handle, &args, worker->stream);
+
+    return status == EP_OK ? complete(worker, error) : worker_failure(error, status, "ep_combine");
+}
+
+ep_status worker_wait(struct worker *worker, const char *what, struct ep_error *error)
+{
+    ep_status status = ep_handle_wait(worker->handle, (int32_t)worker->config->timeout_ms * 3);
+
+    return status == EP_OK ? EP_OK : worker_failure(error, status, what);
+}
+
+ep_status worker_sync(struct worker *worker, struct ep_error *error)
+{
+    ep_status status = ep_sync(worker->ep, (int32_t)worker->config->timeout_ms * 3);
+
+    return status == EP_OK ? EP_OK : worker_failure(error, status, "ep_sync");
+}
+
+const void *worker_timed_rows(const struct worker *worker)
+{
+    if (worker->of.layout == EP_LAYOUT_RANK_MAJOR && bench_dtypes[worker->of.dtype].wire != EP_FP8_E4M3)
+        return NULL;
+    return worker->buffers.rows ? worker->buffers.rows : worker->buffers.out;
+}
+
+ep_status worker_hash_result(struct worker *worker, uint64_t *hash, struct ep_error *error)
+{
+    if (memory_pull_result(worker, error) != EP_OK)
+        return error->status;
+    *hash = verify_hash(0, worker->own.result, worker->sizes.result);
+    return EP_OK;
+}
