@@ -1,5 +1,7 @@
 #include "bench.h"
 
+#include <stdio.h>
+
 #include "ep_client.h"
 
 const struct bench_dtype_info bench_dtypes[BENCH_DTYPES] = {
@@ -32,6 +34,22 @@ const char *bench_case_dtype(const struct bench_case *of)
     const struct bench_dtype_info *dtype = &bench_dtypes[of->dtype];
 
     return of->scales == EP_SCALE_UE8M0 ? dtype->powers : dtype->name;
+}
+
+void bench_case_text(const struct bench_case *of, char *text, size_t size)
+{
+    snprintf(text, size, "%s %s %s T=%u%s", bench_mode_name(of->mode), bench_layout_name(of->layout),
+             bench_case_dtype(of), of->tokens, of->pass == BENCH_BACKWARD ? " backward" : "");
+}
+
+const char *bench_pass_name(enum bench_pass pass)
+{
+    return pass == BENCH_BACKWARD ? "backward" : "forward";
+}
+
+bool bench_pass_exists(ep_mode mode, enum bench_pass pass)
+{
+    return pass == BENCH_FORWARD || mode == EP_MODE_HT; /* LL has no gradients of weights */
 }
 
 const char *const bench_backends[] = {

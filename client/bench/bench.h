@@ -56,6 +56,15 @@ struct bench_dtype_info {
 extern const struct bench_dtype_info bench_dtypes[BENCH_DTYPES];
 bool bench_quantised(enum bench_dtype dtype); /* on the way */
 
+/*
+ * What is measured of a case.  Backward, as in training: after a dispatch and its combine, the gradients of the
+ * combine's output are dispatched with the handle's routing, and a combine of the experts' gradients gives those of
+ * the dispatch's input and of the weights.
+ */
+enum bench_pass { BENCH_FORWARD, BENCH_BACKWARD };
+const char *bench_pass_name(enum bench_pass pass);
+bool bench_pass_exists(ep_mode mode, enum bench_pass pass);
+
 const char *bench_mode_name(ep_mode mode);
 const char *bench_scales_name(ep_scale_format format);
 /* An ep_executor, or this: ranks of odd numbers have server, the others direct. */
@@ -70,9 +79,11 @@ struct bench_case {
     enum bench_dtype dtype;
     uint32_t tokens;
     ep_scale_format scales; /* of fp8; else 0 */
+    enum bench_pass pass;
 };
 bool bench_scaled(const struct bench_case *of);          /* travels in fp8 */
 const char *bench_case_dtype(const struct bench_case *of); /* as "fp8/ue8m0" */
+void bench_case_text(const struct bench_case *of, char *text, size_t size); /* for people */
 
 /* AUTO: what the group or the node has; settled before a worker begins. */
 enum bench_backend { BENCH_BACKEND_AUTO, BENCH_BACKEND_HOST, BENCH_BACKEND_CUDA };

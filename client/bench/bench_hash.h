@@ -17,7 +17,9 @@ enum bench_stream {
     STREAM_BIAS,
     STREAM_TOKEN,
     STREAM_SCALE,
-    STREAM_ROW_BIAS
+    STREAM_ROW_BIAS,
+    STREAM_GRADIENT,
+    STREAM_GRADIENT_SCALE
 };
 
 static inline uint64_t bench_hash(uint64_t seed, enum bench_stream stream, uint32_t a, uint32_t b, uint32_t c)

@@ -9,7 +9,7 @@ void buffer_sizes(const struct bench_config *config, const struct bench_case *of
     const struct bench_dtype_info *dtype = &bench_dtypes[of->dtype];
     size_t h = config->hidden, k = config->top_k, scales = inputs_scale_bytes(config, of);
     bool rank_major = of->layout == EP_LAYOUT_RANK_MAJOR, fp8 = dtype->wire == EP_FP8_E4M3;
-    bool with_topk = rank_major || of->layout == EP_LAYOUT_FLAT;
+    bool with_topk = rank_major || of->layout == EP_LAYOUT_FLAT, backward = of->pass == BENCH_BACKWARD;
 
     if (of->layout == EP_LAYOUT_EXPERT_MAJOR)
         positions = (uint64_t)local_experts * config->ranks * max_tokens;
@@ -32,6 +32,8 @@ void buffer_sizes(const struct bench_config *config, const struct bench_case *of
         .sources = positions * sizeof(ep_source_row),
         .rows = fp8 || rank_major ? positions * h * ep_ref_bytes(dtype->combine) : 0,
         .result = tokens * h * ep_ref_bytes(dtype->combine),
+        .row_grads = backward ? positions * (with_topk ? k : 1) * sizeof(float) : 0,
+        .topk_grads = backward ? tokens * k * sizeof(float) : 0,
     };
 }
 

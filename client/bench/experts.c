@@ -149,6 +149,59 @@ ep_status experts_run(const struct inputs *inputs, uint32_t rank, const struct r
     return EP_OK;
 }
 
+/* ---- the worker's gradients -------------------------------------------------------- */
+
+static double dot(const double *a, const double *b, uint32_t n)
+{
+    double sum = 0;
+
+    for (uint32_t h = 0; h < n; h++)
+        sum += a[h] * b[h];
+    return sum;
+}
+
+/* One for each choice that brought the row here. */
+static void store_weight_grads(const struct inputs *inputs, uint32_t rank, const struct received *received,
+                               const struct ep_ref_row *row, double product, float *row_grads)
+{
+    if (row->expert >= 0) {
+        int64_t expert = ep_ref_expert_at(&inputs->routing, rank, (uint32_t)row->expert);
+
+        row_grads[row->position] = (float)(inputs_expert((uint32_t)expert) * product);
+        return;
+    }
+    for (uint32_t j = 0; j < received->top_k; j++) {
+        uint64_t at = row->position * received->top_k + j;
+        int32_t local = received->topk[at];
+        int64_t expert = local < 0 ? -1 : ep_ref_expert_at(&inputs->routing, rank, (uint32_t)local);
+
+        if (expert >= 0)
+            row_grads[at] = (float)(inputs_expert((uint32_t)expert) * product);
+    }
+}
+
+ep_status experts_weight_grads(const struct inputs *inputs, uint32_t rank, const struct received *forward,
+                               const struct received *gradients, const struct ep_ref_dispatch *plan,
+                               float *row_grads, struct ep_error *error)
+{
+    uint32_t hidden = inputs->hidden;
+    double *x = malloc(2 * (size_t)hidden * sizeof *x);
+
+    if (!x)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for two rows of %u elements", hidden);
+    for (uint64_t i = 0; i < plan->n_rows; i++) {
+        const struct ep_ref_row *row = &plan->rows[i];
+
+        if (row->padding)
+            continue;
+        load_row(forward, row->position, x);
+        load_row(gradients, row->position, x + hidden);
+        store_weight_grads(inputs, rank, gradients, row, dot(x, x + hidden, hidden), row_grads);
+    }
+    free(x);
+    return EP_OK;
+}
+
 /* ---- the reference's experts ------------------------------------------------------- */
 
 bool experts_model_init(struct experts_model *model, const struct inputs *inputs)
@@ -218,4 +271,31 @@ void experts_model_expert(void *user, uint32_t source, uint32_t token, uint32_t 
         else if (rounded)
             value[h] = ep_ref_round(dtype, value[h]);
     }
+}
+
+/*
+ * x and g are each known within their radius, so c <x, g> is within Q = |c| sum (|x| rg + |g| rx + rx rg).  The sum is
+ * made in double precision (unit roundoff v = 2^-53), with A = |c| sum (|x| + rx) (|g| + rg) and H + 1 roundings in a
+ * row at most, and rounded to fp32 once:
+ *     bound = E + h(|c <x, g>| + E),  E = Q + (H + 1) v / (1 - (H + 1) v) A.
+ */
+void experts_model_weight_grad(struct experts_model *forward, struct experts_model *gradients, uint32_t source,
+                               uint32_t token, uint32_t expert, double *value, double *bound)
+{
+    const double c = inputs_expert(expert), v = 0x1p-53;
+    const uint32_t hidden = forward->inputs->hidden;
+    double q = 0, a = 0, e;
+
+    load_token(forward, source, token);
+    load_token(gradients, source, token);
+    for (uint32_t h = 0; h < hidden; h++) {
+        double x = fabs(forward->values[h]), rx = forward->radius[h];
+        double g = fabs(gradients->values[h]), rg = gradients->radius[h];
+
+        q += x * rg + g * rx + rx * rg;
+        a += (x + rx) * (g + rg);
+    }
+    *value = c * dot(forward->values, gradients->values, hidden);
+    e = fabs(c) * (q + (hidden + 1) * v / (1 - (hidden + 1) * v) * a);
+    *bound = e + ep_ref_half_ulp(EP_FP32, fabs(*value) + e);
 }

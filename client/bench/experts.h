@@ -39,6 +39,14 @@ ep_status experts_run(const struct inputs *inputs, uint32_t rank, const struct r
                       const struct ep_ref_dispatch *plan, char *rows, uint64_t rows_stride,
                       struct ep_error *error);
 
+/*
+ * The gradients of the weights that the plan's rows had: of expert e, c_e <x, g>, with the row x that came forward
+ * and the gradient g that came to its place.  row_grads: [positions] in packed, [positions, k] in flat.
+ */
+ep_status experts_weight_grads(const struct inputs *inputs, uint32_t rank, const struct received *forward,
+                               const struct received *gradients, const struct ep_ref_dispatch *plan,
+                               float *row_grads, struct ep_error *error);
+
 /* The reference's view of the same (ep_ref_expert_fn): user is a struct experts_model. */
 struct experts_model {
     const struct inputs *inputs;
@@ -46,6 +54,11 @@ struct experts_model {
     uint32_t source, token;  /* whose values those are */
     double *values, *radius; /* [H] each */
 };
+
+/* Gradient of one choice's weight, and how far what experts_weight_grads() made of it may be from that.  Both
+ * models belong to the same token, one in each pass. */
+void experts_model_weight_grad(struct experts_model *forward, struct experts_model *gradients, uint32_t source,
+                               uint32_t token, uint32_t expert, double *value, double *bound);
 
 bool experts_model_init(struct experts_model *model, const struct inputs *inputs);
 void experts_model_fini(struct experts_model *model);

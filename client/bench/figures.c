@@ -200,8 +200,10 @@ static void small_group(const struct bench_config *config, struct bench_config *
     small->iters = LL_ITERS;
     small->warmup = LL_ITERS / 10;
     small->n_cases = 2;
-    small->cases[0] = (struct bench_case){ EP_MODE_LL, EP_LAYOUT_RANK_MAJOR, BENCH_BF16, 1, EP_SCALE_FP32 };
-    small->cases[1] = (struct bench_case){ EP_MODE_LL, EP_LAYOUT_RANK_MAJOR, BENCH_BF16, 128, EP_SCALE_FP32 };
+    small->cases[0] = (struct bench_case){ EP_MODE_LL, EP_LAYOUT_RANK_MAJOR, BENCH_BF16, 1, EP_SCALE_FP32,
+                                           BENCH_FORWARD };
+    small->cases[1] = (struct bench_case){ EP_MODE_LL, EP_LAYOUT_RANK_MAJOR, BENCH_BF16, 128, EP_SCALE_FP32,
+                                           BENCH_FORWARD };
 }
 
 static ep_status add_service(const struct bench_config *config, double memcpy_all, struct figures *figures,

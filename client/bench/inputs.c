@@ -31,7 +31,9 @@ static void fill_tables(void)
 /* 16 random bits for each of the row's elements, four at a time. */
 static uint64_t four(const struct inputs *inputs, uint32_t rank, uint32_t token, uint32_t column)
 {
-    return bench_hash(inputs->config->seed, STREAM_TOKEN, rank, token, column / 4);
+    enum bench_stream stream = inputs->pass == BENCH_BACKWARD ? STREAM_GRADIENT : STREAM_TOKEN;
+
+    return bench_hash(inputs->config->seed, stream, rank, token, column / 4);
 }
 
 static uint32_t number_of(uint64_t bits, uint32_t column)
@@ -53,7 +55,8 @@ static bool powers(const struct inputs *inputs)
 
 static float scale_of(const struct inputs *inputs, uint32_t rank, uint32_t token, uint32_t block)
 {
-    uint64_t bits = bench_hash(inputs->config->seed, STREAM_SCALE, rank, token, block);
+    enum bench_stream stream = inputs->pass == BENCH_BACKWARD ? STREAM_GRADIENT_SCALE : STREAM_SCALE;
+    uint64_t bits = bench_hash(inputs->config->seed, stream, rank, token, block);
     double mantissa = powers(inputs) ? 1.0 : 1.0 + (double)(bits & 0xffff) / 65536.0;
 
     return (float)ldexp(mantissa, -6 - (int)(bits >> 16 & 7));

@@ -17,6 +17,7 @@
 struct inputs {
     const struct bench_config *config;
     struct bench_case of;
+    enum bench_pass pass;     /* whose elements: the tokens', or the gradients' of what became of them */
     uint32_t hidden, scales;  /* elements, scales of a row */
     size_t scale_bytes;       /* of a row's scales */
     struct ep_ref_rank *rank; /* [ranks]: choices and weights, as `routing` sees them */

@@ -26,6 +26,7 @@ enum {
     KEY_TOKENS,
     KEY_MODES,
     KEY_LAYOUTS,
+    KEY_PASSES,
     KEY_DTYPES,
     KEY_SCALES,
     KEY_ROUTING,
@@ -76,6 +77,9 @@ static const struct argp_option flags[] = {
       3 },
     { "modes", KEY_MODES, "LIST", 0, "of ll, ht (default: both, or what the group has)", 3 },
     { "layouts", KEY_LAYOUTS, "LIST", 0, "of expert-major, rank-major, packed, flat (default: all)", 3 },
+    { "passes", KEY_PASSES, "LIST", 0,
+      "of forward, backward (ht; gradients with the routing of a forward pass, those of the weights too): what is "
+      "timed (default forward)", 3 },
     { "dtypes", KEY_DTYPES, "LIST", 0,
       "of bf16, fp16, fp32, fp8 (bf16 quantised on the way), fp16-to-fp8, fp32-to-fp8, fp8-given (default "
       "bf16)",
@@ -133,7 +137,7 @@ struct parse {
     struct bench_config *config;
     struct ep_error *error;
     uint32_t tokens[64], n_tokens;
-    uint32_t modes, layouts, dtypes, scales; /* bits */
+    uint32_t modes, layouts, passes, dtypes, scales; /* bits */
     bool bad;
 };
 
@@ -237,6 +241,16 @@ static ep_status layouts_item(struct parse *parse, const char *text)
         }
     return ep_error_set(parse->error, EP_INVALID_ARGUMENT,
                         "--layouts: '%s' must be expert-major, rank-major, packed or flat", text);
+}
+
+static ep_status passes_item(struct parse *parse, const char *text)
+{
+    for (enum bench_pass pass = BENCH_FORWARD; pass <= BENCH_BACKWARD; pass++)
+        if (strcmp(text, bench_pass_name(pass)) == 0) {
+            parse->passes |= 1u << pass;
+            return EP_OK;
+        }
+    return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--passes: '%s' must be forward or backward", text);
 }
 
 static ep_status dtypes_item(struct parse *parse, const char *text)
@@ -345,6 +359,7 @@ static ep_status take_flag(struct parse *parse, int key, const char *text)
     case KEY_TOKENS: return each("tokens", text, parse, tokens_item);
     case KEY_MODES: return each("modes", text, parse, modes_item);
     case KEY_LAYOUTS: return each("layouts", text, parse, layouts_item);
+    case KEY_PASSES: return each("passes", text, parse, passes_item);
     case KEY_DTYPES: return each("dtypes", text, parse, dtypes_item);
     case KEY_SCALES: return each("scales", text, parse, scales_item);
     case KEY_ROUTING: return routing(text, config, error);
@@ -388,16 +403,22 @@ static error_t on_flag(int key, char *text, struct argp_state *state)
 /* ---- the cases ---------------------------------------------------------- */
 
 /* What has no scales is one case, whatever --scales says. */
-static void add_cases(const struct parse *parse, ep_mode mode, ep_layout layout, enum bench_dtype dtype,
-                      uint32_t tokens)
+static void add_scales(const struct parse *parse, struct bench_case of)
 {
     struct bench_config *config = parse->config;
-    struct bench_case of = { mode, layout, dtype, tokens, EP_SCALE_FP32 };
     uint32_t scales = bench_scaled(&of) ? parse->scales : 1u << EP_SCALE_FP32;
 
     for (; of.scales <= EP_SCALE_UE8M0; of.scales++)
         if (scales & 1u << of.scales && config->n_cases < BENCH_MAX_CASES)
             config->cases[config->n_cases++] = of;
+}
+
+static void add_cases(const struct parse *parse, ep_mode mode, ep_layout layout, enum bench_dtype dtype,
+                      uint32_t tokens)
+{
+    for (enum bench_pass pass = BENCH_FORWARD; pass <= BENCH_BACKWARD; pass++)
+        if (parse->passes & 1u << pass && bench_pass_exists(mode, pass))
+            add_scales(parse, (struct bench_case){ mode, layout, dtype, tokens, EP_SCALE_FP32, pass });
 }
 
 static void cross(const struct parse *parse)
@@ -434,6 +455,8 @@ static ep_status finish(struct parse *parse)
         parse->modes = 1u << EP_MODE_LL | 1u << EP_MODE_HT;
     if (parse->layouts == 0)
         parse->layouts = ~0u;
+    if (parse->passes == 0)
+        parse->passes = 1u << BENCH_FORWARD;
     if (parse->dtypes == 0)
         parse->dtypes = 1u << BENCH_BF16;
     if (parse->scales != 0 && !any_scaled(parse))
@@ -444,7 +467,8 @@ static ep_status finish(struct parse *parse)
     cross(parse);
     if (config->n_cases == 0)
         return ep_error_set(parse->error, EP_INVALID_ARGUMENT,
-                            "--layouts: none exists in these modes (flat: ht; others: ll; packed: both)");
+                            "--layouts, --passes: none exists in these modes (flat, backward: ht; packed, forward: "
+                            "both; others: ll)");
     if (config->n_cases == BENCH_MAX_CASES)
         return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--tokens: there would be more than %d cases",
                             BENCH_MAX_CASES - 1);

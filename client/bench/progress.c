@@ -14,13 +14,14 @@ void progress(uint32_t index, uint32_t n, const struct bench_case *of, const cha
     static uint64_t last;
     bool terminal = isatty(STDERR_FILENO);
     uint64_t now = ep_clock_ns();
+    char name[80];
 
     if (!terminal && last && now - last < EVERY_S * EP_NS_PER_S)
         return;
     last = now;
-    fprintf(stderr, "%s%u/%u %s %s %s T=%u: %s%s", terminal ? "\r\033[K" : "ep-bench: ", index + 1, n,
-            bench_mode_name(of->mode), bench_layout_name(of->layout), bench_case_dtype(of),
-            of->tokens, what, terminal ? "" : "\n");
+    bench_case_text(of, name, sizeof name);
+    fprintf(stderr, "%s%u/%u %s: %s%s", terminal ? "\r\033[K" : "ep-bench: ", index + 1, n, name, what,
+            terminal ? "" : "\n");
     line_open = terminal;
 }
 

@@ -14,6 +14,9 @@ const char report_definitions[] =
     "launches\n"
     "  service            what the client saw of a pair minus the executor's own time (p50); cuda: of pairs "
     "that are waited for\n"
+    "  backward           of the pass: the dispatch of gradients with the routing of a forward one, and the combine "
+    "of what\n"
+    "                     experts made of them, with the gradients of the weights\n"
     "  wire GB/s          bytes that a rank sends to other ranks in a pair, each (token, rank) once, per "
     "period\n"
     "  logical GB/s       T x k rows out and T x k rows back per period (how most READMEs count)\n"
@@ -28,13 +31,12 @@ static void print_failures(const struct sweep *sweep)
         const struct case_result *r = &sweep->results[i];
         char name[80];
 
-        snprintf(name, sizeof name, "case %u (%s %s %s T=%u)", i, bench_mode_name(r->of.mode),
-                 bench_layout_name(r->of.layout), bench_case_dtype(&r->of), r->of.tokens);
+        bench_case_text(&r->of, name, sizeof name);
         if (r->error.status != EP_OK)
-            fprintf(stderr, "ep-bench: %s: %s\n", name, r->error.text);
+            fprintf(stderr, "ep-bench: case %u (%s): %s\n", i, name, r->error.text);
         if (r->mismatches)
-            fprintf(stderr, "ep-bench: %s: %llu mismatches; %s\n", name, (unsigned long long)r->mismatches,
-                    r->first);
+            fprintf(stderr, "ep-bench: case %u (%s): %llu mismatches; %s\n", i, name,
+                    (unsigned long long)r->mismatches, r->first);
     }
 }
 
@@ -45,20 +47,21 @@ static void csv_line(const struct sweep *sweep, const struct case_result *r)
     const char *verified = !sweep->config.verify ? "unchecked" : r->verified ? "yes" : "no";
 
     printf("%s,%s,%s,%s,%u,%s,%llu,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.4f,%.4f,%llu,%.9g,%."
-           "6f,%.3f,%s,%s\n",
+           "6f,%.3f,%s,%s,%s\n",
            bench_mode_name(r->of.mode), bench_layout_name(r->of.layout), bench_dtypes[r->of.dtype].name,
            bench_scaled(&r->of) ? bench_scales_name(r->of.scales) : "", r->of.tokens, verified, (unsigned long long)r->mismatches, r->dispatch.p50, r->dispatch.p90,
            r->dispatch.p99, r->combine.p50, r->combine.p90, r->combine.p99, r->pair.p50, r->pair.p90,
            r->pair.p99, r->pair_us, r->service_us, r->wire_gbps, r->logical_gbps,
            (unsigned long long)r->buffer_bytes, r->max_error, r->max_bound_ratio, r->graph_us,
-           bench_backends[sweep->config.backend], bench_executor_name(sweep->executor));
+           bench_backends[sweep->config.backend], bench_executor_name(sweep->executor),
+           bench_pass_name(r->of.pass));
 }
 
 static ep_status report_csv(const struct sweep *sweep)
 {
     puts("mode,layout,dtype,scales,tokens,verified,mismatches,dispatch_p50_us,dispatch_p90_us,dispatch_p99_us,"
          "combine_p50_us,combine_p90_us,combine_p99_us,p50_us,p90_us,p99_us,pair_us,service_us,wire_gbps,"
-         "logical_gbps,buffer_bytes,max_error,max_bound_ratio,graph_pair_us,backend,executor");
+         "logical_gbps,buffer_bytes,max_error,max_bound_ratio,graph_pair_us,backend,executor,pass");
     for (uint32_t i = 0; i < sweep->n_results; i++)
         csv_line(sweep, &sweep->results[i]);
     return EP_OK;

@@ -40,6 +40,7 @@ static json_t *case_object(const struct bench_config *config, const struct case_
         json_object_set_new(object, numbers[i].name, real(numbers[i].value));
     json_object_set_new(object, "scales",
                         bench_scaled(&r->of) ? json_string(bench_scales_name(r->of.scales)) : json_null());
+    json_object_set_new(object, "pass", json_string(bench_pass_name(r->of.pass)));
     json_object_set_new(object, "graph_pair_us", r->graph_us > 0 ? json_real(r->graph_us) : json_null());
     json_object_set_new(object, "buffer_bytes", json_integer((json_int_t)r->buffer_bytes));
     json_object_set_new(object, "hash", json_sprintf("%016llx", (unsigned long long)r->hash));

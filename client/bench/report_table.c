@@ -52,6 +52,7 @@ static const struct column case_columns[] = {
     { "MODE", true },
     { "LAYOUT", true },
     { "DTYPE", true },
+    { "PASS", true },
     { "T", false },
     { "VERIFIED", true },
     { "DISPATCH p50/p90/p99", false },
@@ -83,6 +84,7 @@ static void case_line(struct libscols_table *table, const struct sweep *sweep, c
     put(line, &column, "%s", bench_mode_name(r->of.mode));
     put(line, &column, "%s", bench_layout_name(r->of.layout));
     put(line, &column, "%s", bench_case_dtype(&r->of));
+    put(line, &column, "%s", bench_pass_name(r->of.pass));
     put(line, &column, "%u", r->of.tokens);
     put(line, &column, "%s", verdict_word(sweep, r));
     put_quantiles(line, &column, &r->dispatch, r->measured);

@@ -45,7 +45,7 @@ static bool outdone(const struct bench_config *config, uint32_t index)
     for (uint32_t i = 0; i < config->n_cases; i++) {
         const struct bench_case *other = &config->cases[i];
         bool same = other->mode == of->mode && other->layout == of->layout && other->dtype == of->dtype &&
-                    other->scales == of->scales;
+                    other->scales == of->scales && other->pass == of->pass;
 
         if (same && (other->tokens > of->tokens || (other->tokens == of->tokens && i < index)))
             return true;

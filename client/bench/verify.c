@@ -295,6 +295,59 @@ ep_status verify_combine(struct verifier *verifier, const void *result, const ui
     return ok ? EP_OK : ep_error_set(error, EP_NO_MEMORY, "no memory to verify a combine");
 }
 
+/* ---- gradients of the weights --------------------------------------------------------- */
+
+static void check_weight_grad(struct verifier *verifier, uint32_t token, uint32_t choice, float got,
+                              double value, double bound)
+{
+    struct bench_verdict *verdict = verifier->verdict;
+    double off = fabs((double)got - value);
+
+    verify_mismatch(verdict, !(off <= bound),
+                    "topk_grads: choice %u of token %u is %.9g, must be %.9g give or take %.3g", choice, token,
+                    (double)got, value, bound);
+    if (bound > 0 && off / bound > verdict->max_bound_ratio)
+        verdict->max_bound_ratio = off / bound;
+}
+
+/* A choice that reached nobody has none. */
+static void check_weight_grads(struct verifier *verifier, struct experts_model *forward,
+                               struct experts_model *gradients, uint32_t token, const float *grads,
+                               const uint64_t *arrived)
+{
+    const struct ep_ref_routing *routing = &verifier->inputs->routing;
+    const int64_t *topk = routing->rank[verifier->rank].topk + (uint64_t)token * routing->top_k;
+
+    for (uint32_t j = 0; j < routing->top_k; j++) {
+        double value = 0, bound = 0;
+        uint32_t home, local;
+
+        if (ep_ref_home(routing, verifier->rank, token, topk[j], &home, &local) && bit(arrived, home))
+            experts_model_weight_grad(forward, gradients, verifier->rank, token, (uint32_t)topk[j], &value, &bound);
+        check_weight_grad(verifier, token, j, grads[j], value, bound);
+    }
+}
+
+ep_status verify_weight_grads(struct verifier *verifier, const float *topk_grads, const uint64_t *arrived,
+                              struct ep_error *error)
+{
+    const struct inputs *inputs = verifier->inputs;
+    struct inputs tokens = *inputs; /* the same routes */
+    struct experts_model forward, gradients;
+    bool ok = experts_model_init(&forward, &tokens);
+
+    tokens.pass = BENCH_FORWARD;
+    ok = experts_model_init(&gradients, inputs) && ok;
+    for (uint32_t t = 0; ok && t < inputs->rank[verifier->rank].tokens; t++) {
+        check_weight_grads(verifier, &forward, &gradients, t, topk_grads + (uint64_t)t * inputs->routing.top_k,
+                           arrived);
+        get_on(verifier);
+    }
+    experts_model_fini(&forward);
+    experts_model_fini(&gradients);
+    return ok ? EP_OK : ep_error_set(error, EP_NO_MEMORY, "no memory to verify gradients of weights");
+}
+
 /* ---- hashes -------------------------------------------------------------------------- */
 
 uint64_t verify_hash(uint64_t seed, const void *bytes, size_t n)

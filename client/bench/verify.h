@@ -30,6 +30,10 @@ ep_status verify_dispatch(struct verifier *verifier, const struct received *rece
 ep_status verify_combine(struct verifier *verifier, const void *result, const uint64_t *arrived,
                          struct ep_error *error);
 
+/* topk_grads: [T, k].  arrived: of the backward pass's combine, whose inputs the verifier has. */
+ep_status verify_weight_grads(struct verifier *verifier, const float *topk_grads, const uint64_t *arrived,
+                              struct ep_error *error);
+
 /* Hash of everything that a dispatch defined (rows in order, and what describes them), and a result. */
 uint64_t verify_hash_dispatch(const struct received *received, const struct ep_ref_dispatch *plan);
 uint64_t verify_hash(uint64_t seed, const void *bytes, size_t n);

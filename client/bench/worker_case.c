@@ -7,30 +7,6 @@
 
 /* ---- preparing --------------------------------------------------------------------- */
 
-static ep_status fill_inputs(struct worker *worker, struct ep_error *error)
-{
-    const struct inputs *in = &worker->inputs;
-    const struct buffers *b = &worker->own;
-    const struct ep_ref_rank *own = &in->rank[worker->rank];
-    size_t row = (size_t)in->hidden * ep_ref_bytes(bench_dtypes[worker->of.dtype].input);
-    size_t choices = (size_t)worker->tokens * in->config->top_k;
-
-    for (uint32_t t = 0; t < worker->tokens; t++)
-        inputs_row(in, worker->rank, t, (char *)b->x + t * row,
-                   b->x_scales ? (char *)b->x_scales + t * in->scale_bytes : NULL);
-    for (size_t i = 0; i < choices; i++) {
-        if (worker_index_bytes(worker) == 4)
-            ((int32_t *)b->topk)[i] = (int32_t)own->topk[i];
-        else
-            ((int64_t *)b->topk)[i] = own->topk[i];
-        b->weights[i] = own->weights[i];
-    }
-    /* Timed without having been verified. */
-    if (memory_fill(worker, worker->buffers.rows, 0, worker->sizes.rows, error) != EP_OK)
-        return error->status;
-    return memory_push_inputs(worker, 0, error);
-}
-
 static ep_status make_plan(struct worker *worker, struct ep_ref_dispatch *plan, struct ep_error *error)
 {
     uint32_t max_tokens = worker->of.mode == EP_MODE_LL ? worker->info.group.ll_max_tokens : 0;
@@ -52,7 +28,9 @@ static ep_status prepare_memory(struct worker *worker, struct ep_error *error)
                  worker->info.group.ll_max_tokens, plan.positions, &worker->sizes);
     ep_ref_dispatch_free(&plan);
     status = memory_open(worker, error);
-    return status == EP_OK ? fill_inputs(worker, error) : status;
+    if (status == EP_OK) /* timed without having been verified */
+        status = memory_fill(worker, worker->buffers.rows, 0, worker->sizes.rows, error);
+    return status == EP_OK ? worker_begin_pass(worker, BENCH_FORWARD, error) : status;
 }
 
 ep_status worker_prepare(struct worker *worker, uint32_t case_index, struct ep_error *error)
@@ -133,13 +111,37 @@ static ep_status combined(struct worker *worker, const void *rows, ep_op_info *i
     return status;
 }
 
+/* The backward pass needs what came forward, and makes gradients of the weights of both. */
+static ep_status weight_grads(struct worker *worker, const struct ep_ref_dispatch *plan,
+                              const struct received *received, struct ep_error *error)
+{
+    const struct received forward = memory_kept(worker, received);
+    ep_status status = experts_weight_grads(&worker->inputs, worker->rank, &forward, received, plan,
+                                            worker->own.row_grads, error);
+
+    return status == EP_OK ? memory_push(worker, worker->buffers.row_grads, worker->own.row_grads,
+                                         worker->sizes.row_grads, error)
+                           : status;
+}
+
+static ep_status keep_or_use(struct worker *worker, const struct ep_ref_dispatch *plan,
+                             const struct received *received, struct ep_error *error)
+{
+    if (worker->of.pass == BENCH_FORWARD)
+        return EP_OK;
+    if (worker->inputs.pass == BENCH_BACKWARD)
+        return weight_grads(worker, plan, received, error);
+    memory_keep(worker, received);
+    return EP_OK;
+}
+
 /* Between the two ops: check what came, then let the experts work. */
 static ep_status between(struct worker *worker, struct verifier *verifier, const struct ep_ref_dispatch *plan,
                          const ep_op_info *info, uint32_t run, const void **rows, uint64_t *hash,
                          struct ep_error *error)
 {
     struct received received;
-    uint64_t stride;
+    uint64_t stride, content;
     char *to;
     ep_status status = memory_receive(worker, plan, info, &received, error);
 
@@ -150,44 +152,50 @@ static ep_status between(struct worker *worker, struct verifier *verifier, const
         verify_mismatch(verifier->verdict, 1, "a rank-major dispatch came without a view");
         return EP_OK;
     }
-    *hash = verify_hash_dispatch(&received, plan);
+    content = verify_hash_dispatch(&received, plan);
+    *hash = verify_hash(*hash, &content, sizeof content);
     if (run == 0)
         status = verify_dispatch(verifier, &received, plan, worker->own.sources, info, error);
+    if (status == EP_OK)
+        status = keep_or_use(worker, plan, &received, error);
     if (status == EP_OK)
         status = experts_run(&worker->inputs, worker->rank, &received, plan, to, stride, error);
     return status == EP_OK ? memory_send_rows(worker, plan, info, to, stride, error) : status;
 }
 
+/* What the combine gave. */
+static ep_status check_result(struct worker *worker, struct verifier *verifier, const uint64_t *arrived,
+                              struct ep_error *error)
+{
+    ep_status status = verify_combine(verifier, worker->own.result, arrived, error);
+
+    if (status == EP_OK && worker->inputs.pass == BENCH_BACKWARD)
+        status = verify_weight_grads(verifier, worker->own.topk_grads, arrived, error);
+    return status;
+}
+
 static ep_status run_with_plan(struct worker *worker, struct verifier *verifier,
                                const struct ep_ref_dispatch *plan, const ep_op_info *dispatch, uint32_t run,
-                               struct ep_error *error)
+                               uint64_t *hash, struct ep_error *error)
 {
-    struct bench_verdict *verdict = &worker->result->verdict;
     ep_op_info combine = { 0 };
     const void *rows = NULL;
-    uint64_t hash = 0;
-    ep_status status = between(worker, verifier, plan, dispatch, run, &rows, &hash, error);
+    uint64_t result = 0;
+    ep_status status = between(worker, verifier, plan, dispatch, run, &rows, hash, error);
 
     if (status == EP_OK)
         status = combined(worker, rows, &combine, error);
     if (status == EP_OK)
-        status = memory_pull_result(worker, error);
-    if (status != EP_OK)
-        return status;
-    hash = verify_hash(hash, worker->own.result, worker->sizes.result);
-    if (run == 0) /* later runs must give the same bytes */
-        status = verify_combine(verifier, worker->own.result, combine.arrived, error);
-    else
-        verify_mismatch(verdict, hash != verdict->hash, "run %u differs from run 0 with the same inputs",
-                        run);
-    verdict->hash = hash;
-    verdict->runs++;
+        status = worker_hash_result(worker, &result, error);
+    if (status == EP_OK && run == 0) /* later runs must give the same bytes */
+        status = check_result(worker, verifier, combine.arrived, error);
+    *hash = verify_hash(*hash, &result, sizeof result);
     worker->result->wire_bytes = dispatch->wire_bytes + combine.wire_bytes;
     worker->result->logical_bytes = dispatch->logical_bytes + combine.logical_bytes;
     return status;
 }
 
-static ep_status verified_run(struct worker *worker, uint32_t run, struct ep_error *error)
+static ep_status run_pass(struct worker *worker, uint32_t run, uint64_t *hash, struct ep_error *error)
 {
     struct verifier verifier = { &worker->inputs, worker->rank, &worker->result->verdict,
                                  &worker->result->progress };
@@ -204,9 +212,41 @@ static ep_status verified_run(struct worker *worker, uint32_t run, struct ep_err
     status = make_plan(worker, &plan, error);
     if (status != EP_OK)
         return status;
-    status = run_with_plan(worker, &verifier, &plan, &info, run, error);
+    status = run_with_plan(worker, &verifier, &plan, &info, run, hash, error);
     ep_ref_dispatch_free(&plan);
     return status;
+}
+
+static ep_status backward_pass(struct worker *worker, uint32_t run, uint64_t *hash, struct ep_error *error)
+{
+    struct ep_error forward = EP_ERROR_INIT;
+    ep_status status = worker_begin_pass(worker, BENCH_BACKWARD, error);
+
+    if (status == EP_OK)
+        status = run_pass(worker, run, hash, error);
+    if (worker_begin_pass(worker, BENCH_FORWARD, &forward) != EP_OK && status == EP_OK)
+        return ep_error_set(error, forward.status, "%s", forward.text);
+    return status;
+}
+
+static ep_status verified_run(struct worker *worker, uint32_t run, uint32_t flags, struct ep_error *error)
+{
+    struct bench_verdict *verdict = &worker->result->verdict;
+    uint64_t hash = 0;
+    ep_status status;
+
+    worker->op_flags = flags;
+    status = run_pass(worker, run, &hash, error);
+    worker->op_flags = 0;
+    if (status == EP_OK && worker->of.pass == BENCH_BACKWARD)
+        status = backward_pass(worker, run, &hash, error);
+    if (status != EP_OK)
+        return status;
+    if (run > 0)
+        verify_mismatch(verdict, hash != verdict->hash, "run %u differs from run 0 with the same inputs", run);
+    verdict->hash = hash;
+    verdict->runs++;
+    return EP_OK;
 }
 
 /*
@@ -221,10 +261,7 @@ ep_status worker_verify(struct worker *worker, bool masked, struct ep_error *err
     ep_status status = EP_OK;
 
     memset(&worker->result->verdict, 0, sizeof worker->result->verdict);
-    for (uint32_t run = 0; status == EP_OK && run < runs; run++) {
-        worker->op_flags = flags[run];
-        status = verified_run(worker, run, error);
-    }
-    worker->op_flags = 0;
+    for (uint32_t run = 0; status == EP_OK && run < runs; run++)
+        status = verified_run(worker, run, flags[run], error);
     return status;
 }

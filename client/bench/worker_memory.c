@@ -36,6 +36,8 @@ static void list(struct worker *worker, struct slot slots[WORKER_BUFFERS])
         { "sources", s->sources, &b->sources, &o->sources },
         { "rows", s->rows, &b->rows, &o->rows },
         { "result", s->result, &b->result, &o->result },
+        { "row_grads", s->row_grads, &b->row_grads, &o->row_grads },
+        { "topk_grads", s->topk_grads, &b->topk_grads, &o->topk_grads },
     };
 
     memcpy(slots, all, sizeof all);
@@ -98,6 +100,18 @@ static ep_status open_slot(struct worker *worker, const struct slot *slot, struc
                               slot->bytes);
 }
 
+static ep_status open_kept(struct worker *worker, struct ep_error *error)
+{
+    const struct buffer_sizes *s = &worker->sizes;
+
+    if (worker->of.pass != BENCH_BACKWARD)
+        return EP_OK;
+    worker->kept = (struct kept){ malloc(s->out + 1), malloc(s->out_scales + 1) };
+    return worker->kept.rows && worker->kept.scales
+               ? EP_OK
+               : ep_error_set(error, EP_NO_MEMORY, "no memory to keep %zu bytes until the backward pass", s->out);
+}
+
 /* Rows that arrive in the window have a place of their own here, packed like `rows`. */
 static ep_status open_view(struct worker *worker, struct ep_error *error)
 {
@@ -121,6 +135,8 @@ ep_status memory_open(struct worker *worker, struct ep_error *error)
     struct slot slots[WORKER_BUFFERS];
     ep_status status = open_view(worker, error);
 
+    if (status == EP_OK)
+        status = open_kept(worker, error);
     list(worker, slots);
     for (int i = 0; status == EP_OK && i < WORKER_BUFFERS; i++)
         status = open_slot(worker, &slots[i], &worker->memory[i], error);
@@ -145,8 +161,11 @@ void memory_close(struct worker *worker)
     }
     free(worker->view.rows);
     free(worker->view.scales);
+    free(worker->kept.rows);
+    free(worker->kept.scales);
     worker->buffers = worker->own = (struct buffers){ 0 };
     worker->view = (struct view){ 0 };
+    worker->kept = (struct kept){ 0 };
 }
 
 /* ---- copies ------------------------------------------------------------------------ */
@@ -203,7 +222,8 @@ ep_status memory_poison(struct worker *worker, struct ep_error *error)
         { b->counts, s->counts },     { b->offsets, s->offsets },
         { b->out_topk, s->out_topk }, { b->out_weights, s->out_weights },
         { b->sources, s->sources },   { b->rows, s->rows },
-        { b->result, s->result },
+        { b->result, s->result },     { b->row_grads, s->row_grads },
+        { b->topk_grads, s->topk_grads },
     };
     ep_status status = EP_OK;
 
@@ -238,7 +258,11 @@ ep_status memory_push_inputs(struct worker *worker, uint32_t first, struct ep_er
 
 ep_status memory_pull_result(struct worker *worker, struct ep_error *error)
 {
-    return memory_pull(worker, worker->own.result, worker->buffers.result, worker->sizes.result, error);
+    const struct buffers *b = &worker->buffers, *o = &worker->own;
+    ep_status status = memory_pull(worker, o->result, b->result, worker->sizes.result, error);
+
+    return status == EP_OK ? memory_pull(worker, o->topk_grads, b->topk_grads, worker->sizes.topk_grads, error)
+                           : status;
 }
 
 /* What describes the rows: all of it, as it is small. */
@@ -374,6 +398,22 @@ ep_status memory_receive(struct worker *worker, const struct ep_ref_dispatch *pl
     if (status == EP_OK && received->scale_base)
         status = copy_rows(worker, plan, &there_scales, &own_scales, false, error);
     return status;
+}
+
+void memory_keep(struct worker *worker, const struct received *received)
+{
+    memcpy(worker->kept.rows, received->base, worker->sizes.out);
+    if (received->scale_base)
+        memcpy(worker->kept.scales, received->scale_base, worker->sizes.out_scales);
+}
+
+struct received memory_kept(const struct worker *worker, const struct received *received)
+{
+    struct received kept = *received;
+
+    kept.base = worker->kept.rows;
+    kept.scale_base = received->scale_base ? worker->kept.scales : NULL;
+    return kept;
 }
 
 ep_status memory_send_rows(struct worker *worker, const struct ep_ref_dispatch *plan, const ep_op_info *info,

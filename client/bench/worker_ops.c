@@ -2,10 +2,44 @@
 #include "worker_private.h"
 
 /* LL takes 4-byte ids and HT 8-byte ones, so that both are used. */
-uint32_t worker_index_bytes(const struct worker *worker)
+static uint32_t index_bytes(const struct worker *worker)
 {
     return worker->of.mode == EP_MODE_LL ? 4 : 8;
 }
+
+/* ---- inputs ------------------------------------------------------------------------ */
+
+static void fill_routes(struct worker *worker)
+{
+    const struct ep_ref_rank *own = &worker->inputs.rank[worker->rank];
+    size_t choices = (size_t)worker->tokens * worker->config->top_k;
+    const struct buffers *b = &worker->own;
+
+    for (size_t i = 0; i < choices; i++) {
+        if (index_bytes(worker) == 4)
+            ((int32_t *)b->topk)[i] = (int32_t)own->topk[i];
+        else
+            ((int64_t *)b->topk)[i] = own->topk[i];
+        b->weights[i] = own->weights[i];
+    }
+}
+
+ep_status worker_begin_pass(struct worker *worker, enum bench_pass pass, struct ep_error *error)
+{
+    struct inputs *in = &worker->inputs;
+    const struct buffers *b = &worker->own;
+    size_t row = (size_t)in->hidden * ep_ref_bytes(bench_dtypes[worker->of.dtype].input);
+
+    in->pass = pass;
+    worker->op_flags = pass == BENCH_BACKWARD ? EP_OP_CACHED : 0;
+    for (uint32_t t = 0; t < worker->tokens; t++)
+        inputs_row(in, worker->rank, t, (char *)b->x + t * row,
+                   b->x_scales ? (char *)b->x_scales + t * in->scale_bytes : NULL);
+    fill_routes(worker);
+    return memory_push_inputs(worker, 0, error);
+}
+
+/* ---- ops --------------------------------------------------------------------------- */
 
 /* The second half of a send-only op. */
 static ep_status complete(struct worker *worker, struct ep_error *error)
@@ -30,7 +64,7 @@ ep_status worker_dispatch(struct worker *worker, struct ep_error *error)
         .wire_dtype = dtype->wire == dtype->input ? (ep_dtype)0 : dtype->wire,
         .num_tokens = worker->tokens,
         .top_k = worker->config->top_k,
-        .index_bytes = worker_index_bytes(worker),
+        .index_bytes = index_bytes(worker),
         .alignment = worker->config->alignment,
         .tokens = b->x,
         .scales = b->x_scales,
@@ -53,6 +87,7 @@ ep_status worker_dispatch(struct worker *worker, struct ep_error *error)
 
 ep_status worker_combine(struct worker *worker, const void *rows, struct ep_error *error)
 {
+    const bool backward = worker->inputs.pass == BENCH_BACKWARD;
     ep_combine_args args = {
         .size = sizeof args,
         .flags = worker->op_flags & EP_OP_SEND_ONLY,
@@ -60,6 +95,8 @@ ep_status worker_combine(struct worker *worker, const void *rows, struct ep_erro
         .rows = rows,
         .rows_bytes = rows == worker->buffers.out ? worker->sizes.out : worker->sizes.rows,
         .out = worker->buffers.result,
+        .row_grads = backward ? worker->buffers.row_grads : NULL,
+        .topk_grads = backward ? worker->buffers.topk_grads : NULL,
     };
     ep_status status = ep_combine(worker->handle, &args, worker->stream);
 
@@ -92,5 +129,7 @@ ep_status worker_hash_result(struct worker *worker, uint64_t *hash, struct ep_er
     if (memory_pull_result(worker, error) != EP_OK)
         return error->status;
     *hash = verify_hash(0, worker->own.result, worker->sizes.result);
+    if (worker->inputs.pass == BENCH_BACKWARD)
+        *hash = verify_hash(*hash, worker->own.topk_grads, worker->sizes.topk_grads);
     return EP_OK;
 }

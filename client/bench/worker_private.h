@@ -8,7 +8,7 @@
 #include "experts.h"
 #include "verify.h"
 
-enum { WORKER_BUFFERS = 13 };
+enum { WORKER_BUFFERS = 15 };
 
 /* Sizes of a case's buffers, bytes; 0: not needed. */
 struct buffer_sizes {
@@ -16,6 +16,7 @@ struct buffer_sizes {
     size_t out, out_scales, counts, offsets, out_topk, out_weights, sources;
     size_t rows; /* a combine's input, where it cannot be `out` in place */
     size_t result;
+    size_t row_grads, topk_grads;
 };
 
 /* local_experts: the most that any rank has, which expert-major buffers are made for.  max_tokens: the
@@ -28,9 +29,14 @@ uint64_t buffer_total(const struct buffer_sizes *sizes);
 
 struct buffers {
     void *x, *x_scales, *topk, *out, *out_scales, *rows, *result;
-    float *weights, *out_weights;
+    float *weights, *out_weights, *row_grads, *topk_grads;
     int32_t *counts, *offsets, *out_topk;
     ep_source_row *sources;
+};
+
+/* Backward: what the forward dispatch brought, as training keeps it; packed. */
+struct kept {
+    char *rows, *scales;
 };
 
 /* On a GPU: where this process keeps rows that arrive in the window. */
@@ -64,6 +70,7 @@ struct worker {
     struct ep_cuda_memory *memory[WORKER_BUFFERS]; /* with own_memory: where they are */
     struct buffers own;     /* what this process reads and writes of it: on the host the same */
     struct view view;
+    struct kept kept;
     ep_handle *handle;
     uint32_t tokens;
     uint32_t op_flags;   /* EP_OP_*, of the next ops */
@@ -95,13 +102,17 @@ ep_status memory_pull_result(struct worker *worker, struct ep_error *error);
 /* What a dispatch brought, as far as the plan says that something is there. */
 ep_status memory_receive(struct worker *worker, const struct ep_ref_dispatch *plan, const ep_op_info *info,
                          struct received *received, struct ep_error *error);
+/* Keeps what was received until the backward pass, and what that is then. */
+void memory_keep(struct worker *worker, const struct received *received);
+struct received memory_kept(const struct worker *worker, const struct received *received);
 /* The experts' rows to where the combine reads them.  stride: 0, or they go back into the window. */
 ep_status memory_send_rows(struct worker *worker, const struct ep_ref_dispatch *plan, const ep_op_info *info,
                            const char *from, uint64_t stride, struct ep_error *error);
 
 /* ---- worker_ops.c ---- */
 
-uint32_t worker_index_bytes(const struct worker *worker); /* of topk_idx */
+/* Of the next ops: inputs where they read them, the handle's routing again in the backward pass, gradients. */
+ep_status worker_begin_pass(struct worker *worker, enum bench_pass pass, struct ep_error *error);
 
 /* One op each, without waiting.  rows NULL: rank-major, in place. */
 ep_status worker_dispatch(struct worker *worker, struct ep_error *error);

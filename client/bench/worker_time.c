@@ -172,9 +172,30 @@ static ep_status timed(struct worker *worker, struct ep_error *error)
     return status;
 }
 
-ep_status worker_time(struct worker *worker, uint32_t flags, struct ep_error *error)
+/* Timed of a backward pass are its own ops: what they need of the forward one is there before. */
+static ep_status go_backward(struct worker *worker, struct ep_error *error)
+{
+    ep_status status = worker_dispatch(worker, error);
+
+    if (status == EP_OK)
+        status = worker_wait(worker, "forward dispatch", error);
+    return status == EP_OK ? worker_begin_pass(worker, BENCH_BACKWARD, error) : status;
+}
+
+static ep_status time_pass(struct worker *worker, uint32_t flags, struct ep_error *error)
 {
     if (flags & (BENCH_FLAG_VICTIM | BENCH_FLAG_MASKED))
         return latencies(worker, flags, error);
     return worker->gpu ? device_time(worker, error) : timed(worker, error);
+}
+
+ep_status worker_time(struct worker *worker, uint32_t flags, struct ep_error *error)
+{
+    ep_status status = worker->of.pass == BENCH_BACKWARD ? go_backward(worker, error) : EP_OK;
+
+    if (status == EP_OK)
+        status = time_pass(worker, flags, error);
+    if (status == EP_OK && worker->of.pass == BENCH_BACKWARD)
+        status = worker_begin_pass(worker, BENCH_FORWARD, error);
+    return status;
 }

@@ -10,9 +10,9 @@ import harness
 
 TEXT = os.path.join(harness.ROOT, "tests", "data", "text.txt")
 CASE_KEYS = {
-    "mode", "layout", "dtype", "scales", "tokens", "verified", "mismatches", "p50_us", "p90_us", "p99_us", "pair_us",
-    "dispatch_p50_us", "combine_p50_us", "service_us", "wire_gbps", "logical_gbps", "buffer_bytes", "max_error",
-    "max_bound_ratio"}
+    "mode", "layout", "dtype", "scales", "pass", "tokens", "verified", "mismatches", "p50_us", "p90_us", "p99_us",
+    "pair_us", "dispatch_p50_us", "combine_p50_us", "service_us", "wire_gbps", "logical_gbps", "buffer_bytes",
+    "max_error", "max_bound_ratio"}
 LL_LAYOUTS = ["expert-major", "rank-major", "packed"]
 HT_LAYOUTS = ["packed", "flat"]
 ALL_DTYPES = "bf16,fp16,fp32,fp8,fp16-to-fp8,fp32-to-fp8,fp8-given"
@@ -86,6 +86,24 @@ class Verification(BenchCase):
         hashes = {(c["mode"], c["layout"], c["dtype"], c["scales"]): c["hash"] for c in report["cases"]}
         for place in places:
             self.assertNotEqual(hashes[place + ("fp8", "fp32")], hashes[place + ("fp8", "ue8m0")])
+
+    def test_backward_passes_are_right(self):
+        flags = ["--spawn", "--ranks=3", "--experts=20", "--hidden=528", "--top-k=4", "--tokens=0,19", "--drop=0.2",
+                 "--dtypes=" + ALL_DTYPES, "--alignment=8", "--iters=2", "--warmup=1"]
+        report = self.bench_json(*flags, "--passes=backward,forward")
+        self.assertTrue(report["ok"], report)
+        seen = {(c["mode"], c["layout"], c["dtype"], c["pass"]) for c in report["cases"]}
+        expected = {("ll", layout, d, "forward") for layout in LL_LAYOUTS for d in ALL_DTYPES.split(",")}
+        expected |= {("ht", layout, d, p) for layout in HT_LAYOUTS for d in ALL_DTYPES.split(",")
+                     for p in ("forward", "backward")}
+        self.assertEqual(seen, expected)
+        self.assertTrue(all(c["verified"] and c["mismatches"] == 0 for c in report["cases"]), report)
+        self.assertTrue(all(c["max_bound_ratio"] <= 1 for c in report["cases"]), report)
+        again = self.bench_json(*flags, "--passes=backward")
+        backward = [c["hash"] for c in report["cases"] if c["pass"] == "backward"]
+        self.assertEqual([c["hash"] for c in again["cases"]], backward)
+        forward = [c["hash"] for c in report["cases"] if (c["mode"], c["pass"]) == ("ht", "forward")]
+        self.assertTrue(all(a != b for a, b in zip(forward, backward)))
 
     def test_batches_of_any_size(self):
         report = self.bench_json("--spawn", *ODD, "--tokens=0,1,2,129", "--iters=3", "--warmup=0")
@@ -177,7 +195,8 @@ class Flags(BenchCase):
         cases = [
             ("--ranks=0", "--ranks"), ("--ranks=65", "--ranks"), ("--experts=x", "--experts"),
             ("--hidden=-1", "--hidden"), ("--top-k=17", "--top-k"), ("--tokens=1,,2", "--tokens"),
-            ("--modes=xl", "--modes"), ("--layouts=round", "--layouts"), ("--dtypes=int8", "--dtypes"),
+            ("--modes=xl", "--modes"), ("--passes=up", "--passes"), ("--layouts=round", "--layouts"),
+            ("--dtypes=int8", "--dtypes"),
             ("--routing=zipf", "--routing"), ("--routing=text:/nowhere", "--routing"), ("--iters=0", "--iters"),
             ("--seed=1x", "--seed"), ("--drop=1.5", "--drop"), ("--alignment=3", "--alignment"),
             ("--output=xml", "--output"), ("--kill=1", "--kill"), ("--timeout-ms=0", "--timeout-ms"),
@@ -203,6 +222,9 @@ class Flags(BenchCase):
         result = self.bench("--modes=ll", "--layouts=flat")
         self.assertEqual(result.code, 2, result)
         self.assertIn("--layouts", result.err)
+        result = self.bench("--modes=ll", "--passes=backward")
+        self.assertEqual(result.code, 2, result)
+        self.assertIn("--passes", result.err)
         report = self.bench_json("--spawn", *QUICK, "--tokens=1", "--layouts=flat,packed")
         self.assertEqual([(c["mode"], c["layout"]) for c in report["cases"]],
                          [("ll", "packed"), ("ht", "packed"), ("ht", "flat")])
@@ -267,7 +289,8 @@ class Groups(BenchCase):
 class Deaths(BenchCase):
     def test_a_killed_worker_costs_the_others_nothing(self):
         for flags in (["--modes=ll", "--layouts=rank-major"], ["--modes=ht", "--layouts=flat"],
-                      ["--modes=ll", "--layouts=expert-major", "--dtypes=fp8"]):
+                      ["--modes=ll", "--layouts=expert-major", "--dtypes=fp8"],
+                      ["--modes=ht", "--layouts=packed", "--passes=backward"]):
             with self.subTest(flags=flags):
                 report = self.bench_json("--spawn", *ODD, "--tokens=16,24", *flags, "--iters=20", "--kill=1@1")
                 kill = report["kill"]
