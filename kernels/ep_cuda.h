@@ -21,7 +21,7 @@
 #include "device_state.h"
 #include "ep_kernels.h"
 
-#define EP_CUDA_API_VERSION 3u
+#define EP_CUDA_API_VERSION 4u
 #define EP_CUDA_UUID_BYTES 16u
 #define EP_CUDA_SERVE_OPS 256u /* that are posted and not over, at most: a stream holds no end of work */
 
@@ -86,6 +86,13 @@ struct ep_cuda_api {
      */
     ep_status (*memory_range)(uint32_t device, const void *at, void **start, uint64_t *bytes,
                               struct ep_error *error);
+    /*
+     * A descriptor (close-on-exec; the caller's to close) of the VMM allocation that is mapped around an address on
+     * `device`, whoever made it.  The address is *offset into it, and the mapping holds its first *bytes.
+     * EP_INVALID_ARGUMENT: it is memory that cannot be handed on so; the text says what would do.
+     */
+    ep_status (*memory_export_at)(uint32_t device, const void *at, int *fd, uint64_t *offset, uint64_t *bytes,
+                                  struct ep_error *error);
 
     /* Between host and GPU memory, ordered after what `stream` holds; over when they return. */
     ep_status (*write)(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream,

@@ -90,6 +90,8 @@ void ep_cuda_memory_destroy(struct ep_cuda_memory *memory);
 void *ep_cuda_memory_at(const struct ep_cuda_memory *memory);
 ep_status ep_cuda_memory_range(uint32_t device, const void *at, void **start, uint64_t *bytes,
                                struct ep_error *error);
+ep_status ep_cuda_memory_export_at(uint32_t device, const void *at, int *fd, uint64_t *offset, uint64_t *bytes,
+                                   struct ep_error *error);
 
 ep_status ep_cuda_write(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream,
                         struct ep_error *error);

@@ -122,6 +122,22 @@ static ep_status allocate(struct ep_cuda_memory *memory, const struct ep_cuda_co
     return EP_OK;
 }
 
+/*
+ * Other things than GPU memory can be handed on as well.  A multicast object is the worst: its owner can unbind the
+ * memory behind it, and then who has it mapped faults.
+ */
+static ep_status check_import(CUmemGenericAllocationHandle handle, int fd, struct ep_error *error)
+{
+    CUmemAllocationProp prop = { 0 };
+    CUresult result = cuMemGetAllocationPropertiesFromHandle(&prop, handle);
+
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuMemGetAllocationPropertiesFromHandle of descriptor %d", fd);
+    if (prop.type != CU_MEM_ALLOCATION_TYPE_PINNED || prop.location.type != CU_MEM_LOCATION_TYPE_DEVICE)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "descriptor %d is of memory that is not a GPU's own", fd);
+    return EP_OK;
+}
+
 /* The driver does not say how large an import is.  Mapping more than there is fails, in map(). */
 static ep_status import(struct ep_cuda_memory *memory, const struct ep_cuda_context *context, int fd,
                         uint64_t bytes, struct ep_error *error)
@@ -135,7 +151,10 @@ static ep_status import(struct ep_cuda_memory *memory, const struct ep_cuda_cont
                                             CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
     if (result != CUDA_SUCCESS)
         return ep_cuda_fail(error, result, "cuMemImportFromShareableHandle of descriptor %d", fd);
-    return EP_OK;
+    status = check_import(memory->handle, fd, error);
+    if (status != EP_OK)
+        cuMemRelease(memory->handle);
+    return status;
 }
 
 static ep_status zero(struct ep_cuda_memory *memory, const struct ep_cuda_context *context,
@@ -227,15 +246,15 @@ void ep_cuda_memory_destroy(struct ep_cuda_memory *memory)
 
 /* The driver has no way to make it close-on-exec at once: a fork in another thread in between would hand it
  * on, where it pins the memory until that process ends. */
-ep_status ep_cuda_memory_export(const struct ep_cuda_memory *memory, int *out, struct ep_error *error)
+static ep_status export(CUmemGenericAllocationHandle handle, uint64_t bytes, uint32_t device, int *out,
+                        struct ep_error *error)
 {
     int fd = -1;
-    CUresult result =
-        cuMemExportToShareableHandle(&fd, memory->handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+    CUresult result = cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
 
     if (result != CUDA_SUCCESS)
-        return ep_cuda_fail(error, result, "cuMemExportToShareableHandle of %zu bytes of device %u",
-                            memory->bytes, memory->device);
+        return ep_cuda_fail(error, result, "cuMemExportToShareableHandle of %llu bytes of device %u",
+                            (unsigned long long)bytes, device);
     if (fcntl(fd, F_SETFD, FD_CLOEXEC) != 0) {
         ep_status status = ep_error_errno(error, EP_IO, "close-on-exec of a GPU memory's descriptor");
 
@@ -244,6 +263,11 @@ ep_status ep_cuda_memory_export(const struct ep_cuda_memory *memory, int *out, s
     }
     *out = fd;
     return EP_OK;
+}
+
+ep_status ep_cuda_memory_export(const struct ep_cuda_memory *memory, int *fd, struct ep_error *error)
+{
+    return export(memory->handle, memory->bytes, memory->device, fd, error);
 }
 
 ep_status ep_cuda_memory_share(struct ep_cuda_memory *memory, uint32_t device, struct ep_error *error)
@@ -304,27 +328,102 @@ static ep_status judge(uint32_t device, const void *at, const struct pointer *p,
     return EP_OK;
 }
 
-ep_status ep_cuda_memory_range(uint32_t device, const void *at, void **start, uint64_t *bytes, struct ep_error *error)
+/* The mapping around an address, or the allocation that is not VMM's.  The device's context is current. */
+static ep_status find(uint32_t device, const void *at, CUdeviceptr *base, size_t *size, struct ep_error *error)
 {
     struct pointer p = { .device = -1 };
+    CUresult result;
+    ep_status status = ask(at, &p, error);
+
+    if (status == EP_OK)
+        status = judge(device, at, &p, error);
+    if (status != EP_OK)
+        return status;
+    result = cuMemGetAddressRange(base, size, (CUdeviceptr)at);
+    return result == CUDA_SUCCESS ? EP_OK : ep_cuda_fail(error, result, "cuMemGetAddressRange of %p", at);
+}
+
+ep_status ep_cuda_memory_range(uint32_t device, const void *at, void **start, uint64_t *bytes, struct ep_error *error)
+{
     CUdeviceptr base = 0;
     size_t size = 0;
-    CUresult result = CUDA_SUCCESS;
     ep_status status = ep_cuda_enter(device, NULL, error);
 
     if (status != EP_OK)
         return status;
-    status = ask(at, &p, error);
-    if (status == EP_OK)
-        status = judge(device, at, &p, error);
-    if (status == EP_OK)
-        result = cuMemGetAddressRange(&base, &size, (CUdeviceptr)at);
+    status = find(device, at, &base, &size, error);
     ep_cuda_leave();
     if (status != EP_OK)
         return status;
-    if (result != CUDA_SUCCESS)
-        return ep_cuda_fail(error, result, "cuMemGetAddressRange of %p", at);
     *start = (void *)base;
+    *bytes = size;
+    return EP_OK;
+}
+
+/* ---- and its descriptors ------------------------------------------------------------------- */
+
+/*
+ * Of VMM memory alone.  Each process that imports such a descriptor has a reference to the allocation, which is freed
+ * with the last one (cuMemRelease): its owner may unmap it, release it or die, and what others have mapped stays.
+ * cudaMalloc()'s memory has legacy IPC handles instead, which keep nothing alive: a kernel of the importer faults
+ * when the owner has freed it, and a fault takes the importer's whole context down.
+ */
+
+static ep_status not_exportable(const void *at, const char *why, struct ep_error *error)
+{
+    return ep_error_set(error, EP_INVALID_ARGUMENT,
+                        "%p cannot be mapped by another process: %s; memory of ep_alloc(), of ncclMemAlloc() or of "
+                        "cuMemCreate() with CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR can", at, why);
+}
+
+static ep_status check_exportable(const void *at, CUmemGenericAllocationHandle handle, struct ep_error *error)
+{
+    CUmemAllocationProp prop = { 0 };
+    CUresult result = cuMemGetAllocationPropertiesFromHandle(&prop, handle);
+
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuMemGetAllocationPropertiesFromHandle of %p", at);
+    if (!(prop.requestedHandleTypes & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
+        return not_exportable(at, "it is VMM memory that was made without a POSIX file descriptor, as that of torch's "
+                              "expandable segments is", error);
+    return EP_OK;
+}
+
+/* The device's context is current. */
+static ep_status export_at(uint32_t device, const void *at, uint64_t bytes, int *fd, struct ep_error *error)
+{
+    CUmemGenericAllocationHandle handle;
+    CUresult result = cuMemRetainAllocationHandle(&handle, (void *)(uintptr_t)at);
+    ep_status status;
+
+    if (result == CUDA_ERROR_INVALID_VALUE)
+        return not_exportable(at, "it is no VMM memory, as that of cudaMalloc() is not", error);
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuMemRetainAllocationHandle of %p", at);
+    status = check_exportable(at, handle, error);
+    if (status == EP_OK)
+        status = export(handle, bytes, device, fd, error);
+    cuMemRelease(handle);
+    return status;
+}
+
+/* cuMemMap() maps from the beginning of an allocation, so the mapping begins where that does. */
+ep_status ep_cuda_memory_export_at(uint32_t device, const void *at, int *fd, uint64_t *offset, uint64_t *bytes,
+                                   struct ep_error *error)
+{
+    CUdeviceptr base = 0;
+    size_t size = 0;
+    ep_status status = ep_cuda_enter(device, NULL, error);
+
+    if (status != EP_OK)
+        return status;
+    status = find(device, at, &base, &size, error);
+    if (status == EP_OK)
+        status = export_at(device, at, size, fd, error);
+    ep_cuda_leave();
+    if (status != EP_OK)
+        return status;
+    *offset = (CUdeviceptr)at - base;
     *bytes = size;
     return EP_OK;
 }

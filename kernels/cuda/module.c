@@ -13,6 +13,7 @@ static const struct ep_cuda_api api = {
     .memory_destroy = ep_cuda_memory_destroy,
     .memory_at = ep_cuda_memory_at,
     .memory_range = ep_cuda_memory_range,
+    .memory_export_at = ep_cuda_memory_export_at,
     .write = ep_cuda_write,
     .read = ep_cuda_read,
     .fill = ep_cuda_fill,

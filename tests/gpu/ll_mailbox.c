@@ -5,7 +5,7 @@
 #include "ep_clock.h"
 #include "ll_tests.h"
 
-enum { STORM_OPS = 100, STORM_MS = 50, CHURN = 20, SHORT_MS = 200, LONG_MS = 5000 };
+enum { STORM_OPS = 100, STORM_MS = 50, CHURN = 20, SHORT_MS = 200, LONG_MS = 5000, MEMORY_BYTES = 1 << 22 };
 
 static struct ep_mailbox *mailbox_of(const struct world_rank *rank)
 {
@@ -291,14 +291,38 @@ ep_status ll_case_closed(const struct ll_setting *setting, const struct shape *s
 
 /* ---- while doorbells are waited for ---------------------------------------------------- */
 
+/* By an address in it.  What says that it is larger than it is cannot be mapped. */
+static ep_status hand_on(struct world_rank *rank, const struct ep_cuda_memory *memory, struct ep_error *error)
+{
+    const struct ep_cuda_api *api = rank->world->api;
+    struct ep_cuda_memory *imported;
+    uint64_t offset, bytes;
+    int fd;
+    ep_status status =
+        api->memory_export_at(rank->device, (char *)api->memory_at(memory) + 4096, &fd, &offset, &bytes, error);
+
+    if (status != EP_OK)
+        return status;
+    if (offset != 4096 || bytes < MEMORY_BYTES)
+        status = ep_error_set(error, EP_VERIFY_FAILED, "an address 4096 into memory is exported as %llu of %llu",
+                              (unsigned long long)offset, (unsigned long long)bytes);
+    else if (api->memory_import(rank->device, fd, 2 * bytes, &imported, error) == EP_OK)
+        status = ep_error_set(error, EP_VERIFY_FAILED, "twice the bytes that memory has were mapped");
+    else
+        status = api->memory_import(rank->device, fd, bytes, &imported, error);
+    close(fd);
+    if (status == EP_OK)
+        api->memory_destroy(imported);
+    return status;
+}
+
 /* What a server does for other groups and workers meanwhile; none of it may wait for a doorbell. */
 static ep_status churn(struct world_rank *rank, struct ep_error *error)
 {
     const struct ep_cuda_api *api = rank->world->api;
-    struct ep_cuda_memory *memory, *imported;
+    struct ep_cuda_memory *memory;
     struct ep_cuda_device device;
-    int fd;
-    ep_status status = api->memory_create(rank->device, 1 << 22, &memory, error);
+    ep_status status = api->memory_create(rank->device, MEMORY_BYTES, &memory, error);
 
     if (status != EP_OK)
         return status;
@@ -306,13 +330,7 @@ static ep_status churn(struct world_rank *rank, struct ep_error *error)
         if (d != rank->device)
             status = api->memory_share(memory, d, error);
     if (status == EP_OK)
-        status = api->memory_export(memory, &fd, error);
-    if (status == EP_OK) {
-        status = api->memory_import(rank->device, fd, 1 << 22, &imported, error);
-        close(fd);
-        if (status == EP_OK)
-            api->memory_destroy(imported);
-    }
+        status = hand_on(rank, memory, error);
     if (status == EP_OK)
         status = api->device_info(rank->device, &device, error);
     api->memory_destroy(memory);

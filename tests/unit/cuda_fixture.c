@@ -320,6 +320,28 @@ static ep_status memory_range(uint32_t device, const void *at, void **start, uin
     return EP_OK;
 }
 
+static ep_status memory_export_at(uint32_t device, const void *at, int *out, uint64_t *offset, uint64_t *bytes,
+                                  struct ep_error *error)
+{
+    const struct ep_cuda_memory *m;
+    uint64_t size;
+    void *start;
+    ep_status status = enter("memory_export_at", device, error);
+
+    if (status != EP_OK)
+        return status;
+    m = memory_of(at);
+    leave();
+    status = memory_range(device, at, &start, &size, error);
+    if (status != EP_OK)
+        return status;
+    if (cuda_fixture.legacy)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "%p cannot be mapped by another process", at);
+    *offset = (uint64_t)((const uint8_t *)at - m->gpu);
+    *bytes = (uint64_t)((uint8_t *)start - m->gpu) + size;
+    return memory_export(m, out, error);
+}
+
 void *cuda_fixture_host(const void *gpu)
 {
     void *host;
@@ -827,6 +849,7 @@ static const struct ep_cuda_api api = {
     .memory_destroy = memory_destroy,
     .memory_at = memory_at,
     .memory_range = memory_range,
+    .memory_export_at = memory_export_at,
     .write = copy_in,
     .read = copy_out,
     .fill = fill,

@@ -25,6 +25,7 @@ struct cuda_fixture {
     uint32_t passed;     /* ops that are over at each serve, for its wait; atomic */
     uint32_t stuck;      /* serve_end says that something still runs; atomic */
     uint64_t piece;      /* memory_range tells so much of a memory at a time; 0: all of it */
+    bool legacy;         /* memory is like cudaMalloc()'s: nothing exports it by an address */
     uint32_t lost;       /* bit d: whatever is asked of device d fails with EP_IO; atomic */
     void (*on_info)(uint32_t device, struct ep_cuda_device *info); /* what else a device is */
     void (*on_read)(const void *gpu, void *user); /* before a copy to the host: a kernel may run on now */

@@ -262,6 +262,33 @@ static void a_window_is_exported_when_it_is_asked_for(void **state)
     ep_node_close(node);
 }
 
+/* Of others, who made it in this process. */
+static void memory_is_exported_by_an_address_in_it(void **state)
+{
+    const struct ep_cuda_api *api = cuda_fixture_api();
+    struct ep_cuda_memory *memory, *import;
+    struct ep_error error = EP_ERROR_INIT;
+    uint64_t offset, bytes;
+    uint8_t *at;
+    int fd;
+
+    (void)state;
+    assert_int_equal(api->memory_create(1, MIB, &memory, &error), EP_OK);
+    at = (uint8_t *)api->memory_at(memory) + 4711;
+    assert_int_equal(api->memory_export_at(1, at, &fd, &offset, &bytes, &error), EP_OK);
+    assert_int_equal(fcntl(fd, F_GETFD) & FD_CLOEXEC, FD_CLOEXEC);
+    assert_int_equal(offset, 4711);
+    assert_int_equal(bytes, MIB);
+    assert_int_equal(api->memory_import(1, fd, bytes, &import, &error), EP_OK);
+    close(fd);
+    *(uint8_t *)cuda_fixture_host(at) = 9;
+    api->memory_destroy(memory); /* what was imported stays */
+    assert_int_equal(((uint8_t *)cuda_fixture_host(api->memory_at(import)))[4711], 9);
+    api->memory_destroy(import);
+    assert_int_equal(api->memory_export_at(1, &error, &fd, &offset, &bytes, &error), EP_INVALID_ARGUMENT);
+    assert_int_equal(cuda_fixture.memories, 0);
+}
+
 /* ---- MPS ------------------------------------------------------------------------------- */
 
 static void mps_is_required_or_forbidden(void **state)
@@ -307,6 +334,7 @@ int main(void)
         TEST(each_gpu_has_a_budget_of_its_own),
         TEST(an_asked_budget_is_for_each_gpu),
         TEST(a_window_is_exported_when_it_is_asked_for),
+        TEST(memory_is_exported_by_an_address_in_it),
         TEST(mps_is_required_or_forbidden),
         TEST(mps_is_required_of_a_node_without_gpus_too),
     };
