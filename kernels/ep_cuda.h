@@ -64,6 +64,8 @@ struct ep_cuda_api {
     ep_status (*device_info)(uint32_t device, struct ep_cuda_device *info, struct ep_error *error);
     /* EP_NOT_FOUND when this process does not see that GPU. */
     ep_status (*device_find)(const uint8_t uuid[EP_CUDA_UUID_BYTES], uint32_t *device, struct ep_error *error);
+    /* The one that the calling thread has made current.  EP_FAILED_PRECONDITION: it has none. */
+    ep_status (*device_current)(uint32_t *device, struct ep_error *error);
 
     /* ---- memory ---- */
     /* On `device`, zeroed, mapped for it and exportable.  The size is rounded up to the granularity. */
@@ -101,6 +103,18 @@ struct ep_cuda_api {
                       struct ep_error *error);
     ep_status (*fill)(uint32_t device, void *to, uint8_t value, uint64_t bytes, void *stream,
                       struct ep_error *error);
+
+    /*
+     * Enqueued, over when the stream has come so far: a copy between any two memories, of GPUs and of the host, and
+     * a store of 8 aligned bytes, which whoever sees it sees after all that the stream did before.  Host memory that
+     * is not pinned is copied before or after they return, as CUDA pleases; a store needs pinned memory.
+     */
+    ep_status (*copy)(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream, struct ep_error *error);
+    ep_status (*store)(uint32_t device, void *to, uint64_t value, void *stream, struct ep_error *error);
+    /* Whole pages of the host's that all devices of this process may then use, under the same address.  EP_UNIMPLEMENTED
+     * where a device would need another one. */
+    ep_status (*host_pin)(uint32_t device, void *at, uint64_t bytes, struct ep_error *error);
+    void (*host_unpin)(uint32_t device, void *at);
 
     /* ---- ops ---- */
     /* EP_INVALID_ARGUMENT as of ep_device_check(). */

@@ -1,7 +1,7 @@
 /*
- * Copies between host and GPU memory.
+ * Copies between host and GPU memory, and host memory that GPUs reach.
  *
- * Each is stream work and one wait for that stream: nothing here waits for kernels of other streams, so
+ * Each of write, read and fill is stream work and one wait for that stream: nothing here waits for kernels of other streams, so
  * that a server may look at a rank's state while an op of it waits for peers.
  */
 #include "cuda_private.h"
@@ -56,4 +56,79 @@ ep_status ep_cuda_fill(uint32_t device, void *to, uint8_t value, uint64_t bytes,
         return status;
     result = cuMemsetD8Async((CUdeviceptr)to, value, bytes, ep_cuda_stream(context, stream));
     return finish(context, stream, "cuMemsetD8Async", bytes, result, error);
+}
+
+/* ---- enqueued ------------------------------------------------------------------------ */
+
+ep_status ep_cuda_copy(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream,
+                       struct ep_error *error)
+{
+    const struct ep_cuda_context *context;
+    ep_status status = ep_cuda_enter(device, &context, error);
+    CUresult result;
+
+    if (status != EP_OK)
+        return status;
+    result = cuMemcpyAsync((CUdeviceptr)to, (CUdeviceptr)from, bytes, ep_cuda_stream(context, stream));
+    ep_cuda_leave();
+    if (result == CUDA_SUCCESS)
+        return EP_OK;
+    return ep_cuda_fail(error, result, "cuMemcpyAsync of %llu bytes, device %u", (unsigned long long)bytes, device);
+}
+
+ep_status ep_cuda_store(uint32_t device, void *to, uint64_t value, void *stream, struct ep_error *error)
+{
+    const struct ep_cuda_context *context;
+    ep_status status = ep_cuda_enter(device, &context, error);
+    CUresult result;
+
+    if (status != EP_OK)
+        return status;
+    /* The default has a fence before it: what the stream did before is seen by whoever sees the value. */
+    result = cuStreamWriteValue64(ep_cuda_stream(context, stream), (CUdeviceptr)to, value, CU_STREAM_WRITE_VALUE_DEFAULT);
+    ep_cuda_leave();
+    if (result == CUDA_SUCCESS)
+        return EP_OK;
+    return ep_cuda_fail(error, result, "cuStreamWriteValue64 to %p, device %u", to, device);
+}
+
+/* ---- pinned host memory ---------------------------------------------------------------- */
+
+/* The device's context is current.  Everywhere but on some integrated GPUs the addresses are the same. */
+static ep_status check_address(uint32_t device, void *at, struct ep_error *error)
+{
+    CUdeviceptr seen = 0;
+    CUresult result = cuMemHostGetDevicePointer(&seen, at, 0);
+
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuMemHostGetDevicePointer of %p, device %u", at, device);
+    if (seen != (CUdeviceptr)at)
+        return ep_error_set(error, EP_UNIMPLEMENTED, "device %u sees host memory under another address", device);
+    return EP_OK;
+}
+
+ep_status ep_cuda_host_pin(uint32_t device, void *at, uint64_t bytes, struct ep_error *error)
+{
+    CUresult result;
+    ep_status status = ep_cuda_enter(device, NULL, error);
+
+    if (status != EP_OK)
+        return status;
+    result = cuMemHostRegister(at, bytes, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
+    if (result != CUDA_SUCCESS)
+        status = ep_cuda_fail(error, result, "cuMemHostRegister of %llu bytes", (unsigned long long)bytes);
+    else
+        status = check_address(device, at, error);
+    if (result == CUDA_SUCCESS && status != EP_OK)
+        cuMemHostUnregister(at);
+    ep_cuda_leave();
+    return status;
+}
+
+void ep_cuda_host_unpin(uint32_t device, void *at)
+{
+    if (!at || ep_cuda_enter(device, NULL, NULL) != EP_OK)
+        return;
+    cuMemHostUnregister(at);
+    ep_cuda_leave();
 }

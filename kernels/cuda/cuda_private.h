@@ -79,6 +79,7 @@ ep_status ep_cuda_device_count(uint32_t *count, struct ep_error *error);
 ep_status ep_cuda_device_info(uint32_t device, struct ep_cuda_device *info, struct ep_error *error);
 ep_status ep_cuda_device_find(const uint8_t uuid[EP_CUDA_UUID_BYTES], uint32_t *device,
                               struct ep_error *error);
+ep_status ep_cuda_device_current(uint32_t *device, struct ep_error *error);
 
 ep_status ep_cuda_memory_create(uint32_t device, uint64_t bytes, struct ep_cuda_memory **out,
                                 struct ep_error *error);
@@ -99,6 +100,12 @@ ep_status ep_cuda_read(uint32_t device, void *to, const void *from, uint64_t byt
                        struct ep_error *error);
 ep_status ep_cuda_fill(uint32_t device, void *to, uint8_t value, uint64_t bytes, void *stream,
                        struct ep_error *error);
+
+ep_status ep_cuda_copy(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream,
+                       struct ep_error *error);
+ep_status ep_cuda_store(uint32_t device, void *to, uint64_t value, void *stream, struct ep_error *error);
+ep_status ep_cuda_host_pin(uint32_t device, void *at, uint64_t bytes, struct ep_error *error);
+void ep_cuda_host_unpin(uint32_t device, void *at);
 
 ep_status ep_cuda_rank_open(const struct ep_cuda_rank_options *options, struct ep_cuda_rank **out,
                             struct ep_error *error);

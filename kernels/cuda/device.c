@@ -198,3 +198,23 @@ ep_status ep_cuda_device_info(uint32_t device, struct ep_cuda_device *info, stru
     *info = found;
     return EP_OK;
 }
+
+/* ---- the caller's -------------------------------------------------------------------- */
+
+ep_status ep_cuda_device_current(uint32_t *device, struct ep_error *error)
+{
+    uint32_t count = 0;
+    CUdevice handle = 0;
+    ep_status status = ep_cuda_device_count(&count, error); /* starts the driver */
+    CUresult result;
+
+    if (status != EP_OK)
+        return status;
+    result = cuCtxGetDevice(&handle);
+    if (result == CUDA_ERROR_INVALID_CONTEXT)
+        return ep_error_set(error, EP_FAILED_PRECONDITION, "no device is current on this thread: call cudaSetDevice()");
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuCtxGetDevice");
+    *device = (uint32_t)handle;
+    return EP_OK;
+}

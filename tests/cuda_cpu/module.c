@@ -12,10 +12,18 @@ struct mark {
     uint64_t ns;
 };
 
-/* What a stream holds: an op, or a mark that wants the time. */
+/* Bytes, or a value when `from` is NULL, to a place in this process. */
+struct move {
+    void *to;
+    const void *from;
+    uint64_t bytes, value;
+};
+
+/* What a stream holds: an op, a mark that wants the time, or something to be moved. */
 struct work {
     void *stream;
     struct mark *mark;
+    struct move move;
     struct ep_op op;
 };
 
@@ -39,6 +47,12 @@ struct ringer {
     struct queue queue; /* first */
     void *window;
     struct ep_mailbox *mailbox;
+};
+
+/* What a stream does that no rank or window is needed for. */
+struct copier {
+    struct queue queue; /* first */
+    void *stream;
 };
 
 struct ep_cuda_serve {
@@ -102,6 +116,14 @@ static void drain(const void *stream)
     pthread_mutex_unlock(&lock);
 }
 
+static void move(const struct move *m)
+{
+    if (m->from)
+        memmove(m->to, m->from, m->bytes);
+    else
+        __atomic_store_n((uint64_t *)m->to, m->value, __ATOMIC_RELEASE); /* partner: whoever waits for the value */
+}
+
 static void run_one(struct queue *queue)
 {
     struct work work = queue->work[queue->tail % QUEUE];
@@ -109,6 +131,8 @@ static void run_one(struct queue *queue)
     pthread_mutex_unlock(&lock);
     if (work.mark)
         work.mark->ns = ep_clock_ns();
+    else if (work.move.to)
+        move(&work.move);
     else
         queue->run(queue, &work.op);
     pthread_mutex_lock(&lock);
@@ -457,7 +481,7 @@ static void serve_close(struct ep_cuda_serve *serve)
     free(serve);
 }
 
-/* ---- streams, marks, graphs ---------------------------------------------------------------------------- */
+/* ---- streams ---------------------------------------------------------------------------------------------- */
 
 static ep_status stream_query(uint32_t device, void *stream, struct ep_error *error)
 {
@@ -519,6 +543,75 @@ static ep_status fill_gpu(uint32_t device, void *to, uint8_t value, uint64_t byt
     drain(stream);
     return fixture->fill(device, to, value, bytes, stream, error);
 }
+
+/* ---- copies that nobody waits for -------------------------------------------------------------------------- */
+
+static bool copies(const struct queue *queue, const void *stream)
+{
+    return queue && !queue->run && ((const struct copier *)queue)->stream == stream;
+}
+
+/* Under the lock: the one of a stream, made when it is first asked for. */
+static struct queue *copier_of(void *stream)
+{
+    struct copier *copier;
+
+    for (uint32_t i = 0; i < QUEUES; i++)
+        if (copies(queues[i], stream))
+            return queues[i];
+    copier = calloc(1, sizeof *copier);
+    if (!copier)
+        abort();
+    copier->stream = stream;
+    start_queue(&copier->queue);
+    return &copier->queue;
+}
+
+static void stream_destroy(uint32_t device, void *stream)
+{
+    struct queue *copier = NULL;
+
+    pthread_mutex_lock(&lock);
+    for (uint32_t i = 0; i < QUEUES; i++)
+        if (copies(queues[i], stream))
+            copier = queues[i];
+    pthread_mutex_unlock(&lock);
+    if (copier) {
+        stop_queue(copier);
+        free(copier);
+    }
+    fixture->stream_destroy(device, stream);
+}
+
+/* An address of now, in this process: GPU memory that goes while it is copied is a fault, as it is there. */
+static void *resolved(const void *at)
+{
+    void *host = cuda_fixture_host(at);
+
+    return host ? host : (void *)(uintptr_t)at;
+}
+
+static ep_status enqueue(void *stream, const struct move *m)
+{
+    pthread_mutex_lock(&lock);
+    put(copier_of(stream), &(struct work){ .stream = stream, .move = *m });
+    pthread_mutex_unlock(&lock);
+    return EP_OK;
+}
+
+static ep_status copy(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream, struct ep_error *error)
+{
+    (void)device, (void)error;
+    return enqueue(stream, &(struct move){ .to = resolved(to), .from = resolved(from), .bytes = bytes });
+}
+
+static ep_status store(uint32_t device, void *to, uint64_t value, void *stream, struct ep_error *error)
+{
+    (void)device, (void)error;
+    return enqueue(stream, &(struct move){ .to = resolved(to), .value = value });
+}
+
+/* ---- marks and graphs ---------------------------------------------------------------------------------------- */
 
 static ep_status event_create(uint32_t device, void **event, struct ep_error *error)
 {
@@ -613,6 +706,9 @@ const struct ep_cuda_api *ep_cuda_api(void)
     api.serve_wait = serve_wait;
     api.serve_end = serve_end;
     api.serve_close = serve_close;
+    api.copy = copy;
+    api.store = store;
+    api.stream_destroy = stream_destroy;
     api.stream_query = stream_query;
     api.stream_sync = stream_sync;
     api.graph_begin = graph_begin;

@@ -149,6 +149,14 @@ static ep_status device_find(const uint8_t uuid[EP_CUDA_UUID_BYTES], uint32_t *d
     return ep_error_set(error, EP_NOT_FOUND, "this process sees no GPU of that UUID");
 }
 
+static ep_status device_current(uint32_t *device, struct ep_error *error)
+{
+    if (enter("device_current", 0, error) != EP_OK)
+        return EP_INTERNAL;
+    *device = 0;
+    return leave();
+}
+
 /* ---- memory ------------------------------------------------------------------------------------ */
 
 static void close_memory(struct ep_cuda_memory *m)
@@ -411,6 +419,54 @@ static ep_status fill(uint32_t device, void *to, uint8_t value, uint64_t bytes, 
         return status;
     memset(must_translate(to, bytes), value, bytes);
     return leave();
+}
+
+/* Under the lock: the bytes behind an address, whoever's it is. */
+static void *anywhere(const void *at, uint64_t bytes)
+{
+    return memory_of(at) ? must_translate(at, bytes) : (void *)(uintptr_t)at;
+}
+
+static ep_status copy(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream, struct ep_error *error)
+{
+    ep_status status = enter_copy("copy", device, error);
+
+    (void)stream;
+    if (status != EP_OK)
+        return status;
+    memmove(anywhere(to, bytes), anywhere(from, bytes), bytes);
+    return leave();
+}
+
+static ep_status store(uint32_t device, void *to, uint64_t value, void *stream, struct ep_error *error)
+{
+    ep_status status = enter_copy("store", device, error);
+
+    (void)stream;
+    if (status != EP_OK)
+        return status;
+    /* Partner: whoever waits for the value. */
+    __atomic_store_n((uint64_t *)anywhere(to, sizeof value), value, __ATOMIC_RELEASE);
+    return leave();
+}
+
+static ep_status host_pin(uint32_t device, void *at, uint64_t bytes, struct ep_error *error)
+{
+    ep_status status = enter("host_pin", device, error);
+
+    (void)at, (void)bytes;
+    if (status != EP_OK)
+        return status;
+    cuda_fixture.pinned++;
+    return leave();
+}
+
+static void host_unpin(uint32_t device, void *at)
+{
+    (void)device;
+    pthread_mutex_lock(&lock);
+    cuda_fixture.pinned -= at != NULL;
+    pthread_mutex_unlock(&lock);
 }
 
 /* ---- ops --------------------------------------------------------------------------------------- */
@@ -842,6 +898,7 @@ static const struct ep_cuda_api api = {
     .device_count = device_count,
     .device_info = device_info,
     .device_find = device_find,
+    .device_current = device_current,
     .memory_create = memory_create,
     .memory_export = memory_export,
     .memory_import = memory_import,
@@ -853,6 +910,10 @@ static const struct ep_cuda_api api = {
     .write = copy_in,
     .read = copy_out,
     .fill = fill,
+    .copy = copy,
+    .store = store,
+    .host_pin = host_pin,
+    .host_unpin = host_unpin,
     .rank_open = rank_open,
     .rank_close = rank_close,
     .rank_run = rank_run,

@@ -32,8 +32,8 @@ struct cuda_fixture {
     void *user;
 
     /* what it has seen */
-    uint32_t memories, streams, ranks, serves, graphs, events; /* alive */
-    uint32_t copies;             /* write, read, fill */
+    uint32_t memories, streams, ranks, serves, graphs, events, pinned; /* alive */
+    uint32_t copies;             /* write, read, fill, copy, store */
     uint32_t ops;                /* executed */
     struct ep_op op[CUDA_FIXTURE_OPS];  /* the first of them */
     void *stream[CUDA_FIXTURE_OPS];     /* that each was given to */

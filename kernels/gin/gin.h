@@ -1,0 +1,347 @@
+/*
+ * gin.h: what the files of kernels/gin share.
+ *
+ *   plugin.c           the tables that NCCL looks up; environment variables
+ *   settings.c         what the environment asks for
+ *   report.c           NCCL's log
+ *   address.c          which interface to listen on; which host this is
+ *   rendezvous.c       listening, dialling, strangers
+ *   control.c          frames on the control connections
+ *   comm.c             connect and close: peers and their links
+ *   region.c           memory that puts come from and go to
+ *   put.c, queue.c     requests, from iput to done
+ *   receive.c          the receive thread: pieces, signals
+ *   order.c            when a signal may be applied
+ *   message.c          what is said, and what is not believed
+ *   stream.c           work on the GPU, and how far it is
+ *   staging.c          pinned memory that data passes through
+ *   transport.h        what a transport is; transport_tcp.c, transport_host.c
+ */
+#ifndef EP_GIN_H
+#define EP_GIN_H
+
+#include <pthread.h>
+
+#include "ep_cuda.h"
+#include "message.h"
+#include "order.h"
+
+#define EP_GIN_NAME "EP-GIN"
+#define EP_GIN_DEPTH 1024u        /* puts of one peer and context that may be under way; more wait */
+#define EP_GIN_PUTS (1u << 17)    /* the same of a communicator, in all */
+#define EP_GIN_MAX_CONTEXTS 128u  /* of a communicator, in all; each createContext takes new ones */
+#define EP_GIN_MAX_REGIONS 1024u  /* of a communicator, at a time */
+
+struct ep_gin_comm;
+struct ep_gin_peer;
+
+/* ---- settings -------------------------------------------------------------------------- */
+
+enum ep_gin_transport_id {
+    EP_GIN_TCP,
+    EP_GIN_HOST,
+    EP_GIN_TRANSPORTS, /* how many */
+    EP_GIN_AUTO = EP_GIN_TRANSPORTS
+};
+
+struct ep_gin_settings {
+    enum ep_gin_transport_id transport;
+    char interfaces[256]; /* as NCCL_SOCKET_IFNAME; "": the first that will do */
+    uint8_t family;       /* 4, 6; 0: either */
+    uint32_t connections; /* to each TCP peer */
+    uint32_t piece_bytes;
+    uint64_t staging_bytes; /* each way, of a communicator */
+    uint64_t timeout_ns;    /* of what is collective */
+    uint32_t silence_ms;    /* after which a TCP peer that acknowledges nothing is dead */
+    uint64_t spin_ns;       /* before the receive thread sleeps */
+};
+
+/* EP_INVALID_ARGUMENT names the variable, what it is and what it must be. */
+ep_status ep_gin_settings_read(struct ep_gin_settings *settings, struct ep_error *error);
+extern const char *const ep_gin_transport_names[EP_GIN_TRANSPORTS + 1];
+
+/* ---- log: report.c ---------------------------------------------------------------------- */
+
+void ep_gin_report_to(nccl_logger logger);
+__attribute__((format(printf, 1, 2))) void ep_gin_warn(const char *format, ...);
+__attribute__((format(printf, 1, 2))) void ep_gin_info(const char *format, ...);
+/* Warns, and says which of NCCL's results a status is. */
+nccl_result ep_gin_failed(const char *call, const struct ep_error *error);
+
+/* ---- addresses: address.c ----------------------------------------------------------------- */
+
+struct sockaddr_storage;
+
+/* Of this process, from the kernel. */
+ep_status ep_gin_host_id_read(struct ep_gin_host_id *id, struct ep_error *error);
+/* The first address that the settings allow, port 0. */
+ep_status ep_gin_address_choose(const struct ep_gin_settings *settings, struct sockaddr_storage *address,
+                                struct ep_error *error);
+/* Does NCCL's list ("eth,ib": prefixes; "=eth0": exactly; "^docker": all others) have the name?  "" has every name. */
+bool ep_gin_interface_listed(const char *list, const char *name);
+
+/*
+ * What carries puts between two ranks: what both name, or when one says auto what the other names, or else the
+ * best that both can.  EP_FAILED_PRECONDITION: they name different ones, or one that a side cannot.
+ */
+ep_status ep_gin_transport_choose(const struct ep_gin_hello *mine, const struct ep_gin_hello *theirs,
+                                  enum ep_gin_transport_id *chosen, struct ep_error *error);
+
+/* ---- work on the GPU: stream.c --------------------------------------------------------------- */
+
+/*
+ * A stream, and a word of pinned memory into which it writes how far it is.  Marks are numbers that grow; asking
+ * whether one is reached is a load.  Without a cuda backend there is no stream, and every mark is reached.  One
+ * thread at a time.
+ */
+struct ep_gin_stream {
+    struct ep_gin_comm *comm;
+    void *stream;
+    uint64_t *word;   /* written by the stream */
+    uint64_t written; /* the last mark that the stream was told to write */
+    bool dirty;       /* work after it */
+};
+
+ep_status ep_gin_stream_open(struct ep_gin_comm *comm, struct ep_gin_stream *stream, struct ep_error *error);
+/* Waits for what it holds; a GPU that does not get there within the timeout keeps it. */
+void ep_gin_stream_close(struct ep_gin_stream *stream);
+/* Either side may be host memory.  A copy that the GPU refuses is the communicator's failure. */
+void ep_gin_stream_copy(struct ep_gin_stream *stream, void *to, const void *from, uint64_t bytes);
+void ep_gin_stream_store(struct ep_gin_stream *stream, void *to, uint64_t value);
+/* What will be reached when all that it holds is over, once the stream is flushed. */
+uint64_t ep_gin_stream_mark(struct ep_gin_stream *stream);
+void ep_gin_stream_flush(struct ep_gin_stream *stream);
+bool ep_gin_stream_reached(const struct ep_gin_stream *stream, uint64_t mark);
+/* Flushes and waits.  False: not within the time. */
+bool ep_gin_stream_wait(struct ep_gin_stream *stream, uint64_t timeout_ns);
+
+/* ---- pinned memory: staging.c ------------------------------------------------------------------ */
+
+/* Zeroed pages that GPU and host both reach. */
+ep_status ep_gin_pages_open(struct ep_gin_comm *comm, uint64_t bytes, void **at, struct ep_error *error);
+void ep_gin_pages_close(struct ep_gin_comm *comm, void *at, uint64_t bytes);
+
+#define EP_GIN_PIECES 256u /* of a staging memory, at a time; a power of two */
+
+/* Memory that pieces take in turn and give back in any order. */
+struct ep_gin_staging {
+    uint8_t *at;
+    uint64_t bytes;
+    uint64_t taken, freed; /* bytes ever; their difference is in use */
+    uint32_t head, tail;   /* pieces ever */
+    struct {
+        uint64_t end;  /* `taken` after it */
+        uint64_t mark; /* of the stream, after which it is free */
+        bool given_back;
+    } piece[EP_GIN_PIECES];
+};
+
+/* A piece of that many bytes in one stretch; false: no room now.  *piece is for the other two. */
+bool ep_gin_staging_take(struct ep_gin_staging *staging, uint32_t bytes, uint32_t *piece, void **at);
+/* Free when the stream has reached the mark. */
+void ep_gin_staging_give(struct ep_gin_staging *staging, uint32_t piece, uint64_t mark);
+void ep_gin_staging_reclaim(struct ep_gin_staging *staging, const struct ep_gin_stream *stream);
+
+/* ---- regions: region.c -------------------------------------------------------------------------- */
+
+/* A region at one peer. */
+struct ep_gin_remote {
+    uint32_t key;   /* 0: the peer does not have it, or is gone */
+    void *reached;  /* by the peer's main link; NULL: not that way */
+};
+
+struct ep_gin_region {
+    uint32_t key;    /* what peers call it; 0: not registered.  Atomic: the receive thread looks */
+    uint32_t slot, generation;
+    int type;        /* NCCL_MEMORY_HOST, NCCL_MEMORY_CUDA */
+    uint8_t *at;
+    uint64_t bytes;
+    uint64_t *shadow; /* what signals stand at, for NCCL_REGION_ORDERED; NULL: read before they are raised */
+    int dmabuf;       /* descriptor of it for the time of the registration; -1: none */
+    uint64_t dmabuf_offset;
+    struct ep_gin_remote *remote; /* [ranks] */
+};
+
+ep_status ep_gin_region_add(struct ep_gin_comm *comm, void *at, uint64_t bytes, int type, uint64_t flags, int dmabuf,
+                            uint64_t dmabuf_offset, struct ep_gin_region **out, struct ep_error *error);
+void ep_gin_region_remove(struct ep_gin_comm *comm, struct ep_gin_region *region);
+/* receive: NULL: there is none of that key, or no longer. */
+struct ep_gin_region *ep_gin_region_of(struct ep_gin_comm *comm, uint32_t key);
+
+/* ---- puts: put.c, queue.c ------------------------------------------------------------------------- */
+
+/* What NCCL calls a request. */
+struct ep_gin_put {
+    struct ep_gin_put *next; /* in its queue, or of those that are free */
+    struct ep_gin_peer *peer;
+    const struct ep_gin_region *source;
+    const uint8_t *from;     /* NULL with no bytes */
+    void *reached;           /* the target, for the main link; NULL: the spare link */
+    uint64_t bytes, offset;  /* offset: in the target */
+    uint64_t taken, sent;    /* bytes: by the link, of which so many may be written again */
+    uint64_t number;
+    uint32_t context, back, region;
+    struct ep_gin_signal signal;
+    bool done;               /* and then it is the caller's until test says so */
+};
+
+/* Those of one peer and context that no link has taken as a whole, in their order. */
+struct ep_gin_queue {
+    struct ep_gin_put *head, *tail;
+    uint64_t last; /* number of the last that was started */
+};
+
+void ep_gin_queue_push(struct ep_gin_queue *queue, struct ep_gin_put *put);
+struct ep_gin_put *ep_gin_queue_pop(struct ep_gin_queue *queue);
+
+/* All puts of a communicator. */
+struct ep_gin_pool {
+    struct ep_gin_put *puts;
+    struct ep_gin_put *free;
+    uint32_t n, fresh; /* fresh: from here on never used */
+};
+
+ep_status ep_gin_pool_open(struct ep_gin_pool *pool, uint32_t n, struct ep_error *error);
+void ep_gin_pool_close(struct ep_gin_pool *pool);
+/* Zeroed; NULL: all are under way. */
+struct ep_gin_put *ep_gin_pool_take(struct ep_gin_pool *pool);
+void ep_gin_pool_give(struct ep_gin_pool *pool, struct ep_gin_put *put);
+
+struct ep_gin_put_args {
+    uint32_t rank, context;
+    const struct ep_gin_region *source, *target;
+    uint64_t source_offset, target_offset, bytes;
+    const struct ep_gin_region *signal; /* NULL: none */
+    uint64_t signal_offset, signal_value;
+    uint32_t signal_op;
+};
+
+/* Never fails: what cannot be done is counted and done. */
+struct ep_gin_put *ep_gin_put(struct ep_gin_comm *comm, const struct ep_gin_put_args *args);
+/* True: it was done, and is not the caller's any more. */
+bool ep_gin_put_test(struct ep_gin_comm *comm, struct ep_gin_put *put);
+void ep_gin_progress(struct ep_gin_comm *comm);
+
+/* ---- peers and communicators: comm.c -------------------------------------------------------------- */
+
+struct ep_gin_link {
+    const struct ep_gin_transport *transport;
+    void *link;
+};
+
+struct ep_gin_peer {
+    struct ep_gin_comm *comm;
+    uint32_t rank;
+    uint32_t lost;         /* atomic; set by either thread, looked at by both */
+    struct ep_gin_hello hello; /* the peer's */
+    enum ep_gin_transport_id chosen;
+    int control;           /* connection; -1: to oneself */
+    bool local;            /* which can carry descriptors */
+    int data[EP_GIN_MAX_CONNECTIONS]; /* connections, for the tcp link to take; -1: none */
+    uint32_t connections;  /* data connections that both agreed on */
+    uint32_t piece_bytes;
+    struct ep_gin_link main, spare; /* spare.link is NULL when main is tcp, and to oneself */
+
+    /* progress */
+    struct ep_gin_queue queues[EP_GIN_MAX_CONTEXTS];
+    uint32_t turn;         /* context whose put is next */
+    uint32_t waiting;      /* puts in the queues */
+    uint64_t numbers;      /* of puts that were started */
+
+    /* receive */
+    struct ep_gin_order order;
+};
+
+/* What was asked or told that makes no sense; each is logged once. */
+struct ep_gin_counts {
+    uint64_t bad_puts;     /* out of a region, to no rank, without a region */
+    uint64_t lost_puts;    /* to peers that are gone */
+    uint64_t late_pieces;  /* for regions that are gone */
+    uint64_t bad_messages; /* that no peer would send */
+    uint64_t crowded;      /* no put was free */
+};
+
+#define EP_GIN_WATCHES (EP_GIN_MAX_RANKS * 2u)
+
+struct ep_gin_watch {
+    struct ep_gin_peer *peer;
+    struct ep_gin_link *link; /* NULL: the control connection */
+    uint32_t index;
+    int fd;
+};
+
+struct ep_gin_comm {
+    struct ep_gin_settings settings;
+    const struct ep_cuda_api *cuda; /* NULL: host memory only */
+    uint32_t device;
+    uint32_t rank, ranks;
+    struct ep_gin_peer *peers;      /* [ranks] */
+    void *shared[EP_GIN_TRANSPORTS];
+    uint32_t contexts;              /* that were given out */
+    uint32_t failed;                /* atomic: the GPU refused something; nothing is promised any more */
+    struct ep_gin_counts counts;    /* atomic */
+
+    /* Words of streams, 64 bytes apart. */
+    uint8_t *words;
+    uint32_t words_used;
+
+    /* control */
+    struct ep_gin_region *regions;  /* [EP_GIN_MAX_REGIONS] */
+    uint64_t registrations;
+
+    /* progress: under `sending` */
+    pthread_mutex_t sending;
+    struct ep_gin_pool pool;
+    uint32_t active;                /* puts that are not done; also read without the lock */
+
+    /* receive: under `receiving` */
+    pthread_mutex_t receiving;
+    struct ep_gin_stream receiver;  /* data that came in, and signals */
+    pthread_t thread;
+    bool running;
+    uint32_t stop;                  /* atomic */
+    int epoll, wake;
+    struct ep_gin_watch *watches;   /* [watches_max] */
+    uint32_t watched, watches_max;
+};
+
+struct ep_gin_listener;
+
+ep_status ep_gin_listen(const struct ep_gin_settings *settings, struct ep_gin_handle *handle,
+                        struct ep_gin_listener **out, struct ep_error *error);
+void ep_gin_listener_close(struct ep_gin_listener *listener);
+/* Collective.  The device is the one that is current on this thread. */
+ep_status ep_gin_comm_open(const struct ep_gin_settings *settings, const struct ep_gin_handle *const handles[],
+                           uint32_t ranks, uint32_t rank, struct ep_gin_listener *listener, struct ep_gin_comm **out,
+                           struct ep_error *error);
+void ep_gin_comm_close(struct ep_gin_comm *comm);
+/* New contexts, *first and those after it; collective in that all ranks take as many in the same order. */
+ep_status ep_gin_contexts_take(struct ep_gin_comm *comm, uint32_t n, uint32_t *first, struct ep_error *error);
+
+/* rendezvous.c: fills in control, data and hello of all peers. */
+ep_status ep_gin_meet(struct ep_gin_comm *comm, const struct ep_gin_handle *const handles[],
+                      struct ep_gin_listener *listener, struct ep_error *error);
+
+/* control.c: one frame to and from each peer that is there. */
+struct ep_gin_card;
+typedef ep_status (*ep_gin_make)(struct ep_gin_peer *peer, void *user, struct ep_gin_frame *frame,
+                                 struct ep_gin_card *card, struct ep_error *error);
+typedef ep_status (*ep_gin_take)(struct ep_gin_peer *peer, void *user, const struct ep_gin_frame *frame,
+                                 const struct ep_gin_card *card, struct ep_error *error);
+/* EP_DEADLINE_EXCEEDED names the rank that was late.  A peer that is gone is passed over. */
+ep_status ep_gin_exchange(struct ep_gin_comm *comm, enum ep_gin_frame_kind kind, uint64_t order, ep_gin_make make,
+                          ep_gin_take take, void *user, struct ep_error *error);
+void ep_gin_say_bye(struct ep_gin_comm *comm);
+
+/* receive.c */
+ep_status ep_gin_receive_start(struct ep_gin_comm *comm, struct ep_error *error);
+void ep_gin_receive_stop(struct ep_gin_comm *comm);
+/* Once for each kind; what follows is counted. */
+void ep_gin_count(struct ep_gin_comm *comm, uint64_t *count, const char *what);
+
+static inline bool ep_gin_peer_is_lost(const struct ep_gin_peer *peer)
+{
+    return __atomic_load_n(&peer->lost, __ATOMIC_ACQUIRE) != 0; /* partner: ep_gin_peer_lost */
+}
+
+#endif
