@@ -29,6 +29,7 @@ USES = {
     "proto/attach": BASE,
     "kernels": BASE,
     "kernels/cuda": BASE | {"kernels"},
+    "kernels/gin": BASE | {"kernels"},
     "server/node": NODE,
     "server/store": BASE | {"proto/rpc", "generated"},
     "server/group": GROUP,

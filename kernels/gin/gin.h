@@ -22,13 +22,14 @@
 
 #include <pthread.h>
 
+#include "ep_clock.h"
 #include "ep_cuda.h"
 #include "message.h"
 #include "order.h"
 
 #define EP_GIN_NAME "EP-GIN"
-#define EP_GIN_DEPTH 1024u        /* puts of one peer and context that may be under way; more wait */
-#define EP_GIN_PUTS (1u << 17)    /* the same of a communicator, in all */
+#define EP_GIN_DEPTH 1024u        /* puts of one peer and context that may be under way */
+#define EP_GIN_PUTS (1u << 16)    /* of all peers, at least, for each context */
 #define EP_GIN_MAX_CONTEXTS 128u  /* of a communicator, in all; each createContext takes new ones */
 #define EP_GIN_MAX_REGIONS 1024u  /* of a communicator, at a time */
 
@@ -164,7 +165,9 @@ struct ep_gin_region {
 
 ep_status ep_gin_region_add(struct ep_gin_comm *comm, void *at, uint64_t bytes, int type, uint64_t flags, int dmabuf,
                             uint64_t dmabuf_offset, struct ep_gin_region **out, struct ep_error *error);
+/* Lets puts that are under way come to their end; drop does not. */
 void ep_gin_region_remove(struct ep_gin_comm *comm, struct ep_gin_region *region);
+void ep_gin_region_drop(struct ep_gin_comm *comm, struct ep_gin_region *region);
 /* receive: NULL: there is none of that key, or no longer. */
 struct ep_gin_region *ep_gin_region_of(struct ep_gin_comm *comm, uint32_t key);
 
@@ -172,20 +175,22 @@ struct ep_gin_region *ep_gin_region_of(struct ep_gin_comm *comm, uint32_t key);
 
 /* What NCCL calls a request. */
 struct ep_gin_put {
-    struct ep_gin_put *next; /* in its queue, or of those that are free */
+    struct ep_gin_put *next; /* in a queue, its context's or a link's, or of those that are free */
     struct ep_gin_peer *peer;
     const struct ep_gin_region *source;
     const uint8_t *from;     /* NULL with no bytes */
     void *reached;           /* the target, for the main link; NULL: the spare link */
     uint64_t bytes, offset;  /* offset: in the target */
     uint64_t taken, sent;    /* bytes: by the link, of which so many may be written again */
+    uint64_t mark;           /* the link's */
     uint64_t number;
     uint32_t context, back, region;
+    int target_type;
     struct ep_gin_signal signal;
     bool done;               /* and then it is the caller's until test says so */
 };
 
-/* Those of one peer and context that no link has taken as a whole, in their order. */
+/* Those of one peer and context that have not begun, in their order. */
 struct ep_gin_queue {
     struct ep_gin_put *head, *tail;
     uint64_t last; /* number of the last that was started */
@@ -194,14 +199,15 @@ struct ep_gin_queue {
 void ep_gin_queue_push(struct ep_gin_queue *queue, struct ep_gin_put *put);
 struct ep_gin_put *ep_gin_queue_pop(struct ep_gin_queue *queue);
 
-/* All puts of a communicator. */
+/* All puts of a communicator, in slabs.  Of the last slab some have never been used: their pages are not there yet. */
 struct ep_gin_pool {
-    struct ep_gin_put *puts;
+    struct ep_gin_put *slabs[EP_GIN_MAX_CONTEXTS];
     struct ep_gin_put *free;
-    uint32_t n, fresh; /* fresh: from here on never used */
+    uint32_t n, size, used; /* slabs; puts of the last one, and of those the ones that were used */
 };
 
-ep_status ep_gin_pool_open(struct ep_gin_pool *pool, uint32_t n, struct ep_error *error);
+/* n more, for as long as the pool lives. */
+ep_status ep_gin_pool_grow(struct ep_gin_pool *pool, uint32_t n, struct ep_error *error);
 void ep_gin_pool_close(struct ep_gin_pool *pool);
 /* Zeroed; NULL: all are under way. */
 struct ep_gin_put *ep_gin_pool_take(struct ep_gin_pool *pool);
@@ -221,6 +227,8 @@ struct ep_gin_put *ep_gin_put(struct ep_gin_comm *comm, const struct ep_gin_put_
 /* True: it was done, and is not the caller's any more. */
 bool ep_gin_put_test(struct ep_gin_comm *comm, struct ep_gin_put *put);
 void ep_gin_progress(struct ep_gin_comm *comm);
+/* Progress until all puts are done, for a while: a peer that takes nothing is not waited for. */
+void ep_gin_settle(struct ep_gin_comm *comm);
 
 /* ---- peers and communicators: comm.c -------------------------------------------------------------- */
 
@@ -233,7 +241,7 @@ struct ep_gin_peer {
     struct ep_gin_comm *comm;
     uint32_t rank;
     uint32_t lost;         /* atomic; set by either thread, looked at by both */
-    struct ep_gin_hello hello; /* the peer's */
+    struct ep_gin_hello mine, theirs; /* what was said on the control connection */
     enum ep_gin_transport_id chosen;
     int control;           /* connection; -1: to oneself */
     bool local;            /* which can carry descriptors */
@@ -246,6 +254,8 @@ struct ep_gin_peer {
     struct ep_gin_queue queues[EP_GIN_MAX_CONTEXTS];
     uint32_t turn;         /* context whose put is next */
     uint32_t waiting;      /* puts in the queues */
+    struct ep_gin_put *starting; /* that a link has no room for as a whole; NULL: none */
+    uint32_t active;       /* puts that are not done */
     uint64_t numbers;      /* of puts that were started */
 
     /* receive */
@@ -261,10 +271,8 @@ struct ep_gin_counts {
     uint64_t crowded;      /* no put was free */
 };
 
-#define EP_GIN_WATCHES (EP_GIN_MAX_RANKS * 2u)
-
 struct ep_gin_watch {
-    struct ep_gin_peer *peer;
+    struct ep_gin_peer *peer; /* NULL: comm->wake */
     struct ep_gin_link *link; /* NULL: the control connection */
     uint32_t index;
     int fd;
@@ -272,13 +280,16 @@ struct ep_gin_watch {
 
 struct ep_gin_comm {
     struct ep_gin_settings settings;
-    const struct ep_cuda_api *cuda; /* NULL: host memory only */
+    const struct ep_cuda_api *cuda; /* NULL: host memory only, since: */
+    struct ep_error no_cuda;
     uint32_t device;
     uint32_t rank, ranks;
+    struct ep_gin_host_id host;
     struct ep_gin_peer *peers;      /* [ranks] */
     void *shared[EP_GIN_TRANSPORTS];
     uint32_t contexts;              /* that were given out */
     uint32_t failed;                /* atomic: the GPU refused something; nothing is promised any more */
+    bool stuck;                     /* a stream still works: what it may touch stays */
     struct ep_gin_counts counts;    /* atomic */
 
     /* Words of streams, 64 bytes apart. */
@@ -292,7 +303,9 @@ struct ep_gin_comm {
     /* progress: under `sending` */
     pthread_mutex_t sending;
     struct ep_gin_pool pool;
-    uint32_t active;                /* puts that are not done; also read without the lock */
+    struct ep_gin_put refused;      /* always done: what cannot be done */
+    uint32_t active;                /* puts that are not done; atomic: also read without the lock */
+    uint32_t tests;                 /* of puts that were not done */
 
     /* receive: under `receiving` */
     pthread_mutex_t receiving;
@@ -303,7 +316,12 @@ struct ep_gin_comm {
     int epoll, wake;
     struct ep_gin_watch *watches;   /* [watches_max] */
     uint32_t watched, watches_max;
+    uint32_t wanted;                /* atomic: threads that want `receiving` and would not get it */
 };
+
+/* control: for what no put and no piece may run beside. */
+void ep_gin_lock(struct ep_gin_comm *comm);
+void ep_gin_unlock(struct ep_gin_comm *comm);
 
 struct ep_gin_listener;
 
@@ -315,10 +333,10 @@ ep_status ep_gin_comm_open(const struct ep_gin_settings *settings, const struct 
                            uint32_t ranks, uint32_t rank, struct ep_gin_listener *listener, struct ep_gin_comm **out,
                            struct ep_error *error);
 void ep_gin_comm_close(struct ep_gin_comm *comm);
-/* New contexts, *first and those after it; collective in that all ranks take as many in the same order. */
+/* New contexts, *first and those after it. */
 ep_status ep_gin_contexts_take(struct ep_gin_comm *comm, uint32_t n, uint32_t *first, struct ep_error *error);
 
-/* rendezvous.c: fills in control, data and hello of all peers. */
+/* rendezvous.c: fills in of all peers what connections there are, what was said, and what was chosen. */
 ep_status ep_gin_meet(struct ep_gin_comm *comm, const struct ep_gin_handle *const handles[],
                       struct ep_gin_listener *listener, struct ep_error *error);
 
@@ -333,7 +351,9 @@ ep_status ep_gin_exchange(struct ep_gin_comm *comm, enum ep_gin_frame_kind kind,
                           ep_gin_take take, void *user, struct ep_error *error);
 void ep_gin_say_bye(struct ep_gin_comm *comm);
 
-/* receive.c */
+/* receive.c: what the thread waits with, and the thread. */
+ep_status ep_gin_receive_open(struct ep_gin_comm *comm, struct ep_error *error);
+void ep_gin_receive_close(struct ep_gin_comm *comm);
 ep_status ep_gin_receive_start(struct ep_gin_comm *comm, struct ep_error *error);
 void ep_gin_receive_stop(struct ep_gin_comm *comm);
 /* Once for each kind; what follows is counted. */

@@ -12,17 +12,19 @@ static bool signal_valid(const struct ep_gin_message *m)
 
 static bool data_valid(const struct ep_gin_message *m, uint32_t piece_bytes)
 {
-    const bool payload = m->flags & EP_GIN_PAYLOAD;
+    const bool payload = m->flags & EP_GIN_PAYLOAD, whole = m->flags & EP_GIN_WHOLE;
 
-    if (m->bytes == 0)
-        return m->total == 0 && m->region == 0 && !payload;
-    return m->bytes <= m->total && m->total <= NCCL_MAX_BYTES && m->region != 0
+    if (m->total == 0)
+        return m->bytes == 0 && m->region == 0 && m->flags == 0;
+    if (whole)
+        return m->bytes == 0 && !payload && m->total <= NCCL_MAX_BYTES && m->region != 0;
+    return m->bytes > 0 && m->bytes <= m->total && m->total <= NCCL_MAX_BYTES && m->region != 0
            && (!payload || m->bytes <= piece_bytes);
 }
 
 bool ep_gin_message_valid(const struct ep_gin_message *m, uint32_t piece_bytes)
 {
-    return m->magic == EP_GIN_MAGIC && (m->flags & ~EP_GIN_PAYLOAD) == 0 && signal_valid(m)
+    return m->magic == EP_GIN_MAGIC && (m->flags & ~(EP_GIN_PAYLOAD | EP_GIN_WHOLE)) == 0 && signal_valid(m)
            && data_valid(m, piece_bytes);
 }
 

@@ -62,13 +62,13 @@ struct ep_gin_hello {
 };
 _Static_assert(sizeof(struct ep_gin_hello) == 112, "ep_gin_hello is a protocol");
 
-enum ep_gin_frame_kind { EP_GIN_FRAME_LINK = 1, EP_GIN_FRAME_VERDICT, EP_GIN_FRAME_REGION, EP_GIN_FRAME_BYE };
+enum ep_gin_frame_kind { EP_GIN_FRAME_LINK = 1, EP_GIN_FRAME_REGION, EP_GIN_FRAME_BYE };
 
 struct ep_gin_frame {
     uint32_t magic;
     uint16_t kind;
-    uint8_t has_card; /* the peer has something to offer */
-    uint8_t ok;       /* VERDICT: the link works */
+    uint8_t has_card; /* there is something to offer */
+    uint8_t reserved;
     uint64_t order;   /* how many of this kind before */
     uint32_t key;     /* REGION: what messages call it */
     uint32_t type;    /* NCCL_MEMORY_* */
@@ -93,8 +93,14 @@ struct ep_gin_message {
 _Static_assert(sizeof(struct ep_gin_message) == 64, "ep_gin_message is a protocol");
 _Static_assert(offsetof(struct ep_gin_message, offset) == 40, "ep_gin_message.offset");
 
-/* message.flags: the bytes follow; without it they are where they belong. */
-enum { EP_GIN_PAYLOAD = 1 << 0 };
+/* message.flags.  PAYLOAD: the bytes follow; without it they are where they belong.  WHOLE: that is all of the put, and
+ * `bytes`, which has 32 bits, is 0. */
+enum { EP_GIN_PAYLOAD = 1 << 0, EP_GIN_WHOLE = 1 << 1 };
+
+static inline uint64_t ep_gin_message_bytes(const struct ep_gin_message *message)
+{
+    return message->flags & EP_GIN_WHOLE ? message->total : message->bytes;
+}
 
 /* Can it be what a peer with pieces of at most piece_bytes says?  Regions are the receiver's to look up. */
 bool ep_gin_message_valid(const struct ep_gin_message *message, uint32_t piece_bytes);

@@ -29,7 +29,7 @@ struct ep_gin_signal {
 struct ep_gin_piece {
     uint64_t number;
     uint32_t back;   /* number - back is the put before it in its context; 0: none, or long ago */
-    uint32_t bytes;  /* that have landed */
+    uint64_t bytes;  /* that have landed */
     uint64_t total;  /* of the put; 0: one piece of 0 bytes */
     struct ep_gin_signal signal;
 };

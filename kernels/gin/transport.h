@@ -43,7 +43,7 @@ struct ep_gin_transport {
     ep_status (*link_open)(struct ep_gin_comm *comm, struct ep_gin_peer *peer, void **link, struct ep_gin_card *mine,
                            struct ep_error *error);
     ep_status (*link_connect)(void *link, const struct ep_gin_card *theirs, struct ep_error *error);
-    /* Under both locks, after the last call of progress and receive.  Puts that it still has are told done. */
+    /* After the last call of progress and receive; nobody asks for its puts any more. */
     void (*link_close)(void *link);
 
     /* ---- control, once per region and peer; all three may be NULL ---- */
@@ -58,8 +58,9 @@ struct ep_gin_transport {
 
     /* ---- progress ---- */
     /*
-     * Takes the put, or more of it: put->taken counts bytes, what has been taken is never offered again.  True: all
-     * of it, or all there will be.  False: no room now.  A put of no bytes is one message.
+     * Takes the put, or more of it: put->taken counts bytes, and what has been taken is not offered again.  True: all
+     * of it.  False: no room now.  A put of no bytes is one message.  Puts come in the order of their numbers, which
+     * is the order in which each of a link's connections has to carry them (see order.h).
      */
     bool (*put_start)(void *link, struct ep_gin_put *put);
     /* Moves what has been taken.  Never waits. */
@@ -77,6 +78,7 @@ struct ep_gin_transport {
 
 extern const struct ep_gin_transport ep_gin_tcp;
 extern const struct ep_gin_transport ep_gin_host;
+extern const struct ep_gin_transport ep_gin_self; /* to oneself */
 
 /* ---- what a transport may ask of the communicator ---------------------------------------- */
 
@@ -86,8 +88,8 @@ ep_status ep_gin_watch(struct ep_gin_comm *comm, struct ep_gin_peer *peer, void 
 /* receive: nothing more is to come from it. */
 void ep_gin_unwatch(struct ep_gin_comm *comm, int fd);
 
-/* progress: fills in what says where the next `bytes` of the put go, from put->taken on. */
-void ep_gin_put_message(const struct ep_gin_put *put, uint32_t bytes, struct ep_gin_message *message);
+/* progress: fills in what says where `bytes` of the put go, from its byte `at` on; the flags are the link's. */
+void ep_gin_put_message(const struct ep_gin_put *put, uint64_t at, uint32_t bytes, struct ep_gin_message *message);
 /* progress: so many bytes of the source may be written again; with all of them the put is done. */
 void ep_gin_put_sent(struct ep_gin_put *put, uint64_t bytes);
 /* progress, receive: the peer is gone.  Puts to it are done as soon as their sources are. */

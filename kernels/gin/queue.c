@@ -1,0 +1,72 @@
+/* Lists of puts. */
+#include "gin.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+void ep_gin_queue_push(struct ep_gin_queue *queue, struct ep_gin_put *put)
+{
+    put->next = NULL;
+    if (queue->tail)
+        queue->tail->next = put;
+    else
+        queue->head = put;
+    queue->tail = put;
+}
+
+struct ep_gin_put *ep_gin_queue_pop(struct ep_gin_queue *queue)
+{
+    struct ep_gin_put *put = queue->head;
+
+    if (!put)
+        return NULL;
+    queue->head = put->next;
+    if (!queue->head)
+        queue->tail = NULL;
+    put->next = NULL;
+    return put;
+}
+
+ep_status ep_gin_pool_grow(struct ep_gin_pool *pool, uint32_t n, struct ep_error *error)
+{
+    struct ep_gin_put *slab;
+
+    if (pool->n == EP_GIN_MAX_CONTEXTS)
+        return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "contexts: a communicator has at most %u", EP_GIN_MAX_CONTEXTS);
+    slab = calloc(n, sizeof *slab);
+    if (!slab)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for %u puts", n);
+    for (; pool->used < pool->size; pool->used++)
+        ep_gin_pool_give(pool, &pool->slabs[pool->n - 1][pool->used]);
+    pool->slabs[pool->n++] = slab;
+    pool->size = n;
+    pool->used = 0;
+    return EP_OK;
+}
+
+void ep_gin_pool_close(struct ep_gin_pool *pool)
+{
+    for (uint32_t i = 0; i < pool->n; i++)
+        free(pool->slabs[i]);
+    memset(pool, 0, sizeof *pool);
+}
+
+struct ep_gin_put *ep_gin_pool_take(struct ep_gin_pool *pool)
+{
+    struct ep_gin_put *put = pool->free;
+
+    if (put)
+        pool->free = put->next;
+    else if (pool->used < pool->size)
+        put = &pool->slabs[pool->n - 1][pool->used++];
+    else
+        return NULL;
+    memset(put, 0, sizeof *put);
+    return put;
+}
+
+void ep_gin_pool_give(struct ep_gin_pool *pool, struct ep_gin_put *put)
+{
+    put->next = pool->free;
+    pool->free = put;
+}

@@ -1,0 +1,579 @@
+/*
+ * Puts over TCP: from anywhere to anywhere.
+ *
+ * A put is cut into pieces, and a piece goes over the connection that has the least to send.  What comes from the GPU
+ * passes through pinned memory on both sides: pieces are copied there and sent when the copy is over, while the next
+ * ones are copied; the receiver reads into pinned memory and copies on from there, in the order of its stream.
+ * Host memory is sent from and received into where it is.
+ */
+#include "transport.h"
+
+#include <errno.h>
+#include <linux/sockios.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+enum {
+    CHUNKS = EP_GIN_PIECES,  /* pieces of a link, to be sent */
+    BATCH = 16,              /* pieces in one system call */
+    BUFFER = 64 << 10,       /* bytes in one, of small messages */
+    TURN = 64,               /* messages and payloads from one connection, then the others */
+    LINGER_STEP_US = 100
+};
+#define LINGER_NS (EP_NS_PER_S) /* for what is on its way when a communicator is closed */
+#define NO_STAGING UINT32_MAX
+
+/* A piece on its way out. */
+struct chunk {
+    struct ep_gin_message message;
+    struct ep_gin_put *put;
+    const uint8_t *payload;
+    uint64_t mark;   /* of the sender's stream, after which the payload is there */
+    uint32_t staged; /* piece of the staging memory */
+    uint32_t next;   /* of its connection, or free; CHUNKS: none */
+};
+
+/* A piece on its way in. */
+struct incoming {
+    struct ep_gin_message message;
+    uint8_t *to;     /* NULL: nobody wants it */
+    uint32_t staged;
+    uint32_t got;    /* bytes of the payload */
+    bool under_way;
+};
+
+struct connection {
+    int fd;
+    /* progress */
+    uint32_t first, last; /* chunks */
+    uint64_t queued;      /* bytes */
+    uint64_t sent;        /* of the first chunk, message and payload */
+    /* receive */
+    bool held;            /* what is in the buffer cannot be taken yet */
+    struct incoming in;
+    struct ep_gin_staging staging;
+    uint32_t start, end;  /* in the buffer */
+    uint8_t buffer[BUFFER];
+};
+
+struct tcp_link {
+    struct ep_gin_comm *comm;
+    struct ep_gin_peer *peer;
+    struct ep_gin_stream *sender;
+    uint32_t n;
+    struct connection *connections; /* [n] */
+    struct chunk chunks[CHUNKS];
+    uint32_t free;
+    struct ep_gin_staging staging;
+    void *pages; /* of all staging memory */
+    uint64_t pages_bytes;
+};
+
+/* ---- opening ---------------------------------------------------------------------------------------- */
+
+static ep_status tcp_usable(struct ep_gin_comm *comm, struct ep_error *error)
+{
+    (void)comm, (void)error;
+    return EP_OK;
+}
+
+/* One stream brings what is sent to all peers: they share the way from the GPU anyway. */
+static ep_status tcp_start(struct ep_gin_comm *comm, void **shared, struct ep_error *error)
+{
+    struct ep_gin_stream *sender = calloc(1, sizeof *sender);
+    ep_status status;
+
+    if (!sender)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a stream");
+    status = ep_gin_stream_open(comm, sender, error);
+    if (status != EP_OK) {
+        free(sender);
+        return status;
+    }
+    *shared = sender;
+    return EP_OK;
+}
+
+static void tcp_stop(void *shared)
+{
+    ep_gin_stream_close(shared);
+    free(shared);
+}
+
+/* Two pieces for each connection, one that is copied and one on the way, or what is this link's part of all there
+ * may be. */
+static uint64_t staging_bytes(const struct tcp_link *link)
+{
+    const uint64_t least = 2ull * link->peer->piece_bytes, part = link->comm->settings.staging_bytes / link->comm->ranks;
+    const uint64_t each = part / link->n > least ? part / link->n : least;
+
+    return each / 4096 * 4096;
+}
+
+static ep_status open_staging(struct tcp_link *link, struct ep_error *error)
+{
+    const uint64_t each = staging_bytes(link);
+    uint8_t *at;
+    ep_status status;
+
+    if (!link->comm->cuda)
+        return EP_OK;
+    link->pages_bytes = 2 * each * link->n;
+    status = ep_gin_pages_open(link->comm, link->pages_bytes, &link->pages, error);
+    if (status != EP_OK)
+        return status;
+    at = link->pages;
+    link->staging = (struct ep_gin_staging){ .at = at, .bytes = each * link->n };
+    for (uint32_t i = 0; i < link->n; i++)
+        link->connections[i].staging =
+            (struct ep_gin_staging){ .at = at + (link->n + i) * each, .bytes = each };
+    return EP_OK;
+}
+
+static ep_status open_connections(struct tcp_link *link, struct ep_error *error)
+{
+    ep_status status = EP_OK;
+
+    link->connections = calloc(link->n, sizeof *link->connections);
+    if (!link->connections)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for %u connections", link->n);
+    for (uint32_t i = 0; i < link->n; i++) {
+        link->connections[i].fd = link->peer->data[i];
+        link->connections[i].first = link->connections[i].last = CHUNKS;
+        link->peer->data[i] = -1; /* it is the link's now */
+    }
+    for (uint32_t i = 0; i < CHUNKS; i++)
+        link->chunks[i].next = i + 1;
+    for (uint32_t i = 0; i < link->n && status == EP_OK; i++)
+        status = ep_gin_watch(link->comm, link->peer, link, i, link->connections[i].fd, error);
+    return status;
+}
+
+/* What is with the kernel and not with the peer's is thrown away when there is something left to be read, too. */
+static void linger(const struct tcp_link *link, int fd)
+{
+    const uint64_t end = ep_clock_ns() + LINGER_NS;
+    int left = 0;
+
+    shutdown(fd, SHUT_WR);
+    while (!ep_gin_peer_is_lost(link->peer) && ioctl(fd, SIOCOUTQ, &left) == 0 && left > 0 && ep_clock_ns() < end)
+        usleep(LINGER_STEP_US);
+}
+
+static void tcp_link_close(void *opened)
+{
+    struct tcp_link *link = opened;
+
+    for (uint32_t i = 0; link->connections && i < link->n; i++) {
+        linger(link, link->connections[i].fd);
+        close(link->connections[i].fd);
+    }
+    ep_gin_pages_close(link->comm, link->pages, link->pages_bytes);
+    free(link->connections);
+    free(link);
+}
+
+static ep_status tcp_link_open(struct ep_gin_comm *comm, struct ep_gin_peer *peer, void **out, struct ep_gin_card *mine,
+                               struct ep_error *error)
+{
+    struct tcp_link *link = calloc(1, sizeof *link);
+
+    (void)mine;
+    if (!link)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a link to rank %u", peer->rank);
+    link->comm = comm;
+    link->peer = peer;
+    link->sender = comm->shared[EP_GIN_TCP];
+    link->n = peer->connections;
+    *out = link;
+    return EP_OK;
+}
+
+/* What is watched is known to the peer by now. */
+static ep_status tcp_link_connect(void *opened, const struct ep_gin_card *theirs, struct ep_error *error)
+{
+    struct tcp_link *link = opened;
+    ep_status status = open_connections(link, error);
+
+    (void)theirs;
+    return status == EP_OK ? open_staging(link, error) : status;
+}
+
+/* ---- sending: chunks ----------------------------------------------------------------------------------- */
+
+static struct connection *least_queued(struct tcp_link *link)
+{
+    struct connection *least = &link->connections[0];
+
+    for (uint32_t i = 1; i < link->n; i++)
+        if (link->connections[i].queued < least->queued)
+            least = &link->connections[i];
+    return least;
+}
+
+static uint64_t length_of(const struct chunk *chunk)
+{
+    return sizeof chunk->message + chunk->message.bytes;
+}
+
+static void queue_chunk(struct tcp_link *link, uint32_t index)
+{
+    struct connection *c = least_queued(link);
+
+    link->chunks[index].next = CHUNKS;
+    if (c->first == CHUNKS)
+        c->first = index;
+    else
+        link->chunks[c->last].next = index;
+    c->last = index;
+    c->queued += length_of(&link->chunks[index]);
+}
+
+static uint32_t unqueue_chunk(struct tcp_link *link, struct connection *c)
+{
+    const uint32_t index = c->first;
+
+    c->first = link->chunks[index].next;
+    c->queued -= length_of(&link->chunks[index]);
+    return index;
+}
+
+/* False: no room. */
+static bool stage(struct tcp_link *link, struct chunk *chunk, const uint8_t *from, uint32_t bytes)
+{
+    void *at;
+
+    if (!ep_gin_staging_take(&link->staging, bytes, &chunk->staged, &at))
+        return false;
+    ep_gin_stream_copy(link->sender, at, from, bytes);
+    chunk->payload = at;
+    chunk->mark = ep_gin_stream_mark(link->sender);
+    return true;
+}
+
+/* The next piece of the put.  False: no room. */
+static bool start_piece(struct tcp_link *link, struct ep_gin_put *put)
+{
+    const uint64_t left = put->bytes - put->taken;
+    const uint32_t bytes = left < link->peer->piece_bytes ? (uint32_t)left : link->peer->piece_bytes;
+    const uint32_t index = link->free;
+    struct chunk *chunk = &link->chunks[index];
+    const uint32_t next = index < CHUNKS ? chunk->next : CHUNKS;
+
+    if (index == CHUNKS)
+        return false;
+    *chunk = (struct chunk){ .put = put, .staged = NO_STAGING, .next = next };
+    if (bytes > 0 && put->source->type == NCCL_MEMORY_HOST)
+        chunk->payload = put->from + put->taken;
+    else if (bytes > 0 && !stage(link, chunk, put->from + put->taken, bytes))
+        return false;
+    ep_gin_put_message(put, put->taken, bytes, &chunk->message);
+    chunk->message.flags = bytes > 0 ? EP_GIN_PAYLOAD : 0;
+    put->taken += bytes;
+    link->free = next;
+    queue_chunk(link, index);
+    return true;
+}
+
+static bool tcp_put_start(void *opened, struct ep_gin_put *put)
+{
+    struct tcp_link *link = opened;
+
+    do {
+        if (!start_piece(link, put))
+            return false;
+    } while (put->taken < put->bytes);
+    return true;
+}
+
+/* ---- sending: sockets -------------------------------------------------------------------------------------- */
+
+static void finish_chunk(struct tcp_link *link, struct connection *c)
+{
+    const uint32_t index = unqueue_chunk(link, c);
+    struct chunk *chunk = &link->chunks[index];
+
+    if (chunk->staged != NO_STAGING)
+        ep_gin_staging_give(&link->staging, chunk->staged, 0);
+    ep_gin_put_sent(chunk->put, chunk->message.bytes);
+    chunk->next = link->free;
+    link->free = index;
+}
+
+/* Message and payload but for the first `skip` bytes. */
+static uint32_t describe(struct chunk *chunk, uint64_t skip, struct iovec *parts)
+{
+    const uint64_t head = sizeof chunk->message;
+    uint32_t n = 0;
+
+    if (skip < head)
+        parts[n++] = (struct iovec){ .iov_base = (uint8_t *)&chunk->message + skip, .iov_len = head - skip };
+    skip = skip < head ? 0 : skip - head;
+    if (skip < chunk->message.bytes)
+        parts[n++] = (struct iovec){ .iov_base = (void *)(uintptr_t)(chunk->payload + skip),
+                                     .iov_len = chunk->message.bytes - skip };
+    return n;
+}
+
+static uint32_t gather(struct tcp_link *link, const struct connection *c, struct iovec parts[2 * BATCH])
+{
+    uint64_t skip = c->sent;
+    uint32_t n = 0, chunks = 0;
+
+    for (uint32_t i = c->first; i < CHUNKS && chunks < BATCH; i = link->chunks[i].next, chunks++) {
+        if (!ep_gin_stream_reached(link->sender, link->chunks[i].mark))
+            break;
+        n += describe(&link->chunks[i], skip, parts + n);
+        skip = 0;
+    }
+    return n;
+}
+
+static void account(struct tcp_link *link, struct connection *c, uint64_t bytes)
+{
+    c->sent += bytes;
+    while (c->first < CHUNKS && c->sent >= length_of(&link->chunks[c->first])) {
+        c->sent -= length_of(&link->chunks[c->first]);
+        finish_chunk(link, c);
+    }
+}
+
+/* True: all that is ready is with the kernel, which may take more. */
+static bool send_some(struct tcp_link *link, struct connection *c)
+{
+    struct iovec parts[2 * BATCH];
+    struct msghdr header = { .msg_iov = parts, .msg_iovlen = gather(link, c, parts) };
+    ssize_t n;
+
+    if (header.msg_iovlen == 0)
+        return false;
+    n = sendmsg(c->fd, &header, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (n < 0) {
+        if (errno != EAGAIN && errno != EINTR)
+            ep_gin_peer_lost(link->peer, strerror(errno));
+        return false;
+    }
+    account(link, c, (uint64_t)n);
+    return true;
+}
+
+/* Of a peer that is gone: a source is free when the copy from it is over. */
+static void drop_chunks(struct tcp_link *link, struct connection *c)
+{
+    while (c->first < CHUNKS && ep_gin_stream_reached(link->sender, link->chunks[c->first].mark))
+        finish_chunk(link, c);
+}
+
+static void tcp_progress(void *opened)
+{
+    struct tcp_link *link = opened;
+
+    ep_gin_stream_flush(link->sender);
+    for (uint32_t i = 0; i < link->n; i++) {
+        struct connection *c = &link->connections[i];
+
+        if (ep_gin_peer_is_lost(link->peer))
+            drop_chunks(link, c);
+        while (!ep_gin_peer_is_lost(link->peer) && send_some(link, c))
+            ;
+    }
+    ep_gin_staging_reclaim(&link->staging, link->sender);
+}
+
+/* ---- receiving ------------------------------------------------------------------------------------------------- */
+
+/* After one: there may be more; nothing more is there; it waits for other pieces, or for staging memory, and is tried
+ * again; the connection is of no use any more. */
+enum step { STEP_ON, STEP_EMPTY, STEP_LATER, STEP_FULL, STEP_BROKEN };
+
+static uint32_t buffered(const struct connection *c)
+{
+    return c->end - c->start;
+}
+
+static enum step receive(struct connection *c, void *to, size_t bytes, ssize_t *n)
+{
+    *n = recv(c->fd, to, bytes, MSG_DONTWAIT);
+    if (*n > 0)
+        return STEP_ON;
+    return *n < 0 && (errno == EAGAIN || errno == EINTR) ? STEP_EMPTY : STEP_BROKEN;
+}
+
+static enum step fill_buffer(struct connection *c)
+{
+    enum step step;
+    ssize_t n;
+
+    memmove(c->buffer, c->buffer + c->start, buffered(c));
+    c->end = buffered(c);
+    c->start = 0;
+    step = receive(c, c->buffer + c->end, BUFFER - c->end, &n);
+    if (step == STEP_ON)
+        c->end += (uint32_t)n;
+    return step;
+}
+
+/* Where the payload goes on its way to `to`.  False: no room now. */
+static bool place(struct tcp_link *link, struct connection *c, const struct ep_gin_region *region, void *to)
+{
+    void *at = to;
+
+    c->in.staged = NO_STAGING;
+    if (region && region->type == NCCL_MEMORY_CUDA) {
+        ep_gin_staging_reclaim(&c->staging, &link->comm->receiver);
+        if (!ep_gin_staging_take(&c->staging, c->in.message.bytes, &c->in.staged, &at))
+            return false;
+    }
+    c->in.to = at;
+    c->in.got = 0;
+    c->in.under_way = true;
+    return true;
+}
+
+static enum step refuse(struct tcp_link *link)
+{
+    ep_gin_count(link->comm, &link->comm->counts.bad_messages, "a message that no rank sends");
+    return STEP_BROKEN;
+}
+
+static enum step begin(struct tcp_link *link, struct connection *c)
+{
+    const struct ep_gin_region *region;
+    void *to;
+
+    memcpy(&c->in.message, c->buffer + c->start, sizeof c->in.message);
+    switch (ep_gin_judge(link->peer, &c->in.message, &region, &to)) {
+    case EP_GIN_REFUSE: return refuse(link);
+    case EP_GIN_LATER: return STEP_LATER;
+    case EP_GIN_TAKE:
+    case EP_GIN_DROP: break;
+    }
+    if (!(c->in.message.flags & EP_GIN_PAYLOAD)) {
+        c->start += (uint32_t)sizeof c->in.message;
+        return ep_gin_landed(link->peer, &c->in.message) ? STEP_ON : refuse(link);
+    }
+    if (!place(link, c, region, to))
+        return STEP_FULL;
+    c->start += (uint32_t)sizeof c->in.message;
+    return STEP_ON;
+}
+
+/* Bytes that nobody wants pass through the buffer. */
+static enum step read_payload(struct connection *c)
+{
+    const uint32_t left = c->in.message.bytes - c->in.got;
+    enum step step;
+    ssize_t n;
+
+    if (buffered(c) > 0) {
+        n = buffered(c) < left ? buffered(c) : left;
+        if (c->in.to)
+            memcpy(c->in.to + c->in.got, c->buffer + c->start, (size_t)n);
+        c->start += (uint32_t)n;
+    } else {
+        step = c->in.to ? receive(c, c->in.to + c->in.got, left, &n) : receive(c, c->buffer, left < BUFFER ? left : BUFFER, &n);
+        if (step != STEP_ON)
+            return step;
+    }
+    c->in.got += (uint32_t)n;
+    return STEP_ON;
+}
+
+/* From the staging memory to where it belongs, unless that has gone meanwhile. */
+static void unstage(struct tcp_link *link, struct connection *c)
+{
+    struct ep_gin_stream *receiver = &link->comm->receiver;
+    const struct ep_gin_message *m = &c->in.message;
+    const struct ep_gin_region *region = ep_gin_region_of(link->comm, m->region);
+
+    if (region)
+        ep_gin_stream_copy(receiver, region->at + m->offset, c->in.to, m->bytes);
+    ep_gin_staging_give(&c->staging, c->in.staged, ep_gin_stream_mark(receiver));
+}
+
+static enum step finish(struct tcp_link *link, struct connection *c)
+{
+    if (c->in.staged != NO_STAGING)
+        unstage(link, c);
+    c->in.under_way = false;
+    return ep_gin_landed(link->peer, &c->in.message) ? STEP_ON : refuse(link);
+}
+
+static enum step step(struct tcp_link *link, struct connection *c)
+{
+    enum step s;
+
+    if (!c->in.under_way) {
+        if (buffered(c) < sizeof c->in.message) {
+            s = fill_buffer(c);
+            return s == STEP_ON && buffered(c) < sizeof c->in.message ? STEP_EMPTY : s;
+        }
+        return begin(link, c);
+    }
+    s = read_payload(c);
+    if (s == STEP_ON && c->in.got == c->in.message.bytes)
+        return finish(link, c);
+    return s;
+}
+
+/* A region may have gone since the last turn: nothing more is received into it. */
+static void look_again(struct tcp_link *link, struct connection *c)
+{
+    if (c->in.under_way && c->in.staged == NO_STAGING && !ep_gin_region_of(link->comm, c->in.message.region))
+        c->in.to = NULL;
+}
+
+/* What a broken connection was to carry does not come any more: the peer is of no use. */
+static void hang_up(struct tcp_link *link, struct connection *c)
+{
+    ep_gin_unwatch(link->comm, c->fd);
+    shutdown(c->fd, SHUT_RDWR);
+    c->held = false;
+    ep_gin_peer_lost(link->peer, "a connection is closed");
+}
+
+static bool tcp_ready(void *opened, uint32_t index)
+{
+    struct tcp_link *link = opened;
+    struct connection *c = &link->connections[index];
+    enum step s = STEP_ON;
+    uint32_t n = 0;
+
+    look_again(link, c);
+    for (; n < TURN && s == STEP_ON; n++)
+        s = step(link, c);
+    c->held = s == STEP_LATER || s == STEP_FULL;
+    if (s == STEP_BROKEN)
+        hang_up(link, c);
+    /* The GPU tells nobody when memory is free: who waits for it goes on looking. */
+    return n > 1 || s == STEP_ON || s == STEP_FULL;
+}
+
+/* Those that could not go on: nothing may come on them that would be told. */
+static bool tcp_poll(void *opened)
+{
+    struct tcp_link *link = opened;
+    bool found = false;
+
+    for (uint32_t i = 0; i < link->n; i++)
+        if (link->connections[i].held)
+            found |= tcp_ready(link, i);
+    return found;
+}
+
+const struct ep_gin_transport ep_gin_tcp = {
+    .name = "tcp",
+    .usable = tcp_usable,
+    .start = tcp_start,
+    .stop = tcp_stop,
+    .link_open = tcp_link_open,
+    .link_connect = tcp_link_connect,
+    .link_close = tcp_link_close,
+    .put_start = tcp_put_start,
+    .progress = tcp_progress,
+    .poll = tcp_poll,
+    .ready = tcp_ready,
+};
