@@ -52,7 +52,7 @@ struct connection {
     uint64_t queued;      /* bytes */
     uint64_t sent;        /* of the first chunk, message and payload */
     /* receive */
-    bool held;            /* what is in the buffer cannot be taken yet */
+    bool held;            /* something in the buffer has not been taken */
     struct incoming in;
     struct ep_gin_staging staging;
     uint32_t start, end;  /* in the buffer */
@@ -545,14 +545,14 @@ static bool tcp_ready(void *opened, uint32_t index)
     look_again(link, c);
     for (; n < TURN && s == STEP_ON; n++)
         s = step(link, c);
-    c->held = s == STEP_LATER || s == STEP_FULL;
+    c->held = s == STEP_ON || s == STEP_LATER || s == STEP_FULL;
     if (s == STEP_BROKEN)
         hang_up(link, c);
     /* The GPU tells nobody when memory is free: who waits for it goes on looking. */
     return n > 1 || s == STEP_ON || s == STEP_FULL;
 }
 
-/* Those that could not go on: nothing may come on them that would be told. */
+/* What is in a buffer already is told by nobody. */
 static bool tcp_poll(void *opened)
 {
     struct tcp_link *link = opened;
