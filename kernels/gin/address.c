@@ -1,4 +1,4 @@
-/* Which interface to listen on, which host this is, and what carries puts between two ranks. */
+/* Which interface to listen on, and which host this is. */
 #include "gin.h"
 
 #include <fcntl.h>
@@ -147,52 +147,5 @@ ep_status ep_gin_address_choose(const struct ep_gin_settings *settings, struct s
     if (!found)
         return ep_error_set(error, EP_NOT_FOUND, "no interface with an address is up and in \"%s\": set EP_GIN_INTERFACE",
                             settings->interfaces);
-    return EP_OK;
-}
-
-/* ---- transports --------------------------------------------------------------------------------- */
-
-static bool can(const struct ep_gin_hello *hello, enum ep_gin_transport_id t)
-{
-    return hello->able >> t & 1;
-}
-
-/* From the best to the one that is always there. */
-static enum ep_gin_transport_id best(const struct ep_gin_hello *a, const struct ep_gin_hello *b)
-{
-    if (can(a, EP_GIN_HOST) && can(b, EP_GIN_HOST) && ep_gin_same_host(&a->host, &b->host))
-        return EP_GIN_HOST;
-    return EP_GIN_TCP;
-}
-
-static const char *why_not(const struct ep_gin_hello *mine, const struct ep_gin_hello *theirs, enum ep_gin_transport_id t)
-{
-    if (!can(mine, t))
-        return "this rank cannot";
-    if (!can(theirs, t))
-        return "the other cannot";
-    if (t == EP_GIN_HOST && !ep_gin_same_host(&mine->host, &theirs->host))
-        return "they are not on one host";
-    return NULL;
-}
-
-ep_status ep_gin_transport_choose(const struct ep_gin_hello *mine, const struct ep_gin_hello *theirs,
-                                  enum ep_gin_transport_id *chosen, struct ep_error *error)
-{
-    const uint32_t named = mine->wanted != EP_GIN_AUTO ? mine->wanted : theirs->wanted;
-    const char *reason;
-
-    if (named >= EP_GIN_AUTO) {
-        *chosen = best(mine, theirs);
-        return EP_OK;
-    }
-    if (theirs->wanted != EP_GIN_AUTO && theirs->wanted != named)
-        return ep_error_set(error, EP_FAILED_PRECONDITION, "EP_GIN_TRANSPORT is %s here and another at rank %u: must be "
-                            "the same", ep_gin_transport_names[named], theirs->rank);
-    reason = why_not(mine, theirs, (enum ep_gin_transport_id)named);
-    if (reason)
-        return ep_error_set(error, EP_FAILED_PRECONDITION, "EP_GIN_TRANSPORT is %s, for ranks %u and %u: %s",
-                            ep_gin_transport_names[named], mine->rank, theirs->rank, reason);
-    *chosen = (enum ep_gin_transport_id)named;
     return EP_OK;
 }

@@ -9,11 +9,6 @@
 #define WORDS_BYTES(ranks) (64u * ((ranks) + 2u))
 #define PAGE 4096u
 
-static const struct ep_gin_transport *const transports[EP_GIN_TRANSPORTS] = {
-    [EP_GIN_TCP] = &ep_gin_tcp,
-    [EP_GIN_HOST] = &ep_gin_host,
-};
-
 /* ---- making one ------------------------------------------------------------------------------------- */
 
 /* Without a GPU, or with a thread that has none, host memory can still be put. */
@@ -81,8 +76,8 @@ static ep_status start_transports(struct ep_gin_comm *comm, struct ep_error *err
     ep_status status = EP_OK;
 
     for (uint32_t t = 0; t < EP_GIN_TRANSPORTS && status == EP_OK; t++)
-        if (transports[t]->start && transports[t]->usable(comm, NULL) == EP_OK)
-            status = transports[t]->start(comm, &comm->shared[t], error);
+        if (ep_gin_transports[t]->start && ep_gin_transports[t]->usable(comm, NULL) == EP_OK)
+            status = ep_gin_transports[t]->start(comm, &comm->shared[t], error);
     return status;
 }
 
@@ -90,7 +85,7 @@ static ep_status open_main(struct ep_gin_peer *peer, void *user, struct ep_gin_f
                            struct ep_error *error)
 {
     (void)user;
-    peer->main.transport = transports[peer->chosen];
+    peer->main.transport = ep_gin_transports[peer->chosen];
     frame->has_card = 1;
     return peer->main.transport->link_open(peer->comm, peer, &peer->main.link, card, error);
 }
@@ -166,20 +161,27 @@ static void close_links(struct ep_gin_comm *comm)
     }
     for (uint32_t t = 0; t < EP_GIN_TRANSPORTS; t++)
         if (comm->shared[t])
-            transports[t]->stop(comm->shared[t]);
+            ep_gin_transports[t]->stop(comm->shared[t]);
 }
 
 /* ---- open and close --------------------------------------------------------------------------------------- */
 
-static void tell(const struct ep_gin_comm *comm, uint64_t start)
+static uint32_t peers_by(const struct ep_gin_comm *comm, uint32_t transport)
 {
-    uint32_t by[EP_GIN_TRANSPORTS] = { 0 };
+    uint32_t n = 0;
 
     for (uint32_t r = 0; r < comm->ranks; r++)
-        if (r != comm->rank)
-            by[comm->peers[r].chosen]++;
-    ep_gin_info("rank %u of %u connected in %llu ms: %u by host, %u by tcp", comm->rank, comm->ranks,
-                (unsigned long long)((ep_clock_ns() - start) / EP_NS_PER_MS), by[EP_GIN_HOST], by[EP_GIN_TCP]);
+        n += r != comm->rank && comm->peers[r].chosen == transport;
+    return n;
+}
+
+static void tell(const struct ep_gin_comm *comm, uint64_t start)
+{
+    ep_gin_info("rank %u of %u is connected after %llu ms", comm->rank, comm->ranks,
+                (unsigned long long)((ep_clock_ns() - start) / EP_NS_PER_MS));
+    for (uint32_t t = 0; t < EP_GIN_TRANSPORTS; t++)
+        if (peers_by(comm, t) > 0)
+            ep_gin_info("rank %u: %u peers by %s", comm->rank, peers_by(comm, t), ep_gin_transport_name(t));
 }
 
 static ep_status open_comm(struct ep_gin_comm *comm, const struct ep_gin_handle *const handles[],

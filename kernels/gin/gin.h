@@ -15,7 +15,8 @@
  *   message.c          what is said, and what is not believed
  *   stream.c           work on the GPU, and how far it is
  *   staging.c          pinned memory that data passes through
- *   transport.h        what a transport is; transport_tcp.c, transport_host.c
+ *   ring.c             messages through memory that two processes share
+ *   transport.h        what a transport is; transport.c: which one; transport_tcp.c, transport_host.c
  */
 #ifndef EP_GIN_H
 #define EP_GIN_H
@@ -59,7 +60,6 @@ struct ep_gin_settings {
 
 /* EP_INVALID_ARGUMENT names the variable, what it is and what it must be. */
 ep_status ep_gin_settings_read(struct ep_gin_settings *settings, struct ep_error *error);
-extern const char *const ep_gin_transport_names[EP_GIN_TRANSPORTS + 1];
 
 /* ---- log: report.c ---------------------------------------------------------------------- */
 
@@ -69,7 +69,7 @@ __attribute__((format(printf, 1, 2))) void ep_gin_info(const char *format, ...);
 /* Warns, and says which of NCCL's results a status is. */
 nccl_result ep_gin_failed(const char *call, const struct ep_error *error);
 
-/* ---- addresses: address.c ----------------------------------------------------------------- */
+/* ---- addresses: address.c; choices: transport.c ----------------------------------------------------------------- */
 
 struct sockaddr_storage;
 
@@ -81,6 +81,10 @@ ep_status ep_gin_address_choose(const struct ep_gin_settings *settings, struct s
 /* Does NCCL's list ("eth,ib": prefixes; "=eth0": exactly; "^docker": all others) have the name?  "" has every name. */
 bool ep_gin_interface_listed(const char *list, const char *name);
 
+/* "auto" for what is no transport's number. */
+const char *ep_gin_transport_name(uint32_t transport);
+/* Bit t: this process can use transport t to a peer whose control connection carries descriptors, or does not. */
+uint32_t ep_gin_transports_usable(struct ep_gin_comm *comm, bool local);
 /*
  * What carries puts between two ranks: what both name, or when one says auto what the other names, or else the
  * best that both can.  EP_FAILED_PRECONDITION: they name different ones, or one that a side cannot.

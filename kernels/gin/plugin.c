@@ -18,7 +18,7 @@
  *                                                   does not hold two of each connection
  *   EP_GIN_STAGING_MIB  1..4096, default 64         MiB of pinned memory each way, for TCP to all peers of a
  *                                                   communicator
- *   EP_GIN_TIMEOUT_S    1..3600, default 60         s until a rank that does not do its part of connect or regMrSym
+ *   EP_GIN_TIMEOUT_S    1..3600, default 20         s until a rank that does not do its part of connect or regMrSym
  *                                                   is named, and the call fails
  *   EP_GIN_SILENCE_S    1..3600, default 20         s after which a TCP peer that acknowledges nothing is taken for
  *                                                   dead

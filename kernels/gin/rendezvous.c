@@ -182,16 +182,6 @@ void ep_gin_listener_close(struct ep_gin_listener *listener)
 
 /* ---- what is said -------------------------------------------------------------------------------------- */
 
-/* Bit t: transport t.  What needs descriptors needs a connection that carries them. */
-static uint32_t able(struct ep_gin_comm *comm, bool local)
-{
-    uint32_t bits = 1u << EP_GIN_TCP;
-
-    if (local && ep_gin_host.usable(comm, NULL) == EP_OK)
-        bits |= 1u << EP_GIN_HOST;
-    return bits;
-}
-
 static struct ep_gin_hello hello_to(struct ep_gin_comm *comm, const struct ep_gin_handle *to, bool local)
 {
     struct ep_gin_hello hello = {
@@ -201,7 +191,7 @@ static struct ep_gin_hello hello_to(struct ep_gin_comm *comm, const struct ep_gi
         .rank = comm->rank,
         .ranks = comm->ranks,
         .wanted = comm->settings.transport,
-        .able = able(comm, local),
+        .able = ep_gin_transports_usable(comm, local),
         .connections = comm->settings.connections,
         .piece_bytes = comm->settings.piece_bytes,
         .host = comm->host,

@@ -10,12 +10,6 @@
 #define KIB 1024ull
 #define MIB (1024 * KIB)
 
-const char *const ep_gin_transport_names[EP_GIN_TRANSPORTS + 1] = {
-    [EP_GIN_TCP] = "tcp",
-    [EP_GIN_HOST] = "host",
-    [EP_GIN_AUTO] = "auto",
-};
-
 static ep_status read_number(const char *name, uint64_t low, uint64_t high, uint64_t *value, struct ep_error *error)
 {
     const char *text = getenv(name);
@@ -41,7 +35,7 @@ static ep_status read_transport(enum ep_gin_transport_id *transport, struct ep_e
     if (!text || !*text)
         return EP_OK;
     for (uint32_t t = 0; t <= EP_GIN_TRANSPORTS; t++)
-        if (strcmp(text, ep_gin_transport_names[t]) == 0) {
+        if (strcmp(text, ep_gin_transport_name(t)) == 0) {
             *transport = (enum ep_gin_transport_id)t;
             return EP_OK;
         }
@@ -82,7 +76,7 @@ static ep_status read_family(uint8_t *family, struct ep_error *error)
 
 static ep_status read_numbers(struct ep_gin_settings *settings, struct ep_error *error)
 {
-    uint64_t connections = 4, piece_kib = 512, staging_mib = 64, timeout_s = 60, silence_s = 20, spin_us = 50;
+    uint64_t connections = 4, piece_kib = 512, staging_mib = 64, timeout_s = 20, silence_s = 20, spin_us = 50;
     ep_status status = read_number("EP_GIN_CONNECTIONS", 1, EP_GIN_MAX_CONNECTIONS, &connections, error);
 
     if (status == EP_OK)

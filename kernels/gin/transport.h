@@ -31,6 +31,7 @@ struct ep_gin_card {
 
 struct ep_gin_transport {
     const char *name; /* as in EP_GIN_TRANSPORT */
+    bool same_host;   /* both ends must be on one host: cards have descriptors */
 
     /* ---- control, once per communicator ---- */
     /* Can this process use it at all?  The sentence is for who has asked for it by name. */
@@ -76,9 +77,11 @@ struct ep_gin_transport {
     void (*sleep)(void *link, bool asleep);
 };
 
+/* To add one: its number in gin.h, its line in the table of transport.c, and its rank in ep_gin_transport_choose(). */
+extern const struct ep_gin_transport *const ep_gin_transports[EP_GIN_TRANSPORTS];
 extern const struct ep_gin_transport ep_gin_tcp;
 extern const struct ep_gin_transport ep_gin_host;
-extern const struct ep_gin_transport ep_gin_self; /* to oneself */
+extern const struct ep_gin_transport ep_gin_self; /* to oneself; not in the table */
 
 /* ---- what a transport may ask of the communicator ---------------------------------------- */
 

@@ -388,6 +388,7 @@ static void host_sleep(void *opened, bool asleep)
 
 const struct ep_gin_transport ep_gin_host = {
     .name = "host",
+    .same_host = true,
     .usable = host_usable,
     .link_open = host_link_open,
     .link_connect = host_link_connect,
