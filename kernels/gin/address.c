@@ -98,21 +98,21 @@ bool ep_gin_interface_listed(const char *list, const char *name)
 /* What the rest of a cluster can hardly reach; taken only when it is asked for, or nothing else is there. */
 static bool secluded(const struct ifaddrs *i)
 {
-    return (i->ifa_flags & IFF_LOOPBACK) || strncmp(i->ifa_name, "docker", 6) == 0
-           || strncmp(i->ifa_name, "veth", 4) == 0 || strncmp(i->ifa_name, "virbr", 5) == 0;
+    return (i->ifa_flags & IFF_LOOPBACK) || strncmp(i->ifa_name, "docker", 6) == 0 ||
+           strncmp(i->ifa_name, "veth", 4) == 0 || strncmp(i->ifa_name, "virbr", 5) == 0;
 }
 
 static bool of_family(const struct ifaddrs *i, uint8_t family)
 {
-    return i->ifa_addr
-           && ((family == 4 && i->ifa_addr->sa_family == AF_INET) || (family == 6 && i->ifa_addr->sa_family == AF_INET6));
+    return i->ifa_addr &&
+           ((family == 4 && i->ifa_addr->sa_family == AF_INET) || (family == 6 && i->ifa_addr->sa_family == AF_INET6));
 }
 
 static const struct ifaddrs *first(const struct ifaddrs *all, const char *list, uint8_t family, bool any)
 {
     for (const struct ifaddrs *i = all; i; i = i->ifa_next)
-        if (of_family(i, family) && (i->ifa_flags & IFF_UP) && ep_gin_interface_listed(list, i->ifa_name)
-            && (any || !secluded(i)))
+        if (of_family(i, family) && (i->ifa_flags & IFF_UP) && ep_gin_interface_listed(list, i->ifa_name) &&
+            (any || !secluded(i)))
             return i;
     return NULL;
 }
@@ -141,11 +141,12 @@ ep_status ep_gin_address_choose(const struct ep_gin_settings *settings, struct s
     found = pick(all, settings);
     memset(address, 0, sizeof *address);
     if (found)
-        memcpy(address, found->ifa_addr, found->ifa_addr->sa_family == AF_INET ? sizeof(struct sockaddr_in)
-                                                                                : sizeof(struct sockaddr_in6));
+        memcpy(address, found->ifa_addr,
+               found->ifa_addr->sa_family == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6));
     freeifaddrs(all);
     if (!found)
-        return ep_error_set(error, EP_NOT_FOUND, "no interface with an address is up and in \"%s\": set EP_GIN_INTERFACE",
+        return ep_error_set(error, EP_NOT_FOUND,
+                            "no interface with an address is up and in \"%s\": set EP_GIN_INTERFACE",
                             settings->interfaces);
     return EP_OK;
 }

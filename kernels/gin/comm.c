@@ -7,7 +7,7 @@
 
 /* Streams: one that receives, one that sends over TCP, one to each peer of this host and to oneself; a line each. */
 #define WORDS_BYTES(ranks) (64u * ((ranks) + 2u))
-#define PAGE 4096u
+#define PAGE               4096u
 
 /* ---- making one ------------------------------------------------------------------------------------- */
 
@@ -216,7 +216,8 @@ ep_status ep_gin_comm_open(const struct ep_gin_settings *settings, const struct 
     ep_status status = EP_OK;
 
     if (ranks == 0 || ranks > EP_GIN_MAX_RANKS || rank >= ranks)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "rank %u of %u: there may be %u", rank, ranks, EP_GIN_MAX_RANKS);
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "rank %u of %u: there may be %u", rank, ranks,
+                            EP_GIN_MAX_RANKS);
     comm = create(settings, ranks, rank);
     if (!comm || !comm->peers || !comm->regions)
         status = ep_error_set(error, EP_NO_MEMORY, "no memory for a communicator of %u ranks", ranks);
@@ -242,9 +243,11 @@ static void tell_counts(const struct ep_gin_comm *comm)
 
     if (c->bad_puts + c->lost_puts + c->late_pieces + c->bad_messages + c->crowded == 0)
         return;
-    ep_gin_info("rank %u: %llu bad puts, %llu to ranks that were gone, %llu pieces too late, %llu bad messages, %llu puts "
-                "too many", comm->rank, (unsigned long long)c->bad_puts, (unsigned long long)c->lost_puts,
-                (unsigned long long)c->late_pieces, (unsigned long long)c->bad_messages, (unsigned long long)c->crowded);
+    ep_gin_info(
+        "rank %u: %llu bad puts, %llu to ranks that were gone, %llu pieces too late, %llu bad messages, %llu puts "
+        "too many",
+        comm->rank, (unsigned long long)c->bad_puts, (unsigned long long)c->lost_puts,
+        (unsigned long long)c->late_pieces, (unsigned long long)c->bad_messages, (unsigned long long)c->crowded);
 }
 
 /* Also one that was not opened as a whole. */
@@ -282,8 +285,8 @@ ep_status ep_gin_contexts_take(struct ep_gin_comm *comm, uint32_t n, uint32_t *f
     ep_status status = EP_OK;
 
     if (n == 0 || n > EP_GIN_MAX_CONTEXTS - comm->contexts)
-        return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "%u contexts after %u: a communicator has at most %u in all", n,
-                            comm->contexts, EP_GIN_MAX_CONTEXTS);
+        return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "%u contexts after %u: a communicator has at most %u in all",
+                            n, comm->contexts, EP_GIN_MAX_CONTEXTS);
     ep_gin_lock(comm);
     for (uint32_t i = 0; i < n && status == EP_OK; i++)
         status = ep_gin_pool_grow(&comm->pool, puts_of(comm), error);

@@ -83,8 +83,9 @@ static ssize_t receive_part(int fd, uint8_t *at, size_t bytes, struct ep_gin_car
 {
     struct iovec part = { .iov_base = at, .iov_len = bytes };
     union descriptors room;
-    struct msghdr header = { .msg_iov = &part, .msg_iovlen = 1, .msg_control = room.bytes,
-                             .msg_controllen = sizeof room.bytes };
+    struct msghdr header = {
+        .msg_iov = &part, .msg_iovlen = 1, .msg_control = room.bytes, .msg_controllen = sizeof room.bytes
+    };
     ssize_t n = recvmsg(fd, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
 
     if (n > 0)
@@ -155,8 +156,8 @@ static ep_status late(const struct ep_gin_peer *peer, struct ep_error *error)
                         (unsigned long long)(peer->comm->settings.timeout_ns / EP_NS_PER_S));
 }
 
-static ep_status say(struct ep_gin_peer *peer, enum ep_gin_frame_kind kind, uint64_t order, ep_gin_make make, void *user,
-                     uint64_t deadline, struct ep_error *error)
+static ep_status say(struct ep_gin_peer *peer, enum ep_gin_frame_kind kind, uint64_t order, ep_gin_make make,
+                     void *user, uint64_t deadline, struct ep_error *error)
 {
     struct ep_gin_frame frame = { .magic = EP_GIN_MAGIC, .kind = (uint16_t)kind, .order = order };
     struct ep_gin_card card = { .fds = 0 };
@@ -180,9 +181,10 @@ static ep_status check(const struct ep_gin_peer *peer, const struct ep_gin_frame
     if (frame->magic != EP_GIN_MAGIC)
         return ep_error_set(error, EP_PROTOCOL, "rank %u says what no rank says", peer->rank);
     if (frame->kind != kind || frame->order != order)
-        return ep_error_set(error, EP_FAILED_PRECONDITION, "rank %u does step %u.%llu, this one %u.%llu: regMrSym must be "
-                            "called in the same order on all ranks", peer->rank, frame->kind,
-                            (unsigned long long)frame->order, kind, (unsigned long long)order);
+        return ep_error_set(error, EP_FAILED_PRECONDITION,
+                            "rank %u does step %u.%llu, this one %u.%llu: regMrSym must be "
+                            "called in the same order on all ranks",
+                            peer->rank, frame->kind, (unsigned long long)frame->order, kind, (unsigned long long)order);
     return EP_OK;
 }
 
@@ -191,8 +193,8 @@ static bool is_bye(const struct ep_gin_frame *frame)
     return frame->magic == EP_GIN_MAGIC && frame->kind == EP_GIN_FRAME_BYE;
 }
 
-static ep_status hear(struct ep_gin_peer *peer, enum ep_gin_frame_kind kind, uint64_t order, ep_gin_take take, void *user,
-                      uint64_t deadline, struct ep_error *error)
+static ep_status hear(struct ep_gin_peer *peer, enum ep_gin_frame_kind kind, uint64_t order, ep_gin_take take,
+                      void *user, uint64_t deadline, struct ep_error *error)
 {
     struct ep_gin_frame frame;
     struct ep_gin_card card = { .fds = 0 };

@@ -6,8 +6,8 @@ static bool signal_valid(const struct ep_gin_message *m)
 {
     if (m->signal_op == 0)
         return m->signal_region == 0;
-    return (m->signal_op == NCCL_SIGNAL_INC || m->signal_op == NCCL_SIGNAL_ADD) && m->signal_region != 0
-           && m->signal_offset % sizeof(uint64_t) == 0;
+    return (m->signal_op == NCCL_SIGNAL_INC || m->signal_op == NCCL_SIGNAL_ADD) && m->signal_region != 0 &&
+           m->signal_offset % sizeof(uint64_t) == 0;
 }
 
 static bool data_valid(const struct ep_gin_message *m, uint32_t piece_bytes)
@@ -18,14 +18,14 @@ static bool data_valid(const struct ep_gin_message *m, uint32_t piece_bytes)
         return m->bytes == 0 && m->region == 0 && m->flags == 0;
     if (whole)
         return m->bytes == 0 && !payload && m->total <= NCCL_MAX_BYTES && m->region != 0;
-    return m->bytes > 0 && m->bytes <= m->total && m->total <= NCCL_MAX_BYTES && m->region != 0
-           && (!payload || m->bytes <= piece_bytes);
+    return m->bytes > 0 && m->bytes <= m->total && m->total <= NCCL_MAX_BYTES && m->region != 0 &&
+           (!payload || m->bytes <= piece_bytes);
 }
 
 bool ep_gin_message_valid(const struct ep_gin_message *m, uint32_t piece_bytes)
 {
-    return m->magic == EP_GIN_MAGIC && (m->flags & ~(EP_GIN_PAYLOAD | EP_GIN_WHOLE)) == 0 && signal_valid(m)
-           && data_valid(m, piece_bytes);
+    return m->magic == EP_GIN_MAGIC && (m->flags & ~(EP_GIN_PAYLOAD | EP_GIN_WHOLE)) == 0 && signal_valid(m) &&
+           data_valid(m, piece_bytes);
 }
 
 /* Looks at every byte, so that the time says nothing about where they differ. */
@@ -40,9 +40,9 @@ static bool same_token(const uint8_t *a, const uint8_t *b)
 
 bool ep_gin_hello_valid(const struct ep_gin_hello *h, const uint8_t token[EP_GIN_TOKEN_BYTES], uint32_t ranks)
 {
-    return h->magic == EP_GIN_MAGIC && h->protocol == EP_GIN_PROTOCOL && same_token(h->token, token)
-           && h->ranks == ranks && h->rank < ranks && h->connections >= 1 && h->connections <= EP_GIN_MAX_CONNECTIONS
-           && (h->purpose == EP_GIN_CONTROL || h->purpose == EP_GIN_DATA) && h->index < EP_GIN_MAX_CONNECTIONS;
+    return h->magic == EP_GIN_MAGIC && h->protocol == EP_GIN_PROTOCOL && same_token(h->token, token) &&
+           h->ranks == ranks && h->rank < ranks && h->connections >= 1 && h->connections <= EP_GIN_MAX_CONNECTIONS &&
+           h->piece_bytes >= EP_GIN_MIN_PIECE && (h->purpose == EP_GIN_CONTROL || h->purpose == EP_GIN_DATA) && h->index < EP_GIN_MAX_CONNECTIONS;
 }
 
 bool ep_gin_handle_valid(const struct ep_gin_handle *h)

@@ -20,6 +20,7 @@
 #define EP_GIN_TOKEN_BYTES 16u
 #define EP_GIN_MAX_RANKS 1024u
 #define EP_GIN_MAX_CONNECTIONS 16u
+#define EP_GIN_MIN_PIECE 4096u
 
 /* Processes that can map each other's memory: one kernel and one network namespace, whose abstract sockets both see. */
 struct ep_gin_host_id {

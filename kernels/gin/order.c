@@ -44,8 +44,8 @@ static struct ep_gin_slot *before(struct ep_gin_order *order, const struct ep_gi
 
 static bool fits_again(const struct ep_gin_slot *slot, const struct ep_gin_piece *piece)
 {
-    return slot->total == piece->total && slot->back == piece->back && piece->bytes != 0
-           && piece->bytes <= slot->total - slot->landed && same_signal(&slot->signal, &piece->signal);
+    return slot->total == piece->total && slot->back == piece->back && piece->bytes != 0 &&
+           piece->bytes <= slot->total - slot->landed && same_signal(&slot->signal, &piece->signal);
 }
 
 static bool fits_first(struct ep_gin_order *order, const struct ep_gin_piece *piece)
@@ -78,8 +78,7 @@ static bool may_retire(struct ep_gin_order *order, uint64_t number)
 
     if (!complete(slot))
         return false;
-    return slot->back == 0 || ep_gin_order_place(order, previous) != EP_GIN_WITHIN
-           || slot_of(order, previous)->retired;
+    return slot->back == 0 || ep_gin_order_place(order, previous) != EP_GIN_WITHIN || slot_of(order, previous)->retired;
 }
 
 static void advance(struct ep_gin_order *order)

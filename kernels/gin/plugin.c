@@ -34,11 +34,11 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-#define SPEED_MBPS 400000   /* of no wire: what NCCL's topology search is to take us for */
-#define LATENCY_US 5.0f
-#define GUID 0x45504749u    /* "EPGI": one device per node */
-#define MAX_COMMS 65536
-#define DEVICE_VERSION 100  /* NCCL_GIN_PROXY_VERSION */
+#define SPEED_MBPS     400000 /* of no wire: what NCCL's topology search is to take us for */
+#define LATENCY_US     5.0f
+#define GUID           0x45504749u /* "EPGI": one device per node */
+#define MAX_COMMS      65536
+#define DEVICE_VERSION 100 /* NCCL_GIN_PROXY_VERSION */
 
 _Static_assert(EP_GIN_DEPTH % NCCL_MAX_REQUESTS == 0, "depth is told as a multiple");
 
@@ -166,8 +166,8 @@ static nccl_result connect_all(void *context, void *handles[], int ranks, int ra
 
     (void)context;
     if (status == EP_OK)
-        status = ep_gin_comm_open(&settings, (const struct ep_gin_handle *const *)handles, (uint32_t)ranks, (uint32_t)rank,
-                                  listener, &made, &error);
+        status = ep_gin_comm_open(&settings, (const struct ep_gin_handle *const *)handles, (uint32_t)ranks,
+                                  (uint32_t)rank, listener, &made, &error);
     if (status != EP_OK)
         return ep_gin_failed("connect", &error);
     *comm = made;
@@ -217,8 +217,8 @@ static nccl_result remove_region(void *comm, void *region)
 }
 
 /* The handle that device code has is the one that comes back. */
-static nccl_result add_dmabuf_v11(void *comm, void *data, size_t bytes, int type, uint64_t offset, int fd, uint64_t flags,
-                                  void **region, void **gin_region)
+static nccl_result add_dmabuf_v11(void *comm, void *data, size_t bytes, int type, uint64_t offset, int fd,
+                                  uint64_t flags, void **region, void **gin_region)
 {
     nccl_result result = add_region(comm, data, bytes, type, offset, fd, flags, region);
 
@@ -255,21 +255,29 @@ static nccl_result test(void *comm, void *request, int *done)
 static nccl_result put_v11(void *comm, uint64_t source_offset, void *source, size_t bytes, uint64_t target_offset,
                            void *target, uint32_t rank, void **request)
 {
-    *request = ep_gin_put(comm, &(struct ep_gin_put_args){ .rank = rank, .source = source, .target = target,
+    *request = ep_gin_put(comm, &(struct ep_gin_put_args){ .rank = rank,
+                                                           .source = source,
+                                                           .target = target,
                                                            .source_offset = source_offset,
-                                                           .target_offset = target_offset, .bytes = bytes });
+                                                           .target_offset = target_offset,
+                                                           .bytes = bytes });
     return NCCL_SUCCESS;
 }
 
-static nccl_result put_signal_v11(void *comm, uint64_t source_offset, void *source, size_t bytes, uint64_t target_offset,
-                                  void *target, uint32_t rank, uint64_t signal_offset, void *signal,
-                                  uint64_t signal_value, uint32_t signal_op, void **request)
+static nccl_result put_signal_v11(void *comm, uint64_t source_offset, void *source, size_t bytes,
+                                  uint64_t target_offset, void *target, uint32_t rank, uint64_t signal_offset,
+                                  void *signal, uint64_t signal_value, uint32_t signal_op, void **request)
 {
-    *request = ep_gin_put(comm, &(struct ep_gin_put_args){
-                                    .rank = rank, .source = source, .target = target, .source_offset = source_offset,
-                                    .target_offset = target_offset, .bytes = bytes, .signal = signal,
-                                    .signal_offset = signal_offset, .signal_value = signal_value,
-                                    .signal_op = signal_op });
+    *request = ep_gin_put(comm, &(struct ep_gin_put_args){ .rank = rank,
+                                                           .source = source,
+                                                           .target = target,
+                                                           .source_offset = source_offset,
+                                                           .target_offset = target_offset,
+                                                           .bytes = bytes,
+                                                           .signal = signal,
+                                                           .signal_offset = signal_offset,
+                                                           .signal_value = signal_value,
+                                                           .signal_op = signal_op });
     return NCCL_SUCCESS;
 }
 
@@ -284,10 +292,13 @@ static nccl_result put_v13(void *gin, int context, uint64_t source_offset, void 
 {
     const struct contexts *contexts = gin;
 
-    *request = ep_gin_put(contexts->comm, &(struct ep_gin_put_args){
-                                              .rank = rank, .context = context_of(contexts, context), .source = source,
-                                              .target = target, .source_offset = source_offset,
-                                              .target_offset = target_offset, .bytes = bytes });
+    *request = ep_gin_put(contexts->comm, &(struct ep_gin_put_args){ .rank = rank,
+                                                                     .context = context_of(contexts, context),
+                                                                     .source = source,
+                                                                     .target = target,
+                                                                     .source_offset = source_offset,
+                                                                     .target_offset = target_offset,
+                                                                     .bytes = bytes });
     return NCCL_SUCCESS;
 }
 
@@ -297,12 +308,17 @@ static nccl_result put_signal_v13(void *gin, int context, uint64_t source_offset
 {
     const struct contexts *contexts = gin;
 
-    *request = ep_gin_put(contexts->comm, &(struct ep_gin_put_args){
-                                              .rank = rank, .context = context_of(contexts, context), .source = source,
-                                              .target = target, .source_offset = source_offset,
-                                              .target_offset = target_offset, .bytes = bytes, .signal = signal,
-                                              .signal_offset = signal_offset, .signal_value = signal_value,
-                                              .signal_op = signal_op });
+    *request = ep_gin_put(contexts->comm, &(struct ep_gin_put_args){ .rank = rank,
+                                                                     .context = context_of(contexts, context),
+                                                                     .source = source,
+                                                                     .target = target,
+                                                                     .source_offset = source_offset,
+                                                                     .target_offset = target_offset,
+                                                                     .bytes = bytes,
+                                                                     .signal = signal,
+                                                                     .signal_offset = signal_offset,
+                                                                     .signal_value = signal_value,
+                                                                     .signal_op = signal_op });
     return NCCL_SUCCESS;
 }
 
@@ -312,8 +328,8 @@ static nccl_result put_signal_v14(void *rma, int context, uint64_t source_offset
                                   void *signal, uint64_t signal_value, uint32_t signal_op, bool strong, void **request)
 {
     (void)strong;
-    return put_signal_v13(rma, context, source_offset, source, bytes, target_offset, target, rank, signal_offset, signal,
-                          signal_value, signal_op, request);
+    return put_signal_v13(rma, context, source_offset, source, bytes, target_offset, target, rank, signal_offset,
+                          signal, signal_value, signal_op, request);
 }
 
 /* Makes gets visible, of which there are none: no request, which is done. */
@@ -417,7 +433,8 @@ static nccl_result failed_v13(void *gin, bool *failed)
 static nccl_result not_offered(const char *call)
 {
     ep_gin_warn("%s: collectives of NCCL's between nodes are not offered, only puts from kernels (GIN); use another "
-                "communicator, without NCCL_NET_PLUGIN, for those", call);
+                "communicator, without NCCL_NET_PLUGIN, for those",
+                call);
     return NCCL_INVALID_USAGE;
 }
 
@@ -447,7 +464,8 @@ static nccl_result net_listen(void *context, int device, void *handle, void **li
     return not_offered("listen");
 }
 
-static nccl_result net_connect(void *context, int device, void *handle, void **send, struct nccl_device_handle **offload)
+static nccl_result net_connect(void *context, int device, void *handle, void **send,
+                               struct nccl_device_handle **offload)
 {
     (void)context, (void)device, (void)handle, (void)send, (void)offload;
     return not_offered("connect");
@@ -508,7 +526,7 @@ static nccl_result net_attributes(void *context, struct nccl_attributes_v11 *att
     return NCCL_SUCCESS;
 }
 
-/* ---- the tables ---------------------------------------------------------------------------------------------------- */
+/* ---- the tables ------------------------------------------------------------------------------------ */
 
 extern EXPORT const struct nccl_net_v11 ncclNetPlugin_v11;
 extern EXPORT const struct nccl_gin_v11 ncclGinPlugin_v11;

@@ -15,23 +15,21 @@
 
 static bool region_has(const struct ep_gin_region *region, uint64_t offset, uint64_t bytes)
 {
-    return region && __atomic_load_n(&region->key, __ATOMIC_RELAXED) != 0
-           && ep_gin_inside(offset, bytes, region->bytes);
+    return region && __atomic_load_n(&region->key, __ATOMIC_RELAXED) != 0 &&
+           ep_gin_inside(offset, bytes, region->bytes);
 }
 
 static bool data_good(const struct ep_gin_put_args *a)
 {
-    return a->bytes == 0
-           || (a->bytes <= NCCL_MAX_BYTES && region_has(a->source, a->source_offset, a->bytes)
-               && region_has(a->target, a->target_offset, a->bytes));
+    return a->bytes == 0 || (a->bytes <= NCCL_MAX_BYTES && region_has(a->source, a->source_offset, a->bytes) &&
+                             region_has(a->target, a->target_offset, a->bytes));
 }
 
 static bool signal_good(const struct ep_gin_put_args *a)
 {
-    return !a->signal
-           || (region_has(a->signal, a->signal_offset, sizeof(uint64_t))
-               && a->signal_offset % sizeof(uint64_t) == 0
-               && (a->signal_op == NCCL_SIGNAL_INC || a->signal_op == NCCL_SIGNAL_ADD));
+    return !a->signal ||
+           (region_has(a->signal, a->signal_offset, sizeof(uint64_t)) && a->signal_offset % sizeof(uint64_t) == 0 &&
+            (a->signal_op == NCCL_SIGNAL_INC || a->signal_op == NCCL_SIGNAL_ADD));
 }
 
 static bool args_good(const struct ep_gin_comm *comm, const struct ep_gin_put_args *a)
@@ -42,7 +40,8 @@ static bool args_good(const struct ep_gin_comm *comm, const struct ep_gin_put_ar
 /* A peer that was gone when a region was registered has none. */
 static bool peer_has(const struct ep_gin_put_args *a)
 {
-    return (a->bytes == 0 || a->target->remote[a->rank].key != 0) && (!a->signal || a->signal->remote[a->rank].key != 0);
+    return (a->bytes == 0 || a->target->remote[a->rank].key != 0) &&
+           (!a->signal || a->signal->remote[a->rank].key != 0);
 }
 
 /* ---- from queue to link --------------------------------------------------------------------------- */
@@ -189,8 +188,10 @@ static void fill(struct ep_gin_put *put, struct ep_gin_peer *peer, const struct 
         put->offset = a->target_offset;
     }
     if (a->signal)
-        put->signal = (struct ep_gin_signal){ .region = a->signal->remote[a->rank].key, .op = a->signal_op,
-                                              .offset = a->signal_offset, .value = a->signal_value };
+        put->signal = (struct ep_gin_signal){ .region = a->signal->remote[a->rank].key,
+                                              .op = a->signal_op,
+                                              .offset = a->signal_offset,
+                                              .value = a->signal_value };
 }
 
 static struct ep_gin_put *enter(struct ep_gin_comm *comm, const struct ep_gin_put_args *a)

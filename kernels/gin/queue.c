@@ -32,7 +32,8 @@ ep_status ep_gin_pool_grow(struct ep_gin_pool *pool, uint32_t n, struct ep_error
     struct ep_gin_put *slab;
 
     if (pool->n == EP_GIN_MAX_CONTEXTS)
-        return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "contexts: a communicator has at most %u", EP_GIN_MAX_CONTEXTS);
+        return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "contexts: a communicator has at most %u",
+                            EP_GIN_MAX_CONTEXTS);
     slab = calloc(n, sizeof *slab);
     if (!slab)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for %u puts", n);

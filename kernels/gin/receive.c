@@ -108,7 +108,9 @@ bool ep_gin_landed(struct ep_gin_peer *peer, const struct ep_gin_message *m)
         .back = m->back,
         .bytes = ep_gin_message_bytes(m),
         .total = m->total,
-        .signal = { .region = m->signal_region, .op = m->signal_op, .offset = m->signal_offset,
+        .signal = { .region = m->signal_region,
+                    .op = m->signal_op,
+                    .offset = m->signal_offset,
                     .value = m->signal_value },
     };
 
@@ -128,8 +130,8 @@ static bool said_bye(const struct ep_gin_peer *peer)
 {
     struct ep_gin_frame frame;
 
-    return recv(peer->control, &frame, sizeof frame, MSG_PEEK | MSG_DONTWAIT) == (ssize_t)sizeof frame
-           && frame.kind == EP_GIN_FRAME_BYE;
+    return recv(peer->control, &frame, sizeof frame, MSG_PEEK | MSG_DONTWAIT) == (ssize_t)sizeof frame &&
+           frame.kind == EP_GIN_FRAME_BYE;
 }
 
 static void control_closed(struct ep_gin_peer *peer)
@@ -142,7 +144,8 @@ static void control_closed(struct ep_gin_peer *peer)
 
 /* ---- what the thread looks at ------------------------------------------------------------------------------ */
 
-static ep_status watch(struct ep_gin_comm *comm, const struct ep_gin_watch *new, uint32_t events, struct ep_error *error)
+static ep_status watch(struct ep_gin_comm *comm, const struct ep_gin_watch *new, uint32_t events,
+                       struct ep_error *error)
 {
     struct epoll_event event = { .events = events, .data.u32 = comm->watched };
 

@@ -125,9 +125,11 @@ static ep_status learn(struct ep_gin_peer *peer, void *user, const struct ep_gin
     struct ep_gin_region *region = user;
 
     if (frame->bytes != region->bytes)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "region %llu has %llu bytes here and %llu at rank %u: must be the "
-                            "same on all ranks", (unsigned long long)peer->comm->registrations,
-                            (unsigned long long)region->bytes, (unsigned long long)frame->bytes, peer->rank);
+        return ep_error_set(error, EP_INVALID_ARGUMENT,
+                            "region %llu has %llu bytes here and %llu at rank %u: must be the "
+                            "same on all ranks",
+                            (unsigned long long)peer->comm->registrations, (unsigned long long)region->bytes,
+                            (unsigned long long)frame->bytes, peer->rank);
     region->remote[peer->rank].key = frame->key;
     if (frame->has_card && peer->main.transport->region_reach)
         reach(peer, region, card);
@@ -150,7 +152,8 @@ ep_status ep_gin_region_add(struct ep_gin_comm *comm, void *at, uint64_t bytes, 
     ep_status status = check(comm, at, bytes, type, error);
 
     if (status == EP_OK && !region)
-        status = ep_error_set(error, EP_RESOURCE_EXHAUSTED, "regions: a communicator has at most %u", EP_GIN_MAX_REGIONS);
+        status =
+            ep_error_set(error, EP_RESOURCE_EXHAUSTED, "regions: a communicator has at most %u", EP_GIN_MAX_REGIONS);
     if (status != EP_OK)
         return status;
     region->at = at;

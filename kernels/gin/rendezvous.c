@@ -54,7 +54,8 @@ static socklen_t local_address(uint64_t name, union address *address)
 {
     memset(address, 0, sizeof *address);
     address->local.sun_family = AF_UNIX;
-    snprintf(address->local.sun_path + 1, sizeof address->local.sun_path - 1, "ep-gin-%016llx", (unsigned long long)name);
+    snprintf(address->local.sun_path + 1, sizeof address->local.sun_path - 1, "ep-gin-%016llx",
+             (unsigned long long)name);
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(address->local.sun_path + 1));
 }
 
@@ -126,8 +127,8 @@ static ep_status listen_tcp(const struct ep_gin_settings *settings, struct ep_gi
 
 static ep_status draw(struct ep_gin_handle *handle, struct ep_error *error)
 {
-    if (getrandom(handle->token, sizeof handle->token, 0) != sizeof handle->token
-        || getrandom(&handle->name, sizeof handle->name, 0) != sizeof handle->name)
+    if (getrandom(handle->token, sizeof handle->token, 0) != sizeof handle->token ||
+        getrandom(&handle->name, sizeof handle->name, 0) != sizeof handle->name)
         return ep_error_errno(error, EP_IO, "getrandom");
     return EP_OK;
 }
@@ -258,7 +259,8 @@ static bool say_hello(int fd, const struct ep_gin_hello *hello)
     return send(fd, hello, sizeof *hello, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)sizeof *hello;
 }
 
-static ep_status hear_hello(int fd, uint32_t rank, struct ep_gin_hello *hello, uint64_t deadline, struct ep_error *error)
+static ep_status hear_hello(int fd, uint32_t rank, struct ep_gin_hello *hello, uint64_t deadline,
+                            struct ep_error *error)
 {
     size_t got = 0;
 
@@ -270,8 +272,10 @@ static ep_status hear_hello(int fd, uint32_t rank, struct ep_gin_hello *hello, u
             continue;
         }
         if (n == 0)
-            return ep_error_set(error, EP_PROTOCOL, "rank %u has sent this one away: it runs another release of %s, or "
-                                "another communicator", rank, EP_GIN_NAME);
+            return ep_error_set(error, EP_PROTOCOL,
+                                "rank %u has sent this one away: it runs another release of %s, or "
+                                "another communicator",
+                                rank, EP_GIN_NAME);
         if (errno != EAGAIN && errno != EINTR)
             return ep_error_errno(error, EP_IO, "hello of rank %u", rank);
         if (!wait_for(fd, POLLIN, deadline))
@@ -347,9 +351,9 @@ static ep_status dial_control(struct ep_gin_peer *peer, const struct ep_gin_hand
     union address address;
     ep_status status;
 
-    peer->local = ep_gin_same_host(&handle->host, &comm->host)
-                  && dial(&address, local_address(handle->name, &address), peer->rank, deadline, &peer->control,
-                          NULL) == EP_OK;
+    peer->local =
+        ep_gin_same_host(&handle->host, &comm->host) &&
+        dial(&address, local_address(handle->name, &address), peer->rank, deadline, &peer->control, NULL) == EP_OK;
     if (!peer->local) {
         status = dial_tcp(comm, handle, peer->rank, deadline, &peer->control, error);
         if (status != EP_OK)
@@ -402,7 +406,8 @@ static void let_in(int listener, bool local, struct guest *guests)
     while (i < GUESTS && guests[i].fd >= 0)
         i++;
     if (i < GUESTS)
-        guests[i] = (struct guest){ .fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK), .local = local,
+        guests[i] = (struct guest){ .fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK),
+                                    .local = local,
                                     .deadline = ep_clock_ns() + GUEST_NS };
 }
 

@@ -38,7 +38,8 @@ bool ep_gin_ring_write(struct ep_gin_ring *ring, const struct ep_gin_message *me
 /* Writer, after one or more: has the reader to be woken? */
 bool ep_gin_ring_sleeps(const struct ep_gin_ring *ring);
 
-/* Reader: the next message, which stays until next; false: there is none.  *broken: the writer's index makes no sense. */
+/* Reader: the next message, which stays until next; false: there is none.  *broken: the writer's index makes no
+ * sense. */
 bool ep_gin_ring_peek(const struct ep_gin_ring *ring, struct ep_gin_message *message, bool *broken);
 void ep_gin_ring_next(struct ep_gin_ring *ring);
 /* Reader: after true, one more look before it sleeps. */

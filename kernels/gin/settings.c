@@ -21,8 +21,8 @@ static ep_status read_number(const char *name, uint64_t low, uint64_t high, uint
     errno = 0;
     number = strtoull(text, &end, 10);
     if (errno != 0 || *end || *text == '-' || number < low || number > high)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "%s is \"%.40s\": must be a number from %llu to %llu", name, text,
-                            (unsigned long long)low, (unsigned long long)high);
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "%s is \"%.40s\": must be a number from %llu to %llu", name,
+                            text, (unsigned long long)low, (unsigned long long)high);
     *value = number;
     return EP_OK;
 }
@@ -52,8 +52,10 @@ static ep_status read_interfaces(struct ep_gin_settings *settings, struct ep_err
     if (!text)
         text = "";
     if (snprintf(settings->interfaces, sizeof settings->interfaces, "%s", text) >= (int)sizeof settings->interfaces)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "EP_GIN_INTERFACE or NCCL_SOCKET_IFNAME has %zu bytes: must have "
-                            "less than %zu", strlen(text), sizeof settings->interfaces);
+        return ep_error_set(error, EP_INVALID_ARGUMENT,
+                            "EP_GIN_INTERFACE or NCCL_SOCKET_IFNAME has %zu bytes: must have "
+                            "less than %zu",
+                            strlen(text), sizeof settings->interfaces);
     return EP_OK;
 }
 

@@ -89,8 +89,8 @@ bool ep_gin_stream_reached(const struct ep_gin_stream *stream, uint64_t mark)
     if (!stream->stream)
         return true;
     /* Acquire: partner is the GPU's store, after the copies before it. */
-    return __atomic_load_n(stream->word, __ATOMIC_ACQUIRE) >= mark
-           || __atomic_load_n(&stream->comm->failed, __ATOMIC_RELAXED) != 0;
+    return __atomic_load_n(stream->word, __ATOMIC_ACQUIRE) >= mark ||
+           __atomic_load_n(&stream->comm->failed, __ATOMIC_RELAXED) != 0;
 }
 
 bool ep_gin_stream_wait(struct ep_gin_stream *stream, uint64_t timeout_ns)

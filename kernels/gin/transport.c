@@ -35,7 +35,8 @@ static enum ep_gin_transport_id best(const struct ep_gin_hello *a, const struct 
     return EP_GIN_TCP;
 }
 
-static const char *why_not(const struct ep_gin_hello *mine, const struct ep_gin_hello *theirs, enum ep_gin_transport_id t)
+static const char *why_not(const struct ep_gin_hello *mine, const struct ep_gin_hello *theirs,
+                           enum ep_gin_transport_id t)
 {
     if (!can(mine, t))
         return "this rank cannot";
@@ -57,8 +58,10 @@ ep_status ep_gin_transport_choose(const struct ep_gin_hello *mine, const struct 
         return EP_OK;
     }
     if (theirs->wanted != EP_GIN_AUTO && theirs->wanted != named)
-        return ep_error_set(error, EP_FAILED_PRECONDITION, "EP_GIN_TRANSPORT is %s here and another at rank %u: must be "
-                            "the same", ep_gin_transport_name(named), theirs->rank);
+        return ep_error_set(error, EP_FAILED_PRECONDITION,
+                            "EP_GIN_TRANSPORT is %s here and another at rank %u: must be "
+                            "the same",
+                            ep_gin_transport_name(named), theirs->rank);
     reason = why_not(mine, theirs, (enum ep_gin_transport_id)named);
     if (reason)
         return ep_error_set(error, EP_FAILED_PRECONDITION, "EP_GIN_TRANSPORT is %s, for ranks %u and %u: %s",

@@ -2,8 +2,8 @@
  * Puts within a host: to another process, and to oneself.
  *
  * A region of a peer's is mapped here (a descriptor of its VMM allocation comes with the registration), and a put is
- * one copy by the GPU's copy engine, with nobody's help at the other end.  When the copy is over the message goes into a
- * ring in the peer's memory.  A peer that sleeps is woken through its eventfd.
+ * one copy by the GPU's copy engine, with nobody's help at the other end.  When the copy is over the message goes
+ * into a ring in the peer's memory.  A peer that sleeps is woken through its eventfd.
  *
  * To oneself the region is where it is and the ring is this process's; host memory may be the target too.
  */
@@ -141,8 +141,8 @@ static ep_status prepare(struct host_link *link, struct ep_gin_card *mine, struc
     return EP_OK;
 }
 
-static ep_status host_link_open(struct ep_gin_comm *comm, struct ep_gin_peer *peer, void **out, struct ep_gin_card *mine,
-                                struct ep_error *error)
+static ep_status host_link_open(struct ep_gin_comm *comm, struct ep_gin_peer *peer, void **out,
+                                struct ep_gin_card *mine, struct ep_error *error)
 {
     struct host_link *link = calloc(1, sizeof *link);
     ep_status status;
@@ -166,7 +166,8 @@ static ep_status host_link_connect(void *opened, const struct ep_gin_card *their
     ep_status status;
 
     if (theirs->fds != 2)
-        return ep_error_set(error, EP_PROTOCOL, "rank %u sends %u descriptors: must be 2", link->peer->rank, theirs->fds);
+        return ep_error_set(error, EP_PROTOCOL, "rank %u sends %u descriptors: must be 2", link->peer->rank,
+                            theirs->fds);
     status = take_ring(theirs->fd[0], link->peer->rank, &link->out, error);
     if (status != EP_OK)
         return status;
@@ -175,8 +176,8 @@ static ep_status host_link_connect(void *opened, const struct ep_gin_card *their
 }
 
 /* The card goes nowhere: both ends are here. */
-static ep_status self_link_open(struct ep_gin_comm *comm, struct ep_gin_peer *peer, void **out, struct ep_gin_card *mine,
-                                struct ep_error *error)
+static ep_status self_link_open(struct ep_gin_comm *comm, struct ep_gin_peer *peer, void **out,
+                                struct ep_gin_card *mine, struct ep_error *error)
 {
     struct host_link *link;
     ep_status status = host_link_open(comm, peer, out, mine, error);
@@ -209,8 +210,8 @@ static ep_status host_region_offer(void *opened, const struct ep_gin_region *reg
     uint64_t bytes;
     int fd;
 
-    if (region->type != NCCL_MEMORY_CUDA
-        || link->comm->cuda->memory_export_at(link->comm->device, region->at, &fd, &offered.offset, &bytes, error) != EP_OK)
+    if (region->type != NCCL_MEMORY_CUDA || link->comm->cuda->memory_export_at(link->comm->device, region->at, &fd,
+                                                                               &offered.offset, &bytes, error) != EP_OK)
         return EP_UNIMPLEMENTED;
     if (!ep_gin_inside(offered.offset, region->bytes, bytes)) {
         close(fd);
@@ -223,8 +224,8 @@ static ep_status host_region_offer(void *opened, const struct ep_gin_region *reg
     return EP_OK;
 }
 
-static ep_status import(const struct ep_gin_comm *comm, const struct ep_gin_region *region, const struct ep_gin_card *card,
-                        struct mapped *mapped, struct ep_error *error)
+static ep_status import(const struct ep_gin_comm *comm, const struct ep_gin_region *region,
+                        const struct ep_gin_card *card, struct mapped *mapped, struct ep_error *error)
 {
     struct region_card offered;
     ep_status status;
@@ -325,8 +326,8 @@ static void host_progress(void *opened)
     bool told = false;
 
     ep_gin_stream_flush(&link->stream);
-    while (link->copying.head && ep_gin_stream_reached(&link->stream, link->copying.head->mark)
-           && tell(link, link->copying.head)) {
+    while (link->copying.head && ep_gin_stream_reached(&link->stream, link->copying.head->mark) &&
+           tell(link, link->copying.head)) {
         struct ep_gin_put *put = ep_gin_queue_pop(&link->copying);
 
         link->n--;

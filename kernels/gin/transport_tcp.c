@@ -17,13 +17,13 @@
 #include <unistd.h>
 
 enum {
-    CHUNKS = EP_GIN_PIECES,  /* pieces of a link, to be sent */
-    BATCH = 16,              /* pieces in one system call */
-    BUFFER = 64 << 10,       /* bytes in one, of small messages */
-    TURN = 64,               /* messages and payloads from one connection, then the others */
+    CHUNKS = EP_GIN_PIECES, /* pieces of a link, to be sent */
+    BATCH = 16,             /* pieces in one system call */
+    BUFFER = 64 << 10,      /* bytes in one, of small messages */
+    TURN = 64,              /* messages and payloads from one connection, then the others */
     LINGER_STEP_US = 100
 };
-#define LINGER_NS (EP_NS_PER_S) /* for what is on its way when a communicator is closed */
+#define LINGER_NS  (EP_NS_PER_S) /* for what is on its way when a communicator is closed */
 #define NO_STAGING UINT32_MAX
 
 /* A piece on its way out. */
@@ -39,9 +39,9 @@ struct chunk {
 /* A piece on its way in. */
 struct incoming {
     struct ep_gin_message message;
-    uint8_t *to;     /* NULL: nobody wants it */
+    uint8_t *to; /* NULL: nobody wants it */
     uint32_t staged;
-    uint32_t got;    /* bytes of the payload */
+    uint32_t got; /* bytes of the payload */
     bool under_way;
 };
 
@@ -52,10 +52,10 @@ struct connection {
     uint64_t queued;      /* bytes */
     uint64_t sent;        /* of the first chunk, message and payload */
     /* receive */
-    bool held;            /* something in the buffer has not been taken */
+    bool held; /* something in the buffer has not been taken */
     struct incoming in;
     struct ep_gin_staging staging;
-    uint32_t start, end;  /* in the buffer */
+    uint32_t start, end; /* in the buffer */
     uint8_t buffer[BUFFER];
 };
 
@@ -107,7 +107,8 @@ static void tcp_stop(void *shared)
  * may be. */
 static uint64_t staging_bytes(const struct tcp_link *link)
 {
-    const uint64_t least = 2ull * link->peer->piece_bytes, part = link->comm->settings.staging_bytes / link->comm->ranks;
+    const uint64_t least = 2ull * link->peer->piece_bytes,
+                   part = link->comm->settings.staging_bytes / link->comm->ranks;
     const uint64_t each = part / link->n > least ? part / link->n : least;
 
     return each / 4096 * 4096;
@@ -128,8 +129,7 @@ static ep_status open_staging(struct tcp_link *link, struct ep_error *error)
     at = link->pages;
     link->staging = (struct ep_gin_staging){ .at = at, .bytes = each * link->n };
     for (uint32_t i = 0; i < link->n; i++)
-        link->connections[i].staging =
-            (struct ep_gin_staging){ .at = at + (link->n + i) * each, .bytes = each };
+        link->connections[i].staging = (struct ep_gin_staging){ .at = at + (link->n + i) * each, .bytes = each };
     return EP_OK;
 }
 
@@ -474,7 +474,8 @@ static enum step read_payload(struct connection *c)
             memcpy(c->in.to + c->in.got, c->buffer + c->start, (size_t)n);
         c->start += (uint32_t)n;
     } else {
-        step = c->in.to ? receive(c, c->in.to + c->in.got, left, &n) : receive(c, c->buffer, left < BUFFER ? left : BUFFER, &n);
+        step = c->in.to ? receive(c, c->in.to + c->in.got, left, &n)
+                        : receive(c, c->buffer, left < BUFFER ? left : BUFFER, &n);
         if (step != STEP_ON)
             return step;
     }
