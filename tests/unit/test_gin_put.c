@@ -283,7 +283,7 @@ static void a_link_without_room_goes_on_where_it_stopped(void **state)
     close_world(w);
 }
 
-/* ---- peers that go -------------------------------------------------------------------------------------------------- */
+/* ---- peers that go --------------------------------------------------------------------------- */
 
 static void puts_to_a_peer_that_is_gone_are_done(void **state)
 {
@@ -311,7 +311,7 @@ static void puts_to_a_peer_that_is_gone_are_done(void **state)
     close_world(w);
 }
 
-/* ---- many ------------------------------------------------------------------------------------------------------------- */
+/* ---- many ------------------------------------------------------------------------------------ */
 
 static void as_many_as_were_promised_are_taken(void **state)
 {
@@ -334,7 +334,7 @@ static void as_many_as_were_promised_are_taken(void **state)
     close_world(w);
 }
 
-/* ---- staging memory ------------------------------------------------------------------------------------------------------ */
+/* ---- staging memory -------------------------------------------------------------------------- */
 
 static void pieces_lie_in_one_stretch_and_come_back_in_any_order(void **state)
 {
