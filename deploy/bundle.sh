@@ -53,7 +53,7 @@ mkdir -p "$out/bin" "$out/lib" "$out/data"
 for program in "${programs[@]}"; do
     cp "$root/build/$program" "$out/bin/"
 done
-cp "$root/build/lib/libep_cuda.so" "$out/lib/"
+cp "$root/build/lib/libep_cuda.so" "$root/build/lib/libnccl-net-ep.so" "$out/lib/"
 cp -P "$root"/build/client/lib/libepclient.so* "$out/lib/"
 cp "$root/tests/data/text.txt" "$out/data/"
 cp "$root"/tests/gpu/*.sh "$out/"

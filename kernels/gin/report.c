@@ -22,7 +22,7 @@ static void report(nccl_log_level level, const char *format, va_list args)
     if (!log)
         return;
     vsnprintf(line, sizeof line, format, args);
-    log(level, NCCL_LOG_INIT | NCCL_LOG_NET, __FILE__, __LINE__, EP_GIN_NAME ": %s", line);
+    log(level, NCCL_LOG_INIT | NCCL_LOG_NET, "kernels/gin", 0, EP_GIN_NAME ": %s", line);
 }
 
 void ep_gin_warn(const char *format, ...)
