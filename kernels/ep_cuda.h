@@ -153,6 +153,16 @@ struct ep_cuda_api {
     /* Sleeps until all ops are over but those of the last post.  EP_CANCELLED after end. */
     ep_status (*serve_wait)(struct ep_cuda_serve *serve, struct ep_error *error);
     /*
+     * Memory beside the window, which is mapped for the device: from here on ops find it as region `number`, of which
+     * there is none.  One thread at a time, as the next two; they wait for no op.
+     */
+    ep_status (*serve_region)(struct ep_cuda_serve *serve, uint32_t number, const struct ep_region *region,
+                              struct ep_error *error);
+    /* Ops that begin from here on do not find it.  *entry is what the next one is asked for. */
+    ep_status (*serve_forget)(struct ep_cuda_serve *serve, uint32_t number, uint64_t *entry, struct ep_error *error);
+    /* EP_OK: the memory may be unmapped.  EP_UNAVAILABLE: an op that has found it may still run. */
+    ep_status (*serve_forgotten)(struct ep_cuda_serve *serve, uint64_t entry, struct ep_error *error);
+    /*
      * Any thread: no op begins any more, and what was posted passes without one; a wait ends.  A running op
      * is to be ended by the membership.  EP_DEADLINE_EXCEEDED: after so long something still runs, and a
      * wait may not end.  May be called again.

@@ -97,8 +97,8 @@ void ep_placement_free(struct ep_placement *placement);
 
 /* ---- regions ------------------------------------------------------------------- */
 
-/* Memory beside the window that ops of a rank of this process may use.  Its number is a region's own as long as
- * it is there. */
+/* Memory beside the window that ops of a rank may use, where it is for whoever runs them.  Its number is a region's
+ * own as long as it is there. */
 struct ep_region {
     uint8_t *start;
     uint64_t bytes; /* 0: there is none of this number */
@@ -109,7 +109,7 @@ struct ep_regions {
 };
 
 /* The address that an offset of a span names, which is not below EP_REGION_BYTES; NULL: there is no such region. */
-static inline void *ep_region_at(const struct ep_regions *regions, uint64_t offset)
+EP_HD static inline void *ep_region_at(const struct ep_regions *regions, uint64_t offset)
 {
     const uint64_t region = offset / EP_REGION_BYTES - 1;
 
@@ -123,7 +123,7 @@ static inline void *ep_region_at(const struct ep_regions *regions, uint64_t offs
  * inside the arena and large enough.  `op` is a private copy.  The error names the field.
  */
 ep_status ep_op_check(const struct ep_layout_map *map, const struct ep_op *op, struct ep_error *error);
-/* The same for an op of this process's own: a span may also lie in one of the regions. */
+/* The same, and a span may also lie in one of the regions.  NULL: there are none. */
 ep_status ep_op_check_own(const struct ep_layout_map *map, const struct ep_regions *regions, const struct ep_op *op,
                           struct ep_error *error);
 

@@ -1,6 +1,6 @@
 /*
  * The rules that make a descriptor safe to execute: every field on its own, and every span against the arena, or
- * against the regions of the process whose own op it is.
+ * against the region that it begins in.
  * What depends on a handle (rows of a combine, its generation) the executor checks.
  *
  * Included by op_check.c alone, for ep_op_check(), and by the kernel that executes the ops of a worker that is
@@ -23,8 +23,8 @@ struct check {
     const struct ep_limits *limits;
     uint64_t arena; /* where it begins */
     const struct ep_op *op;
-#ifndef __CUDACC__ /* who executes ops of others on a device knows no regions, and tells nobody why */
     const struct ep_regions *regions; /* NULL: none */
+#ifndef __CUDACC__
     struct ep_error *error;
 #endif
 };
@@ -36,16 +36,12 @@ RULE void bounds_of(const struct check *c, uint64_t offset, uint64_t *begin, uin
 {
     *begin = c->arena;
     *end = c->arena + c->limits->arena_bytes;
-#ifndef __CUDACC__
     if (c->regions && offset >= EP_REGION_BYTES) {
         uint32_t region = (uint32_t)(offset / EP_REGION_BYTES - 1);
 
         *begin = ep_region_offset(region);
         *end = *begin + (region < c->regions->n ? c->regions->region[region].bytes : 0);
     }
-#else
-    (void)offset;
-#endif
 }
 
 /* Inside these bounds, aligned, and with `need` bytes at least. */

@@ -185,12 +185,13 @@ struct ep_span {
 };
 
 /*
- * Beyond all windows offsets name memory of the process that launches the op itself (executor direct), in regions:
- * the i-th begins at ep_region_offset(i).  Where that is, struct ep_regions knows, in that process alone.
+ * Beyond all windows offsets name memory of the worker's own on its GPU, in regions: the i-th begins at
+ * ep_region_offset(i).  Where that is, the struct ep_regions of whoever runs the op knows: the worker itself
+ * (executor direct), or the server, which has mapped what it was told of (executor server).
  */
 #define EP_MAX_REGIONS 64u
 #define EP_REGION_BYTES (1ull << 48) /* of a region, at most; no window has so many */
-static inline uint64_t ep_region_offset(uint32_t region)
+EP_HD static inline uint64_t ep_region_offset(uint32_t region)
 {
     return (region + 1ull) * EP_REGION_BYTES;
 }

@@ -119,6 +119,10 @@ ep_status ep_cuda_serve_open(const struct ep_cuda_rank_options *options, struct 
                              struct ep_error *error);
 ep_status ep_cuda_serve_post(struct ep_cuda_serve *serve, uint32_t ops, struct ep_error *error);
 ep_status ep_cuda_serve_wait(struct ep_cuda_serve *serve, struct ep_error *error);
+ep_status ep_cuda_serve_region(struct ep_cuda_serve *serve, uint32_t number, const struct ep_region *region,
+                               struct ep_error *error);
+ep_status ep_cuda_serve_forget(struct ep_cuda_serve *serve, uint32_t number, uint64_t *entry, struct ep_error *error);
+ep_status ep_cuda_serve_forgotten(struct ep_cuda_serve *serve, uint64_t entry, struct ep_error *error);
 ep_status ep_cuda_serve_end(struct ep_cuda_serve *serve, uint32_t timeout_ms, struct ep_error *error);
 void ep_cuda_serve_close(struct ep_cuda_serve *serve);
 

@@ -10,7 +10,6 @@
 /* A rank, as whoever runs its ops knows it. */
 struct ep_ll_rank {
     struct ep_ll_args base;                    /* all that is the same for every op */
-    const struct ep_regions *regions;          /* that its ops may use; host memory.  NULL: none */
     uint64_t routing, weights, handle_stride;  /* of handles, in the state */
     uint32_t sms;                              /* multiprocessors that its kernels fill */
     uint32_t dispatch_blocks, combine_blocks;  /* that run at once, at most */
@@ -20,11 +19,16 @@ struct ep_ll_rank {
 struct ep_ll_desk {
     uint32_t closing; /* server: no op begins any more */
     uint32_t through; /* kernel: blocks of the running entry that are through */
-    uint32_t reserved[30];
+    uint64_t ended;   /* kernel: entries that have executed or refused an op and are over */
+    uint64_t looked;  /* kernel: the last of these that looked at `region`, counted from 1; it may still run */
+    uint32_t reserved[26];
     struct ep_op half[EP_MAX_HANDLES]; /* kernel: the send-only op of a handle that its complete finishes */
+    struct ep_region region[EP_MAX_REGIONS]; /* server: that ops may use */
 };
 EP_STATIC_ASSERT(sizeof(struct ep_op) % 16 == 0 && offsetof(struct ep_ll_desk, half) % 16 == 0,
                  "ops are copied in pieces of 16 bytes");
+EP_STATIC_ASSERT(sizeof(struct ep_region) == 16 && offsetof(struct ep_ll_desk, region) % 16 == 0,
+                 "a region is read at once");
 
 /* What the kernel of an entry is told. */
 struct ep_ll_serve {
@@ -63,20 +67,19 @@ EP_HD static inline uint32_t ep_ll_blocks(const struct ep_ll_rank *rank, const s
     return want < least ? least : want < most ? (uint32_t)want : most;
 }
 
-/* A span of the rank's own window, or of a region where the host asks; NULL when it is not given. */
-EP_HD static inline void *ep_ll_at(const struct ep_ll_rank *rank, struct ep_span span)
+/* A span of the rank's own window or of a region; NULL when it is not given. */
+EP_HD static inline void *ep_ll_at(const struct ep_ll_rank *rank, const struct ep_regions *regions,
+                                   struct ep_span span)
 {
-#ifndef __CUDA_ARCH__
-    if (span.offset >= EP_REGION_BYTES && span.bytes && rank->regions)
-        return ep_region_at(rank->regions, span.offset);
-#endif
+    if (regions && span.offset >= EP_REGION_BYTES && span.bytes)
+        return ep_region_at(regions, span.offset);
     return span.bytes ? rank->base.window[rank->base.rank] + span.offset : NULL;
 }
 
 /* All that depends on the op, into args that begin as rank->base.  Follows nothing and trusts nothing: the op
- * may turn out to be refused. */
-EP_HD static inline void ep_ll_fill(const struct ep_ll_rank *rank, const struct ep_op *op, bool completes,
-                                    struct ep_ll_args *a)
+ * may turn out to be refused.  regions: NULL, there are none. */
+EP_HD static inline void ep_ll_fill(const struct ep_ll_rank *rank, const struct ep_regions *regions,
+                                    const struct ep_op *op, bool completes, struct ep_ll_args *a)
 {
     const uint32_t hidden = rank->base.hidden;
     uint8_t *state = (uint8_t *)rank->base.state + rank->handle_stride * op->handle;
@@ -98,23 +101,23 @@ EP_HD static inline void ep_ll_fill(const struct ep_ll_rank *rank, const struct 
     a->scale_bytes = ep_row_scale_bytes(1, op->scale_format);
     a->routing = (int32_t *)(void *)(state + rank->routing);
     a->weights = (float *)(void *)(state + rank->weights);
-    a->x = (const uint8_t *)ep_ll_at(rank, op->x);
-    a->x_scales = (const uint8_t *)ep_ll_at(rank, op->x_scales);
-    a->topk = ep_ll_at(rank, op->topk_idx);
-    a->topk_weights = (const float *)ep_ll_at(rank, op->topk_weights);
-    a->bias = (const uint8_t *)ep_ll_at(rank, op->bias);
-    a->out = (uint8_t *)ep_ll_at(rank, op->out);
+    a->x = (const uint8_t *)ep_ll_at(rank, regions, op->x);
+    a->x_scales = (const uint8_t *)ep_ll_at(rank, regions, op->x_scales);
+    a->topk = ep_ll_at(rank, regions, op->topk_idx);
+    a->topk_weights = (const float *)ep_ll_at(rank, regions, op->topk_weights);
+    a->bias = (const uint8_t *)ep_ll_at(rank, regions, op->bias);
+    a->out = (uint8_t *)ep_ll_at(rank, regions, op->out);
     a->in_rows = a->out_rows = 0; /* divisions of 64 bits take their time */
     if (op->kind == EP_OP_COMBINE && a->row_bytes)
         a->in_rows = op->x.bytes / a->row_bytes;
     if (op->kind == EP_OP_DISPATCH && a->row_bytes)
         a->out_rows = op->out.bytes / a->row_bytes;
-    a->out_scales = (uint8_t *)ep_ll_at(rank, op->out_scales);
-    a->counts = (int32_t *)ep_ll_at(rank, op->counts);
-    a->offsets = (int32_t *)ep_ll_at(rank, op->offsets);
-    a->out_topk = (int32_t *)ep_ll_at(rank, op->out_topk);
-    a->out_weights = (float *)ep_ll_at(rank, op->out_weights);
-    a->sources = (struct ep_source *)ep_ll_at(rank, op->sources);
+    a->out_scales = (uint8_t *)ep_ll_at(rank, regions, op->out_scales);
+    a->counts = (int32_t *)ep_ll_at(rank, regions, op->counts);
+    a->offsets = (int32_t *)ep_ll_at(rank, regions, op->offsets);
+    a->out_topk = (int32_t *)ep_ll_at(rank, regions, op->out_topk);
+    a->out_weights = (float *)ep_ll_at(rank, regions, op->out_weights);
+    a->sources = (struct ep_source *)ep_ll_at(rank, regions, op->sources);
 }
 
 #endif

@@ -21,6 +21,16 @@
  *     What such an op has sent may be any rows of this rank, or none: as far as its peers can tell, it sent
  *     these or is late.
  *   - Who rings twice, or for no reason, has the entries used up by ops of its own, one after the other.
+ *
+ * ## Memory of the worker's own
+ * Spans beyond the window lie in regions, which the server has mapped and lists at the desk.  A block whose op has such
+ * a span takes a copy of the list, judges the op by it and takes addresses from it: what the list says later is of no
+ * matter for this block.  The server may unmap what it has struck off the list when no block can have found it any
+ * more, which entries tell by Dekker:
+ *     block: looked = number of its entry; fence; read the list          last block of an entry: ended = its number
+ *     server: strike off (the copy is over); read looked; wait until ended >= that
+ * Either the block finds it struck off, or the server finds the block's entry in `looked` and waits for the end of it.
+ * Entries do not overlap, so the one in `looked` is the last that can have found it.
  */
 #include "ll_combine.cuh"
 #include "ll_dispatch.cuh"
@@ -36,6 +46,7 @@ namespace {
 struct Entry {
     alignas(16) struct ep_op op;
     struct ep_ll_args args;
+    struct ep_regions regions; /* if the op has spans there */
     uint32_t closing;
     int32_t status; /* of the op before it is executed */
 };
@@ -43,6 +54,8 @@ __shared__ Entry entry;
 extern __shared__ uint32_t shared[]; /* ep_device_shared_bytes() */
 
 constexpr uint32_t kOpVecs = sizeof(struct ep_op) / sizeof(Vec);
+constexpr uint32_t kFirstSpan = offsetof(struct ep_op, x) / sizeof(Vec);
+constexpr uint32_t kLastSpan = offsetof(struct ep_op, topk_grads) / sizeof(Vec);
 
 /* A part of the block: threads [first, kThreads). */
 __device__ inline void copy_words(void *to, const void *from, uint32_t bytes, uint32_t first)
@@ -51,32 +64,70 @@ __device__ inline void copy_words(void *to, const void *from, uint32_t bytes, ui
         ((uint32_t *)to)[i] = ((const uint32_t *)from)[i];
 }
 
-/* All that does not depend on the op is there at once with it: one round trip to memory. */
-__device__ inline void take(const ep_ll_serve &s)
+/* Is this piece of an op a span beyond the window?  In the second word are the high bits of its offset. */
+__device__ inline bool is_beyond(uint32_t piece, Vec v)
+{
+    return piece >= kFirstSpan && piece <= kLastSpan && v.w[1] >= EP_REGION_BYTES >> 32;
+}
+
+/* All that does not depend on the op is there at once with it: one round trip to memory.  True: a span is beyond the
+ * window. */
+__device__ inline bool take(const ep_ll_serve &s)
 {
     constexpr uint32_t kOthers = 64; /* threads from here on have no part in the op */
+    bool beyond = false;
 
-    if (threadIdx.x < kOpVecs)
-        ((Vec *)&entry.op)[threadIdx.x] = load_vec((const Vec *)&s.mailbox->op + threadIdx.x);
-    else if (threadIdx.x == 32)
+    if (threadIdx.x < kOpVecs) {
+        const Vec piece = load_vec((const Vec *)&s.mailbox->op + threadIdx.x);
+
+        ((Vec *)&entry.op)[threadIdx.x] = piece;
+        beyond = is_beyond(threadIdx.x, piece);
+    } else if (threadIdx.x == 32) {
         entry.closing = load_u32(&s.desk->closing);
-    else if (threadIdx.x >= kOthers)
+    } else if (threadIdx.x >= kOthers) {
         copy_words(&entry.args, &s.rank.base, sizeof entry.args, kOthers);
-    __syncthreads();
+    }
+    return __syncthreads_or(beyond);
 }
 
-/* A complete is the half that was sent; one that was not is of kind 0. */
-__device__ inline void take_half(const ep_ll_serve &s)
+/* A complete is the half that was sent; one that was not is of kind 0.  Returns as take(). */
+__device__ inline bool take_half(const ep_ll_serve &s)
 {
     const uint32_t handle = entry.op.handle;
+    bool beyond = false;
 
     __syncthreads();
-    if (handle < EP_MAX_HANDLES && threadIdx.x < kOpVecs)
-        ((Vec *)&entry.op)[threadIdx.x] = ((const Vec *)&s.desk->half[handle])[threadIdx.x];
+    if (handle < EP_MAX_HANDLES && threadIdx.x < kOpVecs) {
+        const Vec piece = ((const Vec *)&s.desk->half[handle])[threadIdx.x];
+
+        ((Vec *)&entry.op)[threadIdx.x] = piece;
+        beyond = is_beyond(threadIdx.x, piece);
+    }
+    return __syncthreads_or(beyond);
+}
+
+/* All threads, for an op that has spans there.  The desk is the server's own: `ended` is what the entry before left. */
+__device__ __noinline__ void take_regions(struct ep_ll_desk *desk)
+{
+    if (threadIdx.x == 0) {
+        store_u64(&desk->looked, load_u64(&desk->ended) + 1);
+        asm volatile("fence.sc.sys;" : : : "memory"); /* Dekker; partner: ep_cuda_serve_forget() */
+    }
+    __syncthreads();
+    if (threadIdx.x < EP_MAX_REGIONS) {
+        const Vec v = load_vec(&desk->region[threadIdx.x]);
+        struct ep_region *region = &entry.regions.region[threadIdx.x];
+
+        region->start = (uint8_t *)((uint64_t)v.w[1] << 32 | v.w[0]);
+        region->bytes = (uint64_t)v.w[3] << 32 | v.w[2];
+    }
+    if (threadIdx.x == 0)
+        entry.regions.n = EP_MAX_REGIONS;
     __syncthreads();
 }
 
-__device__ inline int32_t judge(const ep_ll_serve &s, const struct ep_op &op, bool completes)
+__device__ inline int32_t judge(const ep_ll_serve &s, const struct ep_op &op, const struct ep_regions *regions,
+                                bool completes)
 {
     struct check c;
 
@@ -85,6 +136,7 @@ __device__ inline int32_t judge(const ep_ll_serve &s, const struct ep_op &op, bo
     c.limits = &s.limits;
     c.arena = s.arena;
     c.op = &op;
+    c.regions = regions;
     const ep_status status = check_op(&c);
 
     return status == EP_OK ? ep_ll_can(&op) : status;
@@ -180,6 +232,7 @@ __device__ inline void end_entry(const ep_ll_serve &s)
         if (before == gridDim.x - 1) {
             fence_sys(); /* acquire what all blocks wrote, release it to the worker's stream */
             store_u32(&s.mailbox->done, 1);
+            atomicAdd((unsigned long long *)&s.desk->ended, 1); /* nobody else's, and so it need not be waited for */
         }
     }
     if (__shfl_sync(kAll, before, 0) == gridDim.x - 1)
@@ -188,7 +241,7 @@ __device__ inline void end_entry(const ep_ll_serve &s)
 
 __global__ void __launch_bounds__(kThreads, kBlocks) serve(const __grid_constant__ ep_ll_serve s)
 {
-    take(s);
+    bool beyond = take(s);
     if (entry.closing)
         return;
     const bool completes = entry.op.kind == EP_OP_COMPLETE;
@@ -196,11 +249,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks) serve(const __grid_constant
     if (blockIdx.x == 0 && threadIdx.x == 0)
         store_u32(&s.mailbox->doorbell, 0); /* before `done`: end_entry's fences order it */
     if (completes)
-        take_half(s);
+        beyond = take_half(s);
+    if (beyond)
+        take_regions(s.desk);
+    const struct ep_regions *regions = beyond ? &entry.regions : nullptr;
+
     if (threadIdx.x == 0)
-        ep_ll_fill(&s.rank, &entry.op, completes, &entry.args);
+        ep_ll_fill(&s.rank, regions, &entry.op, completes, &entry.args);
     else if (threadIdx.x == 32)
-        entry.status = judge(s, entry.op, completes);
+        entry.status = judge(s, entry.op, regions, completes);
     __syncthreads();
     if (entry.status != EP_OK) {
         if (blockIdx.x == 0 && threadIdx.x == 0)

@@ -10,6 +10,7 @@
 struct ep_cuda_rank {
     uint32_t device, shared_bytes;
     struct ep_ll_rank ll;
+    const struct ep_regions *regions; /* the caller's */
     /* The send-only op of a handle that its complete finishes. */
     struct ep_op half[EP_MAX_HANDLES];
 };
@@ -40,7 +41,6 @@ void ep_cuda_rank_base(const struct ep_cuda_rank_options *o, struct ep_ll_rank *
     struct ep_device_tables tables;
 
     ep_device_state_tables(o->map, o->placement, &tables);
-    rank->regions = o->regions;
     rank->routing = tables.routing;
     rank->weights = tables.weights;
     rank->handle_stride = tables.handle_stride;
@@ -121,6 +121,7 @@ ep_status ep_cuda_rank_open(const struct ep_cuda_rank_options *options, struct e
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
     rank->device = options->device;
     rank->shared_bytes = (uint32_t)ep_device_shared_bytes(limits);
+    rank->regions = options->regions;
     ep_cuda_rank_base(options, &rank->ll);
     if (size_grids(options, rank, error) != EP_OK) {
         free(rank);
@@ -146,7 +147,7 @@ static int launch(struct ep_cuda_rank *rank, const struct ep_op *op, bool comple
 {
     struct ep_ll_args args = rank->ll.base;
 
-    ep_ll_fill(&rank->ll, op, completes, &args);
+    ep_ll_fill(&rank->ll, rank->regions, op, completes, &args);
     switch (op->kind) {
     case EP_OP_DISPATCH: return ep_ll_dispatch(&args, rank->shared_bytes, stream);
     case EP_OP_COMBINE:  return ep_ll_combine(&args, rank->shared_bytes, stream);

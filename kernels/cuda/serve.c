@@ -358,6 +358,46 @@ ep_status ep_cuda_serve_wait(struct ep_cuda_serve *serve, struct ep_error *error
     return status;
 }
 
+/* ---- regions ------------------------------------------------------------------------------ */
+
+static ep_status write_word(struct ep_cuda_serve *serve, void *to, uint64_t word, struct ep_error *error)
+{
+    return ep_cuda_write(serve->device, to, &word, sizeof word, NULL, error);
+}
+
+/*
+ * An op may look while this goes on, at both words at once.  As long as there are no bytes it does not follow the
+ * start, so that comes first.  Half of a word that was 0 is not more than all of it.
+ */
+ep_status ep_cuda_serve_region(struct ep_cuda_serve *serve, uint32_t number, const struct ep_region *region,
+                               struct ep_error *error)
+{
+    struct ep_region *entry = &serve->ll.desk->region[number];
+    ep_status status = write_word(serve, &entry->start, (uint64_t)(uintptr_t)region->start, error);
+
+    return status == EP_OK ? write_word(serve, &entry->bytes, region->bytes, error) : status;
+}
+
+/* Dekker; partner: take_regions() of ll_serve.cu. */
+ep_status ep_cuda_serve_forget(struct ep_cuda_serve *serve, uint32_t number, uint64_t *entry, struct ep_error *error)
+{
+    struct ep_ll_desk *desk = serve->ll.desk;
+    ep_status status = write_word(serve, &desk->region[number].bytes, 0, error);
+
+    return status == EP_OK ? ep_cuda_read(serve->device, entry, &desk->looked, sizeof *entry, NULL, error) : status;
+}
+
+ep_status ep_cuda_serve_forgotten(struct ep_cuda_serve *serve, uint64_t entry, struct ep_error *error)
+{
+    uint64_t ended;
+    ep_status status = ep_cuda_read(serve->device, &ended, &serve->ll.desk->ended, sizeof ended, NULL, error);
+
+    if (status == EP_OK && ended < entry)
+        return ep_error_set(error, EP_UNAVAILABLE, "rank %u on device %u: an op that uses it still runs",
+                            serve->ll.rank.base.rank, serve->device);
+    return status;
+}
+
 /* ---- the end ----------------------------------------------------------------------------- */
 
 /*

@@ -62,6 +62,9 @@ struct ep_cuda_serve {
     /* under the lock; `ending` also read atomically without */
     uint64_t posted, before, passed; /* ops; before: those that were posted before the last post */
     bool ending, over;
+    struct ep_regions regions;
+    uint64_t looked, ended; /* ops, counted from 1: the last that looked at the regions; the last that is over */
+    struct ep_op sent[EP_MAX_HANDLES]; /* as half[] of the rank, as it was handed over */
 };
 
 struct ep_cuda_graph {
@@ -233,9 +236,9 @@ static void rank_close(struct ep_cuda_rank *rank)
 
 /*
  * Spans of regions as offsets from the window too, wherever they are: what is queued, or captured, has the
- * addresses of now, as a kernel's arguments have.
+ * addresses of now, as a kernel's arguments have.  One that is in none is one that the op does not use.
  */
-static void resolve(const struct ep_cuda_rank *rank, struct ep_op *op)
+static void resolve(const struct cpu_rank *rank, const struct ep_regions *regions, struct ep_op *op)
 {
     struct ep_span *const spans[] = { &op->x, &op->x_scales, &op->topk_idx, &op->topk_weights, &op->bias,
                                       &op->row_grads, &op->out, &op->out_scales, &op->counts, &op->offsets,
@@ -246,10 +249,11 @@ static void resolve(const struct ep_cuda_rank *rank, struct ep_op *op)
 
         if (spans[i]->bytes == 0 || spans[i]->offset < EP_REGION_BYTES)
             continue;
-        host = rank->regions ? cuda_fixture_host(ep_region_at(rank->regions, spans[i]->offset)) : NULL;
-        if (!host)
-            abort();
-        spans[i]->offset = (uintptr_t)host - (uintptr_t)rank->rank.window[rank->rank.rank];
+        host = regions ? cuda_fixture_host(ep_region_at(regions, spans[i]->offset)) : NULL;
+        if (host)
+            spans[i]->offset = (uintptr_t)host - (uintptr_t)rank->window[rank->rank];
+        else
+            spans[i]->bytes = 0;
     }
 }
 
@@ -258,7 +262,7 @@ static ep_status rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, voi
     struct ep_op resolved = *op;
 
     (void)error;
-    resolve(rank, &resolved);
+    resolve(&rank->rank, rank->regions, &resolved);
     pthread_mutex_lock(&lock);
     put_or_capture(&rank->queue, &resolved, stream);
     pthread_mutex_unlock(&lock);
@@ -348,24 +352,60 @@ static bool rings(struct ep_cuda_serve *serve)
     return !__atomic_load_n(&serve->ending, __ATOMIC_RELAXED);
 }
 
-static void serve_one(struct ep_cuda_serve *serve)
+static void look(struct ep_cuda_serve *serve, struct ep_regions *regions)
+{
+    pthread_mutex_lock(&lock);
+    *regions = serve->regions;
+    serve->looked = serve->ended + 1;
+    pthread_mutex_unlock(&lock);
+}
+
+static ep_status judge(const struct ep_cuda_serve *serve, const struct ep_regions *regions, const struct ep_op *op)
 {
     struct ep_error why = EP_ERROR_INIT;
+    const struct ep_op *sent = op->kind == EP_OP_COMPLETE && op->handle < EP_MAX_HANDLES ? &serve->sent[op->handle] : op;
+
+    if (ep_op_check_own(&serve->rank.map, regions, op, &why) != EP_OK)
+        return EP_INVALID_ARGUMENT;
+    if (op->kind <= EP_OP_COMBINE && op->mode != EP_MODE_LL)
+        return EP_UNIMPLEMENTED;
+    if (!sent->kind)
+        return EP_FAILED_PRECONDITION;
+    return ep_op_check_own(&serve->rank.map, regions, sent, &why);
+}
+
+static void execute(struct ep_cuda_serve *serve, const struct ep_regions *regions, struct ep_op *op)
+{
+    if (op->kind == EP_OP_COMPLETE) {
+        serve->rank.half[op->handle] = serve->sent[op->handle];
+        resolve(&serve->rank, regions, &serve->rank.half[op->handle]);
+    } else if (op->flags & EP_OP_SEND_ONLY) {
+        serve->sent[op->handle] = *op;
+    }
+    resolve(&serve->rank, regions, op);
+    cpu_execute(&serve->rank, op);
+}
+
+static void serve_one(struct ep_cuda_serve *serve)
+{
+    struct ep_regions regions;
     struct ep_op op;
+    ep_status status;
 
     if (!rings(serve))
         return;
     memcpy(&op, &serve->mailbox->op, sizeof op);
-    if (ep_op_check(&serve->rank.map, &op, &why) != EP_OK)
-        cpu_refuse(&serve->rank, &op, EP_INVALID_ARGUMENT);
-    else if (op.kind <= EP_OP_COMBINE && op.mode != EP_MODE_LL)
-        cpu_refuse(&serve->rank, &op, EP_UNIMPLEMENTED);
-    else if (op.kind == EP_OP_COMPLETE && !serve->rank.half[op.handle].kind)
-        cpu_refuse(&serve->rank, &op, EP_FAILED_PRECONDITION);
+    look(serve, &regions);
+    status = judge(serve, &regions, &op);
+    if (status == EP_OK)
+        execute(serve, &regions, &op);
     else
-        cpu_execute(&serve->rank, &op);
+        cpu_refuse(&serve->rank, &op, status);
     __atomic_store_n(&serve->mailbox->doorbell, 0, __ATOMIC_RELEASE);
     __atomic_store_n(&serve->mailbox->done, 1, __ATOMIC_RELEASE);
+    pthread_mutex_lock(&lock);
+    serve->ended++;
+    pthread_mutex_unlock(&lock);
 }
 
 static void *run_serve(void *arg)
@@ -442,6 +482,37 @@ static ep_status serve_wait(struct ep_cuda_serve *serve, struct ep_error *error)
     ending = serve->ending;
     pthread_mutex_unlock(&lock);
     return ending ? ended(error) : EP_OK;
+}
+
+static ep_status serve_region(struct ep_cuda_serve *serve, uint32_t number, const struct ep_region *region,
+                              struct ep_error *error)
+{
+    (void)error;
+    pthread_mutex_lock(&lock);
+    serve->regions.n = EP_MAX_REGIONS;
+    serve->regions.region[number] = *region;
+    pthread_mutex_unlock(&lock);
+    return EP_OK;
+}
+
+static ep_status serve_forget(struct ep_cuda_serve *serve, uint32_t number, uint64_t *entry, struct ep_error *error)
+{
+    (void)error;
+    pthread_mutex_lock(&lock);
+    serve->regions.region[number] = (struct ep_region){ 0 };
+    *entry = serve->looked;
+    pthread_mutex_unlock(&lock);
+    return EP_OK;
+}
+
+static ep_status serve_forgotten(struct ep_cuda_serve *serve, uint64_t entry, struct ep_error *error)
+{
+    bool over;
+
+    pthread_mutex_lock(&lock);
+    over = serve->ended >= entry;
+    pthread_mutex_unlock(&lock);
+    return over ? EP_OK : ep_error_set(error, EP_UNAVAILABLE, "an op that uses it still runs");
 }
 
 static ep_status serve_end(struct ep_cuda_serve *serve, uint32_t timeout_ms, struct ep_error *error)
@@ -704,6 +775,9 @@ const struct ep_cuda_api *ep_cuda_api(void)
     api.serve_open = serve_open;
     api.serve_post = serve_post;
     api.serve_wait = serve_wait;
+    api.serve_region = serve_region;
+    api.serve_forget = serve_forget;
+    api.serve_forgotten = serve_forgotten;
     api.serve_end = serve_end;
     api.serve_close = serve_close;
     api.copy = copy;

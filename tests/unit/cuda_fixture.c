@@ -731,6 +731,44 @@ static ep_status serve_wait(struct ep_cuda_serve *serve, struct ep_error *error)
     }
 }
 
+static ep_status serve_region(struct ep_cuda_serve *serve, uint32_t number, const struct ep_region *region,
+                              struct ep_error *error)
+{
+    ep_status status = enter("serve_region", 0, error);
+
+    (void)serve;
+    if (status != EP_OK)
+        return status;
+    must_translate(region->start, region->bytes);
+    cuda_fixture.regions.n = EP_MAX_REGIONS;
+    cuda_fixture.regions.region[number] = *region;
+    return leave();
+}
+
+static ep_status serve_forget(struct ep_cuda_serve *serve, uint32_t number, uint64_t *entry, struct ep_error *error)
+{
+    ep_status status = enter("serve_forget", 0, error);
+
+    (void)serve;
+    if (status != EP_OK)
+        return status;
+    cuda_fixture.regions.region[number].bytes = 0;
+    *entry = 0;
+    return leave();
+}
+
+static ep_status serve_forgotten(struct ep_cuda_serve *serve, uint64_t entry, struct ep_error *error)
+{
+    ep_status status = enter("serve_forgotten", 0, error);
+
+    (void)serve, (void)entry;
+    if (status != EP_OK)
+        return status;
+    leave();
+    return __atomic_load_n(&cuda_fixture.looking, __ATOMIC_SEQ_CST)
+               ? ep_error_set(error, EP_UNAVAILABLE, "an op that uses it still runs") : EP_OK;
+}
+
 static ep_status serve_end(struct ep_cuda_serve *serve, uint32_t timeout_ms, struct ep_error *error)
 {
     ep_status status = enter("serve_end", 0, error);
@@ -921,6 +959,9 @@ static const struct ep_cuda_api api = {
     .serve_open = serve_open,
     .serve_post = serve_post,
     .serve_wait = serve_wait,
+    .serve_region = serve_region,
+    .serve_forget = serve_forget,
+    .serve_forgotten = serve_forgotten,
     .serve_end = serve_end,
     .serve_close = serve_close,
     .stream_create = stream_create,

@@ -24,6 +24,7 @@ struct cuda_fixture {
                             until `done` of the mailbox is 1.  0: they are over at once; atomic */
     uint32_t passed;     /* ops that are over at each serve, for its wait; atomic */
     uint32_t stuck;      /* serve_end says that something still runs; atomic */
+    uint32_t looking;    /* serve_forgotten says that an op still runs; atomic */
     uint64_t piece;      /* memory_range tells so much of a memory at a time; 0: all of it */
     bool legacy;         /* memory is like cudaMalloc()'s: nothing exports it by an address */
     uint32_t lost;       /* bit d: whatever is asked of device d fails with EP_IO; atomic */
@@ -40,6 +41,7 @@ struct cuda_fixture {
     uint32_t rung;               /* of the ops, those that came through ring */
     struct ep_cuda_rank_options served; /* the last serve_open; its pointers are the caller's */
     uint32_t posted, ended;      /* ops, of all serves; calls of serve_end */
+    struct ep_regions regions;   /* of the last serve that was told of one */
 };
 
 extern struct cuda_fixture cuda_fixture;

@@ -272,8 +272,8 @@ static void spans_outside_of_all_regions_are_refused(void **state)
     }
 }
 
-/* A server trusts no descriptor, and its check knows no regions. */
-static void others_have_no_regions(void **state)
+/* The host backend runs ops by this check. */
+static void without_a_table_there_are_no_regions(void **state)
 {
     (void)state;
     REFUSED(LL, op.x.offset = ep_region_offset(0), "x is [");
@@ -293,7 +293,7 @@ int main(void)
         cmocka_unit_test(bad_fields_of_a_combine_are_named),
         cmocka_unit_test(spans_may_lie_in_regions),
         cmocka_unit_test(spans_outside_of_all_regions_are_refused),
-        cmocka_unit_test(others_have_no_regions),
+        cmocka_unit_test(without_a_table_there_are_no_regions),
     };
 
     return cmocka_run_group_tests_name("op_check", tests, set_up, NULL);
