@@ -76,6 +76,9 @@ struct ep_cuda_api {
     /* Somebody's memory of at least `bytes`, wherever it lies, mapped for `device`.  fd stays the caller's. */
     ep_status (*memory_import)(uint32_t device, int fd, uint64_t bytes, struct ep_cuda_memory **out,
                                struct ep_error *error);
+    /* The same, and whoever sent it is not trusted: refused unless it is memory that its owner cannot take away. */
+    ep_status (*memory_adopt)(uint32_t device, int fd, uint64_t bytes, struct ep_cuda_memory **out,
+                              struct ep_error *error);
     /* Mapped for another device of this process too. */
     ep_status (*memory_share)(struct ep_cuda_memory *memory, uint32_t device, struct ep_error *error);
     /* Unmaps; gives the memory back when nobody else has it.  No work may use it.  NULL is allowed. */

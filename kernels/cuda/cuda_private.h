@@ -86,6 +86,8 @@ ep_status ep_cuda_memory_create(uint32_t device, uint64_t bytes, struct ep_cuda_
 ep_status ep_cuda_memory_export(const struct ep_cuda_memory *memory, int *fd, struct ep_error *error);
 ep_status ep_cuda_memory_import(uint32_t device, int fd, uint64_t bytes, struct ep_cuda_memory **out,
                                 struct ep_error *error);
+ep_status ep_cuda_memory_adopt(uint32_t device, int fd, uint64_t bytes, struct ep_cuda_memory **out,
+                               struct ep_error *error);
 ep_status ep_cuda_memory_share(struct ep_cuda_memory *memory, uint32_t device, struct ep_error *error);
 void ep_cuda_memory_destroy(struct ep_cuda_memory *memory);
 void *ep_cuda_memory_at(const struct ep_cuda_memory *memory);

@@ -122,22 +122,6 @@ static ep_status allocate(struct ep_cuda_memory *memory, const struct ep_cuda_co
     return EP_OK;
 }
 
-/*
- * Other things than GPU memory can be handed on as well.  A multicast object is the worst: its owner can unbind the
- * memory behind it, and then who has it mapped faults.
- */
-static ep_status check_import(CUmemGenericAllocationHandle handle, int fd, struct ep_error *error)
-{
-    CUmemAllocationProp prop = { 0 };
-    CUresult result = cuMemGetAllocationPropertiesFromHandle(&prop, handle);
-
-    if (result != CUDA_SUCCESS)
-        return ep_cuda_fail(error, result, "cuMemGetAllocationPropertiesFromHandle of descriptor %d", fd);
-    if (prop.type != CU_MEM_ALLOCATION_TYPE_PINNED || prop.location.type != CU_MEM_LOCATION_TYPE_DEVICE)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "descriptor %d is of memory that is not a GPU's own", fd);
-    return EP_OK;
-}
-
 /* The driver does not say how large an import is.  Mapping more than there is fails, in map(). */
 static ep_status import(struct ep_cuda_memory *memory, const struct ep_cuda_context *context, int fd,
                         uint64_t bytes, struct ep_error *error)
@@ -151,10 +135,23 @@ static ep_status import(struct ep_cuda_memory *memory, const struct ep_cuda_cont
                                             CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
     if (result != CUDA_SUCCESS)
         return ep_cuda_fail(error, result, "cuMemImportFromShareableHandle of descriptor %d", fd);
-    status = check_import(memory->handle, fd, error);
-    if (status != EP_OK)
-        cuMemRelease(memory->handle);
-    return status;
+    return EP_OK;
+}
+
+/*
+ * Other things than GPU memory can be handed on as well.  A multicast object is the worst: its owner can unbind the
+ * memory behind it, and then who has it mapped faults.  What cannot be asked is refused.
+ */
+static ep_status check_stays(const struct ep_cuda_memory *memory, int fd, struct ep_error *error)
+{
+    CUmemAllocationProp prop = { 0 };
+    CUresult result = cuMemGetAllocationPropertiesFromHandle(&prop, memory->handle);
+
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuMemGetAllocationPropertiesFromHandle of descriptor %d", fd);
+    if (prop.type != CU_MEM_ALLOCATION_TYPE_PINNED || prop.location.type != CU_MEM_LOCATION_TYPE_DEVICE)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "descriptor %d is of memory that is not a GPU's own", fd);
+    return EP_OK;
 }
 
 static ep_status zero(struct ep_cuda_memory *memory, const struct ep_cuda_context *context,
@@ -163,19 +160,25 @@ static ep_status zero(struct ep_cuda_memory *memory, const struct ep_cuda_contex
     return ep_cuda_fill(context->device, (void *)memory->at, 0, memory->bytes, NULL, error);
 }
 
-/* fd < 0: new memory.  The device's context is current. */
-static ep_status obtain(const struct ep_cuda_context *context, int fd, uint64_t bytes,
+/* Where memory comes from. */
+enum origin { NEW, SENT, SENT_UNTRUSTED };
+
+/* The device's context is current. */
+static ep_status obtain(const struct ep_cuda_context *context, enum origin origin, int fd, uint64_t bytes,
                         struct ep_cuda_memory *memory, struct ep_error *error)
 {
     ep_status status =
-        fd < 0 ? allocate(memory, context, bytes, error) : import(memory, context, fd, bytes, error);
+        origin == NEW ? allocate(memory, context, bytes, error) : import(memory, context, fd, bytes, error);
 
     if (status != EP_OK)
         return status;
-    status = map(memory, context, error);
+    if (origin == SENT_UNTRUSTED)
+        status = check_stays(memory, fd, error);
+    if (status == EP_OK)
+        status = map(memory, context, error);
     if (status != EP_OK)
         goto release;
-    if (fd < 0)
+    if (origin == NEW)
         status = zero(memory, context, error);
     if (status != EP_OK)
         goto unmap;
@@ -188,7 +191,7 @@ release:
     return status;
 }
 
-static ep_status make(uint32_t device, int fd, uint64_t bytes, struct ep_cuda_memory **out,
+static ep_status make(uint32_t device, enum origin origin, int fd, uint64_t bytes, struct ep_cuda_memory **out,
                       struct ep_error *error)
 {
     const struct ep_cuda_context *context;
@@ -201,7 +204,7 @@ static ep_status make(uint32_t device, int fd, uint64_t bytes, struct ep_cuda_me
     status = ep_cuda_enter(device, &context, error);
     if (status != EP_OK)
         goto free_memory;
-    status = obtain(context, fd, bytes, memory, error);
+    status = obtain(context, origin, fd, bytes, memory, error);
     ep_cuda_leave();
     if (status != EP_OK)
         goto free_memory;
@@ -216,16 +219,28 @@ free_memory:
 ep_status ep_cuda_memory_create(uint32_t device, uint64_t bytes, struct ep_cuda_memory **out,
                                 struct ep_error *error)
 {
-    return make(device, -1, bytes, out, error);
+    return make(device, NEW, -1, bytes, out, error);
+}
+
+static ep_status take(uint32_t device, enum origin origin, int fd, uint64_t bytes, struct ep_cuda_memory **out,
+                      struct ep_error *error)
+{
+    if (fd < 0)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "descriptor %d of GPU memory: must not be negative",
+                            fd);
+    return make(device, origin, fd, bytes, out, error);
 }
 
 ep_status ep_cuda_memory_import(uint32_t device, int fd, uint64_t bytes, struct ep_cuda_memory **out,
                                 struct ep_error *error)
 {
-    if (fd < 0)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "descriptor %d of GPU memory: must not be negative",
-                            fd);
-    return make(device, fd, bytes, out, error);
+    return take(device, SENT, fd, bytes, out, error);
+}
+
+ep_status ep_cuda_memory_adopt(uint32_t device, int fd, uint64_t bytes, struct ep_cuda_memory **out,
+                               struct ep_error *error)
+{
+    return take(device, SENT_UNTRUSTED, fd, bytes, out, error);
 }
 
 void ep_cuda_memory_destroy(struct ep_cuda_memory *memory)

@@ -10,6 +10,7 @@ static const struct ep_cuda_api api = {
     .memory_create = ep_cuda_memory_create,
     .memory_export = ep_cuda_memory_export,
     .memory_import = ep_cuda_memory_import,
+    .memory_adopt = ep_cuda_memory_adopt,
     .memory_share = ep_cuda_memory_share,
     .memory_destroy = ep_cuda_memory_destroy,
     .memory_at = ep_cuda_memory_at,

@@ -306,10 +306,10 @@ static ep_status hand_on(struct world_rank *rank, const struct ep_cuda_memory *m
     if (offset != 4096 || bytes < MEMORY_BYTES)
         status = ep_error_set(error, EP_VERIFY_FAILED, "an address 4096 into memory is exported as %llu of %llu",
                               (unsigned long long)offset, (unsigned long long)bytes);
-    else if (api->memory_import(rank->device, fd, 2 * bytes, &imported, error) == EP_OK)
+    else if (api->memory_adopt(rank->device, fd, 2 * bytes, &imported, error) == EP_OK)
         status = ep_error_set(error, EP_VERIFY_FAILED, "twice the bytes that memory has were mapped");
     else
-        status = api->memory_import(rank->device, fd, bytes, &imported, error);
+        status = api->memory_adopt(rank->device, fd, bytes, &imported, error);
     close(fd);
     if (status == EP_OK)
         api->memory_destroy(imported);

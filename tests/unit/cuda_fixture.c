@@ -234,10 +234,10 @@ static ep_status memory_export(const struct ep_cuda_memory *memory, int *out, st
     return EP_OK;
 }
 
-static ep_status memory_import(uint32_t device, int fd, uint64_t bytes, struct ep_cuda_memory **out,
-                               struct ep_error *error)
+static ep_status take_memory(const char *name, uint32_t device, int fd, uint64_t bytes, struct ep_cuda_memory **out,
+                             struct ep_error *error)
 {
-    ep_status status = enter("memory_import", device, error);
+    ep_status status = enter(name, device, error);
     struct stat stat;
 
     if (status != EP_OK)
@@ -249,6 +249,18 @@ static ep_status memory_import(uint32_t device, int fd, uint64_t bytes, struct e
         status = open_memory(device, fcntl(fd, F_DUPFD_CLOEXEC, 0), bytes, out, error);
     leave();
     return status;
+}
+
+static ep_status memory_import(uint32_t device, int fd, uint64_t bytes, struct ep_cuda_memory **out,
+                               struct ep_error *error)
+{
+    return take_memory("memory_import", device, fd, bytes, out, error);
+}
+
+static ep_status memory_adopt(uint32_t device, int fd, uint64_t bytes, struct ep_cuda_memory **out,
+                              struct ep_error *error)
+{
+    return take_memory("memory_adopt", device, fd, bytes, out, error);
 }
 
 static ep_status memory_share(struct ep_cuda_memory *memory, uint32_t device, struct ep_error *error)
@@ -940,6 +952,7 @@ static const struct ep_cuda_api api = {
     .memory_create = memory_create,
     .memory_export = memory_export,
     .memory_import = memory_import,
+    .memory_adopt = memory_adopt,
     .memory_share = memory_share,
     .memory_destroy = memory_destroy,
     .memory_at = memory_at,
