@@ -17,38 +17,88 @@ void ep_attach_frame_init(struct ep_attach_frame *frame, enum ep_attach_type typ
     frame->type = (uint16_t)type;
 }
 
+static bool is_known(uint32_t status)
+{
+    return strcmp(ep_status_name((ep_status)status), "?") != 0;
+}
+
+static bool is_request(const struct ep_attach_frame *frame)
+{
+    return frame->type == EP_ATTACH_REGISTER || frame->type == EP_ATTACH_UNREGISTER;
+}
+
+static ep_status check_event(const struct ep_attach_frame *frame, struct ep_error *error)
+{
+    if (frame->event < EP_ATTACH_RANK_LOST || frame->event > EP_ATTACH_EVENTS_LOST)
+        return ep_error_set(error, EP_PROTOCOL, "frame event is %u: must be %d to %d", frame->event,
+                            EP_ATTACH_RANK_LOST, EP_ATTACH_EVENTS_LOST);
+    return EP_OK;
+}
+
+static ep_status check_memory(const struct ep_attach_frame *frame, struct ep_error *error)
+{
+    if (frame->count < EP_ATTACH_MEMORY_STATE || frame->count > EP_ATTACH_MEMORY_WINDOW)
+        return ep_error_set(error, EP_PROTOCOL, "frame count is %u: of MEMORY it must be %d to %d", frame->count,
+                            EP_ATTACH_MEMORY_STATE, EP_ATTACH_MEMORY_WINDOW);
+    if (frame->value == 0)
+        return ep_error_set(error, EP_PROTOCOL, "frame value is 0: MEMORY must carry its bytes");
+    return EP_OK;
+}
+
 /* What the type asks of the other fields. */
 static ep_status check_type(const struct ep_attach_frame *frame, struct ep_error *error)
 {
     switch (frame->type) {
     case EP_ATTACH_HELLO:
     case EP_ATTACH_BYE:
+    case EP_ATTACH_UNREGISTER:
         return EP_OK;
     case EP_ATTACH_WELCOME:
         if (frame->value == 0)
             return ep_error_set(error, EP_PROTOCOL, "frame value is 0: WELCOME must carry the window's bytes");
         return EP_OK;
     case EP_ATTACH_REFUSED:
-        if (frame->status == EP_OK || strcmp(ep_status_name((ep_status)frame->status), "?") == 0)
+        if (frame->status == EP_OK || !is_known(frame->status))
             return ep_error_set(error, EP_PROTOCOL, "frame status is %u: REFUSED must carry an error",
                                 frame->status);
         return EP_OK;
     case EP_ATTACH_EVENT:
-        if (frame->event < EP_ATTACH_RANK_LOST || frame->event > EP_ATTACH_EVENTS_LOST)
-            return ep_error_set(error, EP_PROTOCOL, "frame event is %u: must be %d to %d", frame->event,
-                                EP_ATTACH_RANK_LOST, EP_ATTACH_EVENTS_LOST);
-        return EP_OK;
+        return check_event(frame, error);
     case EP_ATTACH_MEMORY:
-        if (frame->count < EP_ATTACH_MEMORY_STATE || frame->count > EP_ATTACH_MEMORY_WINDOW)
-            return ep_error_set(error, EP_PROTOCOL, "frame count is %u: of MEMORY it must be %d to %d",
-                                frame->count, EP_ATTACH_MEMORY_STATE, EP_ATTACH_MEMORY_WINDOW);
+        return check_memory(frame, error);
+    case EP_ATTACH_REGISTER:
         if (frame->value == 0)
-            return ep_error_set(error, EP_PROTOCOL, "frame value is 0: MEMORY must carry its bytes");
+            return ep_error_set(error, EP_PROTOCOL, "frame value is 0: REGISTER must carry the region's bytes");
+        return EP_OK;
+    case EP_ATTACH_ANSWER:
+        if (!is_known(frame->status))
+            return ep_error_set(error, EP_PROTOCOL, "frame status is %u: ANSWER must carry one that there is",
+                                frame->status);
         return EP_OK;
     default:
         return ep_error_set(error, EP_PROTOCOL, "frame type is %u: must be %d to %d", frame->type,
-                            EP_ATTACH_HELLO, EP_ATTACH_MEMORY);
+                            EP_ATTACH_HELLO, EP_ATTACH_ANSWER);
     }
+}
+
+/* Fields that most types leave at 0. */
+static ep_status check_unused(const struct ep_attach_frame *frame, struct ep_error *error)
+{
+    const bool counts = is_request(frame) || frame->type == EP_ATTACH_ANSWER || frame->type == EP_ATTACH_WELCOME
+                        || frame->type == EP_ATTACH_MEMORY;
+
+    if (frame->count != 0 && !counts)
+        return ep_error_set(error, EP_PROTOCOL, "frame count is %u: must be 0 in frames of type %u", frame->count,
+                            frame->type);
+    if (frame->offset != 0 && frame->type != EP_ATTACH_REGISTER)
+        return ep_error_set(error, EP_PROTOCOL, "frame offset is %llu: must be 0 in frames of type %u",
+                            (unsigned long long)frame->offset, frame->type);
+    if (frame->region != 0 && !is_request(frame))
+        return ep_error_set(error, EP_PROTOCOL, "frame region is %u: must be 0 in frames of type %u", frame->region,
+                            frame->type);
+    if (frame->reserved != 0)
+        return ep_error_set(error, EP_PROTOCOL, "frame reserved is %u: must be 0", frame->reserved);
+    return EP_OK;
 }
 
 static ep_status check(const struct ep_attach_frame *frame, struct ep_error *error)
@@ -59,12 +109,12 @@ static ep_status check(const struct ep_attach_frame *frame, struct ep_error *err
     if (frame->version != EP_ATTACH_VERSION)
         return ep_error_set(error, EP_PROTOCOL, "frame version is %u: this side speaks %u",
                             frame->version, EP_ATTACH_VERSION);
-    if (frame->count != 0 && frame->type != EP_ATTACH_WELCOME && frame->type != EP_ATTACH_MEMORY)
-        return ep_error_set(error, EP_PROTOCOL, "frame count is %u: must be 0 in frames of type %u",
-                            frame->count, frame->type);
     if (!memchr(frame->text, '\0', sizeof frame->text))
         return ep_error_set(error, EP_PROTOCOL, "frame text is not terminated");
-    return check_type(frame, error);
+
+    ep_status status = check_unused(frame, error);
+
+    return status == EP_OK ? check_type(frame, error) : status;
 }
 
 ep_status ep_attach_frame_parse(const void *bytes, size_t n, struct ep_attach_frame *frame,

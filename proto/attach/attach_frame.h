@@ -8,6 +8,10 @@
  * gets more memory right after WELCOME, a descriptor in each MEMORY frame.  BYE says that the worker has unmapped the
  * window, so the memory can be reused at once; without it the server waits for the process to go.
  *
+ * A worker whose ops the server runs on a GPU (executor server) may have it map GPU memory of the worker's own, for
+ * these ops: REGISTER with a descriptor, UNREGISTER.  Each of them has one ANSWER, with the same count, in its own time
+ * among the events; a worker waits for it before it asks again.
+ *
  * Frames are host-endian: both ends are on one host.
  */
 #ifndef EP_ATTACH_FRAME_H
@@ -19,7 +23,7 @@
 #include "ep_error.h"
 
 #define EP_ATTACH_MAGIC 0x41535045u /* "EPSA" */
-#define EP_ATTACH_VERSION 2u
+#define EP_ATTACH_VERSION 3u
 #define EP_ATTACH_TICKET_BYTES 16u
 #define EP_ATTACH_TEXT_BYTES 256u
 
@@ -29,7 +33,10 @@ enum ep_attach_type {
     EP_ATTACH_REFUSED = 3, /* server: status, text */
     EP_ATTACH_EVENT = 4,   /* server: event */
     EP_ATTACH_BYE = 5,     /* worker: window unmapped */
-    EP_ATTACH_MEMORY = 6   /* server: + fd; as many as WELCOME's count */
+    EP_ATTACH_MEMORY = 6,  /* server: + fd; as many as WELCOME's count */
+    EP_ATTACH_REGISTER = 7,   /* worker: + fd; region, value, offset */
+    EP_ATTACH_UNREGISTER = 8, /* worker: region */
+    EP_ATTACH_ANSWER = 9      /* server: status, text */
 };
 
 /* What the descriptor of a MEMORY frame is. */
@@ -51,16 +58,20 @@ struct ep_attach_frame {
     uint32_t magic;
     uint16_t version;
     uint16_t type;      /* enum ep_attach_type */
-    uint32_t status;    /* REFUSED: ep_status */
+    uint32_t status;    /* REFUSED, ANSWER: ep_status */
     uint32_t event;     /* EVENT: enum ep_attach_event */
     uint32_t rank;      /* WELCOME: own; EVENT, MEMORY: whose */
-    uint32_t count;     /* WELCOME: MEMORY frames that follow; MEMORY: enum ep_attach_memory; else 0 */
+    uint32_t count;     /* WELCOME: MEMORY frames that follow; MEMORY: enum ep_attach_memory; REGISTER, UNREGISTER,
+                         * ANSWER: the worker's number of the request; else 0 */
     uint64_t epoch;
-    uint64_t value;     /* WELCOME: window bytes; MEMORY: its bytes */
+    uint64_t value;     /* WELCOME: window bytes; MEMORY, REGISTER: its bytes */
+    uint64_t offset;    /* REGISTER: where these begin in the memory of the descriptor; else 0 */
+    uint32_t region;    /* REGISTER, UNREGISTER: number of the region, see window.h; else 0 */
+    uint32_t reserved;  /* 0 */
     uint8_t ticket[EP_ATTACH_TICKET_BYTES]; /* HELLO */
     char text[EP_ATTACH_TEXT_BYTES];        /* NUL-terminated */
 };
-_Static_assert(sizeof(struct ep_attach_frame) == 312, "ep_attach_frame is part of the protocol");
+_Static_assert(sizeof(struct ep_attach_frame) == 328, "ep_attach_frame is part of the protocol");
 
 void ep_attach_frame_init(struct ep_attach_frame *frame, enum ep_attach_type type);
 

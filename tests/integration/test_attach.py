@@ -337,10 +337,10 @@ class AttachTest(harness.TestCase):
         workers = self.hostile()
         good = worker.pack(worker.HELLO, os.urandom(16))
         rng = random.Random(1)
-        messages = [good[:n] for n in range(1, len(good), 7)] + [good + b"x", b"\0" * 312, b"\xff" * 312]
+        messages = [good[:n] for n in range(1, len(good), 7)] + [good + b"x", b"\0" * len(good), b"\xff" * len(good)]
         messages += [rng.randbytes(rng.randrange(1, 2000)) for _ in range(50)]
-        for kind in (0, worker.WELCOME, worker.EVENT, worker.BYE, 9999):
-            messages.append(worker.LAYOUT.pack(worker.MAGIC, worker.VERSION, kind, 0, 0, 0, 0, 0, 0, b"", b""))
+        for kind in (0, worker.WELCOME, worker.EVENT, worker.BYE, worker.REGISTER, worker.UNREGISTER, worker.ANSWER, 9999):
+            messages.append(worker.pack(kind, value=1))
         for message in messages:
             connection = self.side()
             connection.send(message)

@@ -16,23 +16,25 @@ import harness
 import reflect
 
 HELLO, WELCOME, REFUSED, EVENT, BYE = 1, 2, 3, 4, 5
+REGISTER, UNREGISTER, ANSWER = 7, 8, 9
 RANK_LOST, RANK_JOINED, EPOCH, DRAINING, DETACHED, EVENTS_LOST = 1, 2, 3, 4, 5, 6
-MAGIC, VERSION, WINDOW_VERSION = 0x41535045, 2, 3
-LAYOUT = struct.Struct("=IHHIIIIQQ16s256s")
+MAGIC, VERSION, WINDOW_VERSION = 0x41535045, 3, 3
+LAYOUT = struct.Struct("=IHHIIIIQQQII16s256s")
 
 
 class Frame:
     def __init__(self, data):
         (self.magic, self.version, self.type, self.status, self.event, self.rank, self.count, self.epoch,
-         self.value, self.ticket, text) = LAYOUT.unpack(data)
+         self.value, self.offset, self.region, _, self.ticket, text) = LAYOUT.unpack(data)
         self.text = text.split(b"\0")[0].decode()
 
     def __repr__(self):
-        return "Frame(type=%d event=%d rank=%d text=%r)" % (self.type, self.event, self.rank, self.text)
+        return "Frame(type=%d status=%d event=%d rank=%d text=%r)" % (self.type, self.status, self.event, self.rank,
+                                                                     self.text)
 
 
-def pack(kind, ticket=b""):
-    return LAYOUT.pack(MAGIC, VERSION, kind, 0, 0, 0, 0, 0, 0, ticket, b"")
+def pack(kind, ticket=b"", count=0, value=0, offset=0, region=0):
+    return LAYOUT.pack(MAGIC, VERSION, kind, 0, 0, 0, count, 0, value, offset, region, 0, ticket, b"")
 
 
 def claim(rpc, group, rank=None, name="test-worker", token=""):
@@ -73,6 +75,18 @@ class Worker:
         while True:
             frame = self.frame(timeout)
             if frame is None or frame.type == EVENT and frame.event == wanted:
+                return frame
+
+    def ask(self, kind, fds=(), **fields):
+        """Sends a request, with descriptors."""
+        self.socket.sendmsg([pack(kind, **fields)],
+                            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else [])
+
+    def answer(self, timeout=5.0):
+        """The next ANSWER; events are passed over."""
+        while True:
+            frame = self.frame(timeout)
+            if frame is None or frame.type == ANSWER:
                 return frame
 
     def leave(self):

@@ -20,8 +20,10 @@ static struct ep_attach_frame valid(enum ep_attach_type type)
     ep_attach_frame_init(&frame, type);
     frame.status = type == EP_ATTACH_REFUSED ? EP_NOT_FOUND : EP_OK;
     frame.event = type == EP_ATTACH_EVENT ? EP_ATTACH_DRAINING : 0;
-    frame.value = type == EP_ATTACH_WELCOME || type == EP_ATTACH_MEMORY ? 4096 : 0;
+    frame.value = type == EP_ATTACH_WELCOME || type == EP_ATTACH_MEMORY || type == EP_ATTACH_REGISTER ? 4096 : 0;
     frame.count = type == EP_ATTACH_MEMORY ? EP_ATTACH_MEMORY_WINDOW : 0;
+    frame.offset = type == EP_ATTACH_REGISTER ? 512 : 0;
+    frame.region = type == EP_ATTACH_REGISTER || type == EP_ATTACH_UNREGISTER ? 63 : 0;
     strcpy(frame.text, "text");
     return frame;
 }
@@ -45,7 +47,7 @@ static void expect(const struct ep_attach_frame *frame, ep_status status, const 
 static void every_type_parses(void **state)
 {
     (void)state;
-    for (int type = EP_ATTACH_HELLO; type <= EP_ATTACH_MEMORY; type++) {
+    for (int type = EP_ATTACH_HELLO; type <= EP_ATTACH_ANSWER; type++) {
         struct ep_attach_frame frame = valid((enum ep_attach_type)type);
 
         expect(&frame, EP_OK, "");
@@ -77,7 +79,7 @@ static void every_other_type_is_refused(void **state)
         struct ep_attach_frame frame = valid(EP_ATTACH_HELLO);
 
         frame.type = (uint16_t)type;
-        if (type < EP_ATTACH_HELLO || type > EP_ATTACH_MEMORY)
+        if (type < EP_ATTACH_HELLO || type > EP_ATTACH_ANSWER)
             expect(&frame, EP_PROTOCOL, "type");
     }
 }
@@ -95,6 +97,15 @@ static void bad_fields_are_named(void **state)
     frame = valid(EP_ATTACH_HELLO);
     frame.count = 1;
     expect(&frame, EP_PROTOCOL, "count");
+    frame = valid(EP_ATTACH_HELLO);
+    frame.offset = 1;
+    expect(&frame, EP_PROTOCOL, "offset");
+    frame = valid(EP_ATTACH_HELLO);
+    frame.region = 1;
+    expect(&frame, EP_PROTOCOL, "region");
+    frame = valid(EP_ATTACH_HELLO);
+    frame.reserved = 1;
+    expect(&frame, EP_PROTOCOL, "reserved");
     frame = valid(EP_ATTACH_HELLO);
     memset(frame.text, 'x', sizeof frame.text);
     expect(&frame, EP_PROTOCOL, "text");
@@ -129,6 +140,29 @@ static void fields_must_fit_the_type(void **state)
     frame = valid(EP_ATTACH_MEMORY);
     frame.value = 0;
     expect(&frame, EP_PROTOCOL, "value");
+}
+
+static void requests_and_their_answers_are_numbered(void **state)
+{
+    struct ep_attach_frame frame = valid(EP_ATTACH_REGISTER);
+
+    (void)state;
+    frame.count = UINT32_MAX;
+    frame.region = UINT32_MAX; /* whether there is such a one is not for the frame to say */
+    expect(&frame, EP_OK, "");
+    frame.value = 0;
+    expect(&frame, EP_PROTOCOL, "value");
+    frame = valid(EP_ATTACH_UNREGISTER);
+    frame.count = 7;
+    expect(&frame, EP_OK, "");
+    frame.offset = 16;
+    expect(&frame, EP_PROTOCOL, "offset");
+    frame = valid(EP_ATTACH_ANSWER);
+    frame.count = 7;
+    frame.status = EP_NOT_FOUND;
+    expect(&frame, EP_OK, "");
+    frame.status = 9999;
+    expect(&frame, EP_PROTOCOL, "status");
 }
 
 /* Every single flipped bit: parses to what was sent, or is refused. */
@@ -347,6 +381,7 @@ int main(void)
         cmocka_unit_test(every_other_type_is_refused),
         cmocka_unit_test(bad_fields_are_named),
         cmocka_unit_test(fields_must_fit_the_type),
+        cmocka_unit_test(requests_and_their_answers_are_numbered),
         cmocka_unit_test(no_flipped_bit_confuses),
         cmocka_unit_test(a_frame_travels),
         cmocka_unit_test(a_descriptor_travels_and_is_close_on_exec),
