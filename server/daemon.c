@@ -329,6 +329,7 @@ static ep_status open_node(struct daemon *d, struct ep_error *error)
         .host_devices = (uint32_t)d->options->host_ranks,
         .memory_budget = d->options->memory,
         .sms_per_rank = (uint32_t)d->options->sms_per_rank,
+        .region_bytes = d->options->max_region_bytes,
         .socket = d->options->socket,
         .admin_address = d->options->listen,
     };

@@ -125,6 +125,12 @@ const struct ep_option ep_options_table[] = {
       .min = 64 * KIB, .max = 256 * MIB, .doc = "Largest message of a call, either way" },
     { "max-connections", "limits", EP_TYPE_UINT, 0, FIELD(max_connections), .fallback = "1024", .min = 1,
       .max = 65536, .doc = "Connections on each unix socket" },
+    /* Room for inputs and outputs of many large ops: 128 tokens at 8 ranks of 32 experts fill half a GiB.  And little
+     * enough for what a worker leaves when it dies to be given back in seconds: half of one for each GiB. */
+    { "max-region-bytes", "limits", EP_TYPE_BYTES, 0, FIELD(max_region_bytes), .fallback = "16GiB", .min = 0,
+      .max = 1024 * TIB,
+      .doc = "GPU memory of a worker's own that the server maps for its ops, when it runs them (ep_register()); 0: none. "
+             "It stays the worker's, and is kept for the moment that the server needs after a worker's end" },
 
     { "metrics", "service", EP_TYPE_ADDRESS, 0, FIELD(metrics), .fallback = "",
       .doc = "HOST:PORT for /metrics, /healthz and /readyz over HTTP; none by default, port 0 picks one" },

@@ -72,6 +72,7 @@ struct ep_options {
     /* limits */
     uint64_t max_message_bytes;
     uint64_t max_connections;
+    uint64_t max_region_bytes;
 
     /* service */
     char *metrics;

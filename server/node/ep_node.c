@@ -125,6 +125,7 @@ static ep_status fill(struct ep_node *node, const struct ep_node_options *option
         return ep_error_set(error, EP_NO_MEMORY, "node: out of memory");
     node->cpus = count_cpus();
     node->sms_per_rank = options->sms_per_rank ? options->sms_per_rank : UINT32_MAX;
+    node->region_bytes = options->region_bytes;
     node->started_us = ep_clock_wall_us();
     status = ep_node_choose_backend(node, options, error);
     if (status || node->cuda)

@@ -104,6 +104,26 @@ ep_status ep_executor_start(struct ep_team *team, const struct ep_executor_optio
                             struct ep_executor **out, struct ep_error *error);
 /* Brings the counters up to date, where that does not happen by itself. */
 void ep_executor_refresh(struct ep_executor *executor);
+
+/* GPU memory of the worker's own, which it hands on. */
+struct ep_executor_region {
+    uint32_t number;        /* of the region (window.h) */
+    int fd;                 /* of VMM memory; -1: the worker sent none */
+    uint64_t offset, bytes; /* where the region lies in it */
+};
+
+/* On the loop's thread, once: it is done, or error says why not. */
+typedef void (*ep_region_done_fn)(const struct ep_error *error, void *user);
+
+/*
+ * Ops of the rank may use it from then on; or it is unmapped, when no op uses it any more.  on_done runs before these
+ * return or later, and no later than on_stopped.  One request at a time: EP_UNAVAILABLE, the last one is not done.
+ * EP_UNIMPLEMENTED: the server runs no ops of the rank on a GPU.  fd is taken over.
+ */
+void ep_executor_register(struct ep_executor *executor, const struct ep_executor_region *region,
+                          ep_region_done_fn on_done, void *user);
+void ep_executor_unregister(struct ep_executor *executor, uint32_t number, ep_region_done_fn on_done, void *user);
+
 /*
  * ep_team_leave() must have been called, so that the running op ends.  on_stopped runs on the loop's
  * thread, later, once nothing of the executor touches the window, or the rank is stuck; it is freed then.

@@ -7,6 +7,7 @@
  *   team.c       teams: what both backends have in common; team_host.c, team_cuda.c the backends
  *   watch_cuda.c what kernels count and report; for a worker that runs its own ops nothing else is done
  *   serve_cuda.c runs the ops of a worker that hands them over
+ *   regions_cuda.c maps memory of that worker for them
  *   engine.c     executes the ops of one rank on the host backend
  */
 #ifndef EP_NODE_PRIVATE_H
@@ -42,7 +43,7 @@ struct ep_node_window {
 struct ep_node {
     char *name, *socket, *admin_address, *kernel;
     uint32_t cpus, sms_per_rank;
-    uint64_t started_us, budget, used;
+    uint64_t started_us, budget, used, region_bytes;
     const struct ep_cuda_api *cuda; /* NULL: the host backend */
     uint32_t n_devices;
     struct device *devices;

@@ -27,7 +27,8 @@ struct serve {
     struct cuda_watch watch;
     const struct ep_cuda_api *api;
     struct ep_cuda_serve *serve;
-    pthread_t thread; /* uses what is below, and the two above */
+    struct cuda_regions *regions; /* the loop's thread */
+    pthread_t thread; /* uses what is below, and `api` and `serve` */
 
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -156,7 +157,16 @@ static void on_ended(uv_work_t *work, int cancelled)
         EP_ERROR("node", "what the server ran for a rank does not end: its memory is not used again",
                  EP_U("rank", rank), EP_U("epoch", team->epoch), EP_S("error", serve->end_error.text));
     }
+    cuda_regions_close(serve->regions, serve->ended);
     cuda_watch_stop(&serve->watch, on_watch_closed);
+}
+
+static void begin_end(void *user)
+{
+    struct serve *serve = user;
+
+    serve->end_by_ns = ep_clock_ns() + (serve->watch.team->timeout_ms + END_SLACK_MS) * EP_NS_PER_MS;
+    uv_queue_work(serve->watch.team->loop, &serve->ending, end, on_ended);
 }
 
 static void stop(struct ep_executor *executor, void (*on_stopped)(void *user), void *user)
@@ -166,11 +176,10 @@ static void stop(struct ep_executor *executor, void (*on_stopped)(void *user), v
     serve->on_stopped = on_stopped;
     serve->user = user;
     serve->told = true; /* nobody is left to be told of failures */
-    serve->end_by_ns = ep_clock_ns() + (serve->watch.team->timeout_ms + END_SLACK_MS) * EP_NS_PER_MS;
     pthread_mutex_lock(&serve->lock);
     serve->stopping = true;
     pthread_mutex_unlock(&serve->lock);
-    uv_queue_work(serve->watch.team->loop, &serve->ending, end, on_ended);
+    cuda_regions_stop(serve->regions, begin_end, serve);
 }
 
 /* ---- the end, on a thread of the pool --------------------------------------------------------- */
@@ -216,6 +225,17 @@ static void end(uv_work_t *work)
 static void refresh(struct ep_executor *executor)
 {
     cuda_watch_look(&((struct serve *)executor)->watch);
+}
+
+static void add_region(struct ep_executor *executor, const struct ep_executor_region *region, ep_region_done_fn on_done,
+                       void *user)
+{
+    cuda_regions_register(((struct serve *)executor)->regions, region, on_done, user);
+}
+
+static void drop_region(struct ep_executor *executor, uint32_t number, ep_region_done_fn on_done, void *user)
+{
+    cuda_regions_unregister(((struct serve *)executor)->regions, number, on_done, user);
 }
 
 static ep_status open_serve(struct serve *serve, struct cuda_team *team, const struct ep_executor_options *options,
@@ -314,22 +334,36 @@ static ep_status make(struct cuda_team *team, const struct ep_executor_options *
     return ep_error_set(error, EP_IO, "executor of rank %u: %s", options->rank, uv_strerror(rc));
 }
 
+static ep_status set_going(struct serve *serve, struct cuda_team *team, uint32_t rank, struct ep_error *error)
+{
+    serve->regions = cuda_regions_open(team, rank, serve->serve);
+    if (!serve->regions)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for an executor");
+    errno = start_thread(serve, rank);
+    if (errno == 0)
+        return EP_OK;
+    ep_error_errno(error, EP_RESOURCE_EXHAUSTED, "thread for the ops of rank %u", rank);
+    cuda_regions_close(serve->regions, true);
+    return EP_RESOURCE_EXHAUSTED;
+}
+
 ep_status ep_team_cuda_serve(struct cuda_team *team, const struct ep_executor_options *options,
                              struct ep_executor **out, struct ep_error *error)
 {
-    static const struct ep_executor_ops ops = { .refresh = refresh, .stop = stop };
+    static const struct ep_executor_ops ops = {
+        .refresh = refresh, .stop = stop, .add_region = add_region, .drop_region = drop_region
+    };
     struct serve *serve = NULL;
     ep_status status = make(team, options, &serve, error);
 
     if (status)
         return status;
     serve->watch.base.ops = &ops;
-    errno = start_thread(serve, options->rank);
-    if (errno) {
-        ep_error_errno(error, EP_RESOURCE_EXHAUSTED, "thread for the ops of rank %u", options->rank);
+    status = set_going(serve, team, options->rank, error);
+    if (status) {
         close_unused(serve);
         uv_close((uv_handle_t *)&serve->news, on_unused_closed);
-        return EP_RESOURCE_EXHAUSTED;
+        return status;
     }
     cuda_watch_start(&serve->watch, team, options);
     *out = &serve->watch.base;

@@ -1,4 +1,6 @@
 /* The backend's functions behind ep_team.h. */
+#include <unistd.h>
+
 #include "team_private.h"
 
 ep_status ep_team_create(const struct ep_team_options *options, struct ep_team **out, struct ep_error *error)
@@ -84,4 +86,33 @@ void ep_executor_refresh(struct ep_executor *executor)
 void ep_executor_stop(struct ep_executor *executor, void (*on_stopped)(void *user), void *user)
 {
     executor->ops->stop(executor, on_stopped, user);
+}
+
+static void refuse_region(ep_region_done_fn on_done, void *user)
+{
+    struct ep_error error = EP_ERROR_INIT;
+
+    (void)ep_error_set(&error, EP_UNIMPLEMENTED, "ops of this rank use no memory that the server maps: that is for ops "
+                       "that it runs on GPUs");
+    on_done(&error, user);
+}
+
+void ep_executor_register(struct ep_executor *executor, const struct ep_executor_region *region,
+                          ep_region_done_fn on_done, void *user)
+{
+    if (executor->ops->add_region) {
+        executor->ops->add_region(executor, region, on_done, user);
+        return;
+    }
+    if (region->fd >= 0)
+        close(region->fd);
+    refuse_region(on_done, user);
+}
+
+void ep_executor_unregister(struct ep_executor *executor, uint32_t number, ep_region_done_fn on_done, void *user)
+{
+    if (executor->ops->drop_region)
+        executor->ops->drop_region(executor, number, on_done, user);
+    else
+        refuse_region(on_done, user);
 }

@@ -386,6 +386,7 @@ static void fill(struct cuda_team *team, const struct ep_team_options *options)
     team->placement = options->placement;
     team->epoch = options->epoch;
     team->timeout_ms = options->timeout_ms;
+    team->region_bytes = options->node->region_bytes;
     team->n = options->map->limits.ranks;
     for (uint32_t i = 0; i < EP_DEVICE_MAX_RANKS; i++)
         team->from[i] = i < team->n ? 1 : EP_DEVICE_NEVER;

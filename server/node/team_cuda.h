@@ -22,6 +22,7 @@ struct cuda_team {
     const struct ep_placement *placement;
     uint64_t epoch;
     uint32_t timeout_ms;
+    uint64_t region_bytes;              /* of workers' own memory that are mapped for a rank, at most */
     uint64_t from[EP_DEVICE_MAX_RANKS]; /* as it is in every state: nobody else writes it */
     uint32_t n;
     struct cuda_rank ranks[EP_DEVICE_MAX_RANKS];
@@ -67,6 +68,22 @@ void cuda_watch_start(struct cuda_watch *watch, struct cuda_team *team, const st
 void cuda_watch_look(struct cuda_watch *watch);
 /* After a last look; on_closed comes later, from the loop. */
 void cuda_watch_stop(struct cuda_watch *watch, void (*on_closed)(struct cuda_watch *watch));
+
+/* ---- regions_cuda.c: memory of workers, mapped for the ops that the server runs for them ------ */
+
+struct cuda_regions;
+
+/* NULL: no memory. */
+struct cuda_regions *cuda_regions_open(const struct cuda_team *team, uint32_t rank, struct ep_cuda_serve *serve);
+/* As ep_executor_register() and ep_executor_unregister(). */
+void cuda_regions_register(struct cuda_regions *regions, const struct ep_executor_region *asked,
+                           ep_region_done_fn on_done, void *user);
+void cuda_regions_unregister(struct cuda_regions *regions, uint32_t number, ep_region_done_fn on_done, void *user);
+/* No request comes any more; the last one ends.  on_idle runs when it has, at once or later: then `serve` is not used
+ * any more. */
+void cuda_regions_stop(struct cuda_regions *regions, void (*on_idle)(void *user), void *user);
+/* After that.  unused: no op runs any more, and all is unmapped, in its own time; else nothing ever is. */
+void cuda_regions_close(struct cuda_regions *regions, bool unused);
 
 /* ---- the executors: of a clean window -------------------------------------------------- */
 

@@ -32,6 +32,10 @@ struct ep_team {
 struct ep_executor_ops {
     void (*refresh)(struct ep_executor *executor);
     void (*stop)(struct ep_executor *executor, void (*on_stopped)(void *user), void *user);
+    /* Both or neither. */
+    void (*add_region)(struct ep_executor *executor, const struct ep_executor_region *region, ep_region_done_fn on_done,
+                       void *user);
+    void (*drop_region)(struct ep_executor *executor, uint32_t number, ep_region_done_fn on_done, void *user);
 };
 
 struct ep_executor {

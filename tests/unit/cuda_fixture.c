@@ -362,6 +362,18 @@ static ep_status memory_export_at(uint32_t device, const void *at, int *out, uin
     return memory_export(m, out, error);
 }
 
+void cuda_fixture_free(const void *gpu)
+{
+    struct ep_cuda_memory *found = NULL;
+
+    pthread_mutex_lock(&lock);
+    for (uint32_t i = 0; i < MEMORIES; i++)
+        if (memories[i] == memory_of(gpu))
+            found = memories[i];
+    pthread_mutex_unlock(&lock);
+    memory_destroy(found);
+}
+
 void *cuda_fixture_host(const void *gpu)
 {
     void *host;

@@ -56,6 +56,8 @@ uint32_t cuda_fixture_serves(void);
 
 /* The bytes behind an address of GPU memory, NULL when it is none. */
 void *cuda_fixture_host(const void *gpu);
+/* Gives back memory that somebody keeps for ever. */
+void cuda_fixture_free(const void *gpu);
 /* EP_CUDA_UUID_BYTES of a device. */
 const uint8_t *cuda_fixture_uuid(uint32_t device);
 

@@ -30,7 +30,8 @@ void fixture_open(struct fixture *f)
                                              .cuda = f->cuda,
                                              .host_devices = f->devices,
                                              .memory_budget = f->budget,
-                                             .sms_per_rank = f->sms_per_rank };
+                                             .sms_per_rank = f->sms_per_rank,
+                                             .region_bytes = 1 << 24 };
     struct ep_error error = EP_ERROR_INIT;
 
     f->ready = false;

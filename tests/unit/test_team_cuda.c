@@ -5,6 +5,7 @@
 #include <stdint.h>
 #include <cmocka.h>
 
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,6 +18,7 @@
 
 #define RANKS 4u
 #define EPOCH 7u
+#define REGION_BYTES (1u << 20)
 
 struct fixture {
     uv_loop_t loop;
@@ -41,7 +43,7 @@ static int setup(void **state)
     const uint32_t devices[RANKS] = { 0, 1, 0, 1 };
     struct fixture *f = calloc(1, sizeof *f);
     const struct ep_node_options options = { .name = "n1", .backend = EP_NODE_CUDA,
-                                             .cuda = cuda_fixture_api() };
+                                             .cuda = cuda_fixture_api(), .region_bytes = REGION_BYTES };
     struct ep_team_options team = { .loop = &f->loop, .map = &f->map, .placement = &f->placement,
                                     .devices = devices, .epoch = EPOCH, .timeout_ms = 1000 };
 
@@ -721,6 +723,314 @@ static void what_does_not_end_keeps_its_memory(void **state)
     stop(f);
 }
 
+/* ---- memory of the worker's own ------------------------------------------------------------- */
+
+enum { OWN_BYTES = 1 << 16 };
+
+/* A worker's, and what became of its requests. */
+struct own {
+    struct ep_cuda_memory *memory;
+    unsigned done;
+    struct ep_error error; /* of the last */
+};
+
+static struct own make_own(void)
+{
+    struct own own = { .memory = NULL };
+
+    assert_int_equal(cuda_fixture_api()->memory_create(1, OWN_BYTES, &own.memory, NULL), EP_OK);
+    return own;
+}
+
+static void free_own(struct own *own)
+{
+    cuda_fixture_api()->memory_destroy(own->memory);
+}
+
+static void on_done(const struct ep_error *error, void *user)
+{
+    struct own *own = user;
+
+    own->error = error ? *error : (struct ep_error)EP_ERROR_INIT;
+    own->done++;
+}
+
+static int descriptor_of(const struct own *own)
+{
+    int fd;
+
+    assert_int_equal(cuda_fixture_api()->memory_export(own->memory, &fd, NULL), EP_OK);
+    return fd;
+}
+
+static void ask(struct fixture *f, struct own *own, uint32_t number, uint64_t offset, uint64_t bytes)
+{
+    const struct ep_executor_region region = { .number = number, .fd = descriptor_of(own), .offset = offset,
+                                               .bytes = bytes };
+
+    ep_executor_register(f->executor, &region, on_done, own);
+}
+
+static ep_status finish(struct fixture *f, struct own *own)
+{
+    while (!own->done)
+        uv_run(&f->loop, UV_RUN_ONCE);
+    assert_int_equal(own->done, 1);
+    own->done = 0;
+    return own->error.status;
+}
+
+static ep_status add(struct fixture *f, struct own *own, uint32_t number, uint64_t offset, uint64_t bytes)
+{
+    ask(f, own, number, offset, bytes);
+    return finish(f, own);
+}
+
+static ep_status drop(struct fixture *f, struct own *own, uint32_t number)
+{
+    ep_executor_unregister(f->executor, number, on_done, own);
+    return finish(f, own);
+}
+
+/* The executor, and what it gives back in its own time. */
+static void stop_all(struct fixture *f)
+{
+    stop(f);
+    uv_run(&f->loop, UV_RUN_DEFAULT);
+}
+
+static uint32_t open_descriptors(void)
+{
+    uint32_t n = 0;
+
+    for (int fd = 0; fd < 1024; fd++)
+        n += fcntl(fd, F_GETFD) >= 0;
+    return n;
+}
+
+static void a_region_is_mapped_for_the_ranks_ops(void **state)
+{
+    struct fixture *f = *state;
+    struct own own = make_own();
+    const struct ep_region *region = &cuda_fixture.regions.region[7];
+
+    start_as(f, 1, false);
+    assert_int_equal(add(f, &own, 7, 4096, 1000), EP_OK);
+    ((uint8_t *)cuda_fixture_host(cuda_fixture_api()->memory_at(own.memory)))[4096] = 42;
+    assert_int_equal(region->bytes, 1000);
+    assert_int_equal(*(uint8_t *)cuda_fixture_host(region->start), 42);
+    free_own(&own); /* what is mapped stays */
+    assert_int_equal(*(uint8_t *)cuda_fixture_host(region->start), 42);
+    assert_int_equal(drop(f, &own, 7), EP_OK);
+    assert_int_equal(region->bytes, 0);
+    assert_null(cuda_fixture_host(region->start));
+    stop_all(f);
+}
+
+static void what_makes_no_region_is_refused(void **state)
+{
+    static const struct { uint32_t number; uint64_t offset, bytes; ep_status status; const char *text; } bad[] = {
+        { EP_MAX_REGIONS, 0, 16, EP_INVALID_ARGUMENT, "region is 64: must be below 64" },
+        { UINT32_MAX, 0, 16, EP_INVALID_ARGUMENT, "region is 4294967295" },
+        { 0, 8, 16, EP_INVALID_ARGUMENT, "offset is 8: must be a multiple of 16" },
+        { 0, 0, 0, EP_INVALID_ARGUMENT, "no memory is like that" },
+        { 0, 16, UINT64_MAX - 15, EP_INVALID_ARGUMENT, "no memory is like that" },
+        { 0, UINT64_MAX - 15, 16, EP_INVALID_ARGUMENT, "no memory is like that" },
+        { 0, 0, EP_REGION_BYTES, EP_RESOURCE_EXHAUSTED, "--max-region-bytes" },
+        { 0, 16, OWN_BYTES, EP_INVALID_ARGUMENT, "is no GPU memory of" },
+        { 3, 0, 16, EP_ALREADY_EXISTS, "rank 1 has a region 3 already" },
+    };
+    struct fixture *f = *state;
+    const struct ep_executor_region without = { .fd = -1, .bytes = 16 };
+    struct own own = make_own();
+    uint32_t before;
+
+    start_as(f, 1, false);
+    assert_int_equal(add(f, &own, 3, 0, 16), EP_OK);
+    before = open_descriptors();
+    for (unsigned i = 0; i < sizeof bad / sizeof *bad; i++) {
+        assert_int_equal(add(f, &own, bad[i].number, bad[i].offset, bad[i].bytes), bad[i].status);
+        assert_non_null(strstr(own.error.text, bad[i].text));
+    }
+    ep_executor_register(f->executor, &without, on_done, &own);
+    assert_int_equal(finish(f, &own), EP_INVALID_ARGUMENT);
+    assert_int_equal(drop(f, &own, 0), EP_NOT_FOUND);
+    assert_int_equal(drop(f, &own, UINT32_MAX), EP_NOT_FOUND);
+    assert_int_equal(open_descriptors(), before);
+    for (uint32_t i = 0; i < EP_MAX_REGIONS; i++)
+        assert_int_equal(cuda_fixture.regions.region[i].bytes, i == 3 ? 16 : 0);
+    stop_all(f);
+    free_own(&own);
+}
+
+/* Any of them: the backend says what it is not. */
+static void descriptors_of_other_things_are_refused(void **state)
+{
+    struct fixture *f = *state;
+    struct own own = { .memory = NULL };
+    int fds[2];
+    uint32_t before = 0;
+
+    start_as(f, 1, false);
+    for (int i = 0; i < 4; i++) {
+        struct ep_executor_region region = { .offset = 0, .bytes = 4096 };
+
+        assert_int_equal(pipe(fds), 0);
+        region.fd = i == 0 ? fds[0] : i == 1 ? fds[1] : open(i == 2 ? "/dev/null" : "/proc/self/maps", O_RDONLY);
+        ep_executor_register(f->executor, &region, on_done, &own);
+        assert_int_equal(finish(f, &own), EP_INVALID_ARGUMENT);
+        for (int j = 0; j < 2; j++)
+            if (fds[j] != region.fd)
+                close(fds[j]);
+        assert_true(before == 0 || open_descriptors() == before);
+        before = open_descriptors();
+    }
+    stop_all(f);
+}
+
+static void a_rank_has_so_many_bytes_mapped_at_most(void **state)
+{
+    const uint32_t most = REGION_BYTES / OWN_BYTES;
+    struct fixture *f = *state;
+    struct own own = make_own();
+
+    start_as(f, 1, false);
+    for (uint32_t i = 0; i < most; i++)
+        assert_int_equal(add(f, &own, i, OWN_BYTES - 16, 16), EP_OK); /* mapped from the beginning */
+    assert_int_equal(add(f, &own, most, 0, 16), EP_RESOURCE_EXHAUSTED);
+    assert_string_equal(own.error.text,
+                        "the region ends 16 bytes into its allocation, and 1.0 MiB (1048576 bytes) of rank 1 "
+                        "are mapped: the server maps 1.0 MiB (1048576 bytes) for one rank; register less, or start "
+                        "ep-server with more --max-region-bytes");
+    assert_int_equal(drop(f, &own, 2), EP_OK);
+    assert_int_equal(add(f, &own, 2, 0, OWN_BYTES), EP_OK);
+    stop_all(f);
+    start_as(f, 1, false); /* the next worker has nothing of it */
+    assert_int_equal(add(f, &own, 0, 0, OWN_BYTES), EP_OK);
+    stop_all(f);
+    free_own(&own);
+}
+
+static void set_looking(uint32_t looking)
+{
+    __atomic_store_n(&cuda_fixture.looking, looking, __ATOMIC_SEQ_CST);
+}
+
+/* Its worker ought to have waited for it. */
+static void memory_that_an_op_uses_stays_until_it_is_over(void **state)
+{
+    struct fixture *f = *state;
+    struct own own = make_own(), other = { .memory = own.memory };
+    const struct ep_region *region = &cuda_fixture.regions.region[0];
+
+    start_as(f, 1, false);
+    assert_int_equal(add(f, &own, 0, 0, 16), EP_OK);
+    set_looking(1);
+    ep_executor_unregister(f->executor, 0, on_done, &own);
+    assert_int_equal(region->bytes, 0); /* no further op finds it */
+    for (int i = 0; i < 5; i++)
+        uv_run(&f->loop, UV_RUN_ONCE);
+    assert_int_equal(own.done, 0);
+    assert_non_null(cuda_fixture_host(region->start));
+    assert_int_equal(add(f, &other, 1, 0, 16), EP_UNAVAILABLE);
+    assert_int_equal(drop(f, &other, 0), EP_UNAVAILABLE);
+    assert_non_null(strstr(other.error.text, "not answered yet"));
+    set_looking(0);
+    assert_int_equal(finish(f, &own), EP_OK);
+    assert_null(cuda_fixture_host(region->start));
+    stop_all(f);
+    free_own(&own);
+}
+
+static void who_leaves_is_not_waited_for(void **state)
+{
+    struct fixture *f = *state;
+    struct own own = make_own();
+
+    start_as(f, 1, false);
+    assert_int_equal(add(f, &own, 0, 0, 16), EP_OK);
+    assert_int_equal(add(f, &own, 63, 16, 16), EP_OK);
+    set_looking(1);
+    ep_executor_unregister(f->executor, 0, on_done, &own);
+    stop_all(f);
+    assert_int_equal(finish(f, &own), EP_CANCELLED);
+    start_as(f, 1, false);
+    ask(f, &own, 0, 0, 16); /* is being mapped when it leaves */
+    stop_all(f);
+    assert_int_equal(own.done, 1);
+    free_own(&own); /* teardown finds that nothing else is left */
+}
+
+static void a_rank_that_is_stuck_keeps_its_regions(void **state)
+{
+    struct fixture *f = *state;
+    struct own own = make_own();
+
+    ep_team_set_timeout(f->team, 0);
+    start_as(f, 1, false);
+    assert_int_equal(add(f, &own, 0, 0, 16), EP_OK);
+    free_own(&own);
+    set_stuck(1);
+    stop_all(f);
+    assert_true(ep_team_stuck(f->team, 1));
+    assert_non_null(cuda_fixture_host(cuda_fixture.regions.region[0].start));
+    cuda_fixture_free(cuda_fixture.regions.region[0].start);
+}
+
+static void a_region_that_fails_leaves_nothing(void **state)
+{
+    static const char *const calls[] = { "memory_adopt", "serve_region", "serve_forget", "serve_forgotten" };
+    struct fixture *f = *state;
+    struct own own = make_own();
+
+    for (unsigned i = 0; i < sizeof calls / sizeof *calls; i++) {
+        start_as(f, 1, false);
+        cuda_fixture_fail(calls[i], 0);
+        assert_int_equal(add(f, &own, 0, 0, 16), i < 2 ? EP_INTERNAL : EP_OK);
+        if (i >= 2)
+            assert_int_equal(drop(f, &own, 0), EP_INTERNAL);
+        assert_non_null(strstr(own.error.text, calls[i]));
+        cuda_fixture_fail(NULL, 0);
+        stop_all(f);
+    }
+    free_own(&own);
+}
+
+static void regions_come_and_go(void **state)
+{
+    struct fixture *f = *state;
+    struct own own = make_own();
+    uint32_t descriptors = 0, memories = 0;
+
+    start_as(f, 1, false);
+    for (uint32_t i = 0; i < 1000; i++) {
+        assert_int_equal(add(f, &own, i % EP_MAX_REGIONS, 0, OWN_BYTES), EP_OK);
+        assert_int_equal(drop(f, &own, i % EP_MAX_REGIONS), EP_OK);
+        if (i == 0) {
+            descriptors = open_descriptors();
+            memories = cuda_fixture.memories;
+        }
+    }
+    assert_int_equal(open_descriptors(), descriptors);
+    assert_int_equal(cuda_fixture.memories, memories);
+    stop_all(f);
+    free_own(&own);
+}
+
+static void who_runs_its_own_ops_has_none_mapped(void **state)
+{
+    struct fixture *f = *state;
+    struct own own = make_own();
+    const uint32_t before = open_descriptors();
+
+    start_as(f, 1, true);
+    assert_int_equal(add(f, &own, 0, 0, 16), EP_UNIMPLEMENTED);
+    assert_int_equal(drop(f, &own, 0), EP_UNIMPLEMENTED);
+    assert_int_equal(open_descriptors(), before);
+    stop(f);
+    free_own(&own);
+}
+
 /* ---- refusals ----------------------------------------------------------------------------- */
 
 static void cut_off(uint32_t device, struct ep_cuda_device *info)
@@ -782,6 +1092,16 @@ int main(void)
         TEST(an_end_that_fails_is_tried_again),
         TEST(a_slow_end_is_waited_for),
         TEST(what_does_not_end_keeps_its_memory),
+        TEST(a_region_is_mapped_for_the_ranks_ops),
+        TEST(what_makes_no_region_is_refused),
+        TEST(descriptors_of_other_things_are_refused),
+        TEST(a_rank_has_so_many_bytes_mapped_at_most),
+        TEST(memory_that_an_op_uses_stays_until_it_is_over),
+        TEST(who_leaves_is_not_waited_for),
+        TEST(a_rank_that_is_stuck_keeps_its_regions),
+        TEST(a_region_that_fails_leaves_nothing),
+        TEST(regions_come_and_go),
+        TEST(who_runs_its_own_ops_has_none_mapped),
         TEST(gpus_that_do_not_reach_each_other_make_no_team),
     };
 
