@@ -99,6 +99,8 @@ struct connection {
     uid_t uid;
     struct claim *claim;
     uint32_t memory, memories; /* the next to be sent, of how many: WELCOME takes the first */
+    bool asking;               /* a request of the worker has no answer yet: like a handle, it keeps this struct */
+    uint32_t asked;            /* its number */
     uv_poll_t poll;
     uv_timer_t deadline; /* of the hello */
     unsigned handles;

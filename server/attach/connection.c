@@ -38,9 +38,8 @@ static void unlink_connection(struct connection *connection)
     attach->n_connections--;
 }
 
-static void on_handle_closed(uv_handle_t *handle)
+static void let_go(struct connection *connection)
 {
-    struct connection *connection = handle->data;
     struct ep_attach *attach = connection->attach;
 
     if (--connection->handles == 0) {
@@ -48,6 +47,11 @@ static void on_handle_closed(uv_handle_t *handle)
         free(connection);
     }
     attach_handle_closed(attach);
+}
+
+static void on_handle_closed(uv_handle_t *handle)
+{
+    let_go(handle->data);
 }
 
 void connection_close(struct connection *connection)
@@ -160,13 +164,19 @@ static void flush_events(struct connection *connection)
         watch(connection);
 }
 
-void connection_event(struct connection *connection, const struct ep_attach_frame *event)
+/* False: it is gone, as the worker has not read so many before. */
+static bool send_or_queue(struct connection *connection, const struct ep_attach_frame *frame)
 {
     bool idle = connection->queued == 0 && connection->lost == 0 && connection->memory == connection->memories;
 
-    if (idle && ep_attach_send(connection->fd, event, -1, NULL) == EP_OK)
-        return;
-    if (!enqueue(connection, event))
+    if (idle && ep_attach_send(connection->fd, frame, -1, NULL) == EP_OK)
+        return true;
+    return enqueue(connection, frame);
+}
+
+void connection_event(struct connection *connection, const struct ep_attach_frame *event)
+{
+    if (!send_or_queue(connection, event))
         connection->lost++;
     watch(connection);
 }
@@ -228,6 +238,69 @@ static void give_up(struct connection *connection, const struct ep_error *error)
     claim_disconnected(claim, "its worker went away while attaching");
 }
 
+/* ---- requests: REGISTER and UNREGISTER --------------------------------------------- */
+
+/* Who does not read its answers waits for them in vain, and for a bounded time. */
+static void answer(struct connection *connection, uint32_t number, const struct ep_error *error)
+{
+    struct ep_attach_frame frame;
+
+    ep_attach_frame_init(&frame, EP_ATTACH_ANSWER);
+    frame.count = number;
+    if (error) {
+        frame.status = error->status;
+        snprintf(frame.text, sizeof frame.text, "%.*s", (int)sizeof frame.text - 1, error->text);
+    }
+    (void)send_or_queue(connection, &frame);
+    watch(connection);
+}
+
+/* The worker may have gone meanwhile. */
+static void on_done(const struct ep_error *error, void *user)
+{
+    struct connection *connection = user;
+
+    connection->asking = false;
+    if (connection->state == CONNECTION_ATTACHED)
+        answer(connection, connection->asked, error);
+    let_go(connection);
+}
+
+/* One after the other: a worker that does not wait gets an answer too, and no work done. */
+static bool begin_request(struct connection *connection, uint32_t number)
+{
+    struct ep_error error = EP_ERROR_INIT;
+
+    if (connection->asking) {
+        (void)ep_error_set(&error, EP_UNAVAILABLE, "the last request is not answered yet: ask again then");
+        answer(connection, number, &error);
+        return false;
+    }
+    connection->asking = true;
+    connection->asked = number;
+    connection->handles++;
+    attach_handle_opened(connection->attach);
+    return true;
+}
+
+/* Takes fd. */
+static void on_register(struct connection *connection, const struct ep_attach_frame *frame, int fd)
+{
+    const struct ep_executor_region region = { .number = frame->region, .fd = fd, .offset = frame->offset,
+                                               .bytes = frame->value };
+
+    if (begin_request(connection, frame->count))
+        ep_membership_register(connection->claim->membership, &region, on_done, connection);
+    else if (fd >= 0)
+        close(fd);
+}
+
+static void on_unregister(struct connection *connection, const struct ep_attach_frame *frame)
+{
+    if (begin_request(connection, frame->count))
+        ep_membership_unregister(connection->claim->membership, frame->region, on_done, connection);
+}
+
 /* ---- frames in ------------------------------------------------------------------- */
 
 static void on_hello(struct connection *connection, const struct ep_attach_frame *hello)
@@ -261,20 +334,35 @@ static void on_bye(struct connection *connection)
     claim_bye(claim);
 }
 
-static void on_frame(struct connection *connection, const struct ep_attach_frame *frame)
+static void on_misplaced(struct connection *connection, const struct ep_attach_frame *frame)
 {
     struct ep_error error = EP_ERROR_INIT;
 
-    if (connection->state == CONNECTION_SILENT && frame->type == EP_ATTACH_HELLO) {
-        on_hello(connection, frame);
-    } else if (connection->state == CONNECTION_ATTACHED && frame->type == EP_ATTACH_BYE) {
-        on_bye(connection);
-    } else {
-        ep_error_set(&error, EP_PROTOCOL, "frame type is %u: %s", frame->type,
-                     connection->state == CONNECTION_SILENT ? "HELLO comes first"
-                                                            : "only BYE may follow HELLO");
-        bad_frame(connection, &error);
+    ep_error_set(&error, EP_PROTOCOL, "frame type is %u: %s", frame->type,
+                 connection->state == CONNECTION_SILENT ? "HELLO comes first"
+                                                        : "only REGISTER, UNREGISTER and BYE may follow HELLO");
+    bad_frame(connection, &error);
+}
+
+/* fd: what came with it is REGISTER's alone. */
+static void on_frame(struct connection *connection, const struct ep_attach_frame *frame, int fd)
+{
+    const bool attached = connection->state == CONNECTION_ATTACHED;
+
+    if (attached && frame->type == EP_ATTACH_REGISTER) {
+        on_register(connection, frame, fd);
+        return;
     }
+    if (fd >= 0)
+        close(fd);
+    if (!attached && frame->type == EP_ATTACH_HELLO)
+        on_hello(connection, frame);
+    else if (attached && frame->type == EP_ATTACH_UNREGISTER)
+        on_unregister(connection, frame);
+    else if (attached && frame->type == EP_ATTACH_BYE)
+        on_bye(connection);
+    else
+        on_misplaced(connection, frame);
 }
 
 static void on_lost(struct connection *connection)
@@ -295,10 +383,8 @@ static void on_readable(struct connection *connection)
     int fd;
     ep_status status = ep_attach_receive(connection->fd, &frame, &fd, &error);
 
-    if (fd >= 0)
-        close(fd); /* workers have none to give */
-    if (status == EP_OK)
-        on_frame(connection, &frame);
+    if (status == EP_OK) /* else there is no descriptor */
+        on_frame(connection, &frame, fd);
     else if (status == EP_PROTOCOL)
         bad_frame(connection, &error);
     else if (status != EP_UNAVAILABLE)

@@ -29,6 +29,7 @@
 #include "ep_error.h"
 #include "ep_node.h"
 #include "ep_store.h"
+#include "ep_team.h"
 #include "ep/v1/admin.pb-c.h"
 #include "ep/v1/attach.pb-c.h"
 #include "ep/v1/common.pb-c.h"
@@ -152,6 +153,12 @@ ep_status ep_membership_memory(const struct ep_membership *membership, uint32_t 
 /* The worker has connected: the rank joins the team, its executor runs; peers are told. */
 ep_status ep_membership_attach(struct ep_membership *membership, const struct ep_worker *worker,
                                struct ep_error *error);
+
+/* GPU memory of an attached worker, as ep_executor_register() and ep_executor_unregister(). */
+void ep_membership_register(struct ep_membership *membership, const struct ep_executor_region *region,
+                            ep_region_done_fn on_done, void *user);
+void ep_membership_unregister(struct ep_membership *membership, uint32_t number, ep_region_done_fn on_done,
+                              void *user);
 
 /*
  * The worker is gone, or leaves.  The rank is absent at once and peers go on; `reason` says why.

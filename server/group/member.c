@@ -293,6 +293,39 @@ ep_status ep_membership_attach(struct ep_membership *member, const struct ep_wor
     return EP_OK;
 }
 
+/* ---- memory of its own ---------------------------------------------------------- */
+
+/* NULL: told that nobody runs its ops any more. */
+static struct ep_executor *executor_of(const struct ep_membership *member, ep_region_done_fn on_done, void *user)
+{
+    struct ep_error error = EP_ERROR_INIT;
+
+    if (member->rank && member->attached && !member->released)
+        return member->rank->executor;
+    (void)ep_error_set(&error, EP_DETACHED, "the rank is not attached any more");
+    on_done(&error, user);
+    return NULL;
+}
+
+void ep_membership_register(struct ep_membership *member, const struct ep_executor_region *region,
+                            ep_region_done_fn on_done, void *user)
+{
+    struct ep_executor *executor = executor_of(member, on_done, user);
+
+    if (executor)
+        ep_executor_register(executor, region, on_done, user);
+    else if (region->fd >= 0)
+        close(region->fd);
+}
+
+void ep_membership_unregister(struct ep_membership *member, uint32_t number, ep_region_done_fn on_done, void *user)
+{
+    struct ep_executor *executor = executor_of(member, on_done, user);
+
+    if (executor)
+        ep_executor_unregister(executor, number, on_done, user);
+}
+
 /* ---- release ------------------------------------------------------------------ */
 
 /* As soon as neither its worker nor anything of ours touches its window, the next worker may have it. */

@@ -1,4 +1,4 @@
-/* The side socket on a node with GPUs: the frames and descriptors that a worker gets. */
+/* The side socket on a node with GPUs: the frames and descriptors that a worker gets, and those that it sends. */
 #include "group_fixture.h"
 
 #include <fcntl.h>
@@ -349,6 +349,249 @@ static void memory_that_cannot_be_exported_ends_the_attachment(void **state)
     close(fd);
 }
 
+/* ---- memory of the worker's own ------------------------------------------------------------ */
+
+enum { OWN_BYTES = 1 << 16 };
+
+/* An attached worker whose ops the server runs, with GPU memory of its own. */
+struct owner {
+    struct service *s;
+    int fd; /* of its connection */
+    struct ep_cuda_memory *memory;
+    int descriptor; /* of that */
+};
+
+static struct owner attach_owner(struct service *s, Ep__V1__Executor executor)
+{
+    Ep__V1__ClaimReply claim = claim_as(s, 5, executor);
+    struct owner o = { .s = s, .fd = connect_to(s) };
+    struct ep_attach_frame welcome;
+    int descriptor;
+
+    say(o.fd, EP_ATTACH_HELLO, &claim);
+    welcome = hear(s, o.fd, &descriptor);
+    assert_int_equal(welcome.type, EP_ATTACH_WELCOME);
+    close(descriptor);
+    for (uint32_t i = 0; i < welcome.count; i++) {
+        (void)hear(s, o.fd, &descriptor);
+        close(descriptor);
+    }
+    assert_int_equal(cuda_fixture_api()->memory_create(1, OWN_BYTES, &o.memory, NULL), EP_OK);
+    assert_int_equal(cuda_fixture_api()->memory_export(o.memory, &o.descriptor, NULL), EP_OK);
+    return o;
+}
+
+static void free_owner(struct owner *o)
+{
+    close(o->descriptor);
+    cuda_fixture_api()->memory_destroy(o->memory);
+}
+
+static struct ep_attach_frame request_of(enum ep_attach_type type, uint32_t count, uint32_t region)
+{
+    struct ep_attach_frame frame;
+
+    ep_attach_frame_init(&frame, type);
+    frame.count = count;
+    frame.region = region;
+    frame.value = type == EP_ATTACH_REGISTER ? OWN_BYTES / 2 : 0;
+    frame.offset = type == EP_ATTACH_REGISTER ? 4096 : 0;
+    return frame;
+}
+
+static void ask(const struct owner *o, enum ep_attach_type type, uint32_t count, uint32_t region)
+{
+    const struct ep_attach_frame frame = request_of(type, count, region);
+
+    assert_int_equal(ep_attach_send(o->fd, &frame, type == EP_ATTACH_REGISTER ? o->descriptor : -1, NULL), EP_OK);
+}
+
+static void expect_answer(const struct owner *o, uint32_t count, ep_status status, const char *text)
+{
+    int descriptor;
+    const struct ep_attach_frame frame = hear(o->s, o->fd, &descriptor);
+
+    assert_int_equal(frame.type, EP_ATTACH_ANSWER);
+    assert_int_equal(frame.count, count);
+    assert_int_equal(frame.status, status);
+    assert_non_null(strstr(frame.text, text));
+    assert_int_equal(descriptor, -1);
+}
+
+static void set_looking(uint32_t looking)
+{
+    __atomic_store_n(&cuda_fixture.looking, looking, __ATOMIC_SEQ_CST);
+}
+
+static void a_request_is_answered_when_it_is_done(void **state)
+{
+    struct owner o = attach_owner(*state, EP__V1__EXECUTOR__EXECUTOR_SERVER);
+    const struct ep_region *region = &cuda_fixture.regions.region[9];
+    uint32_t before = open_descriptors();
+
+    ask(&o, EP_ATTACH_REGISTER, 17, 9);
+    expect_answer(&o, 17, EP_OK, "");
+    assert_int_equal(region->bytes, OWN_BYTES / 2);
+    ((uint8_t *)cuda_fixture_host(cuda_fixture_api()->memory_at(o.memory)))[4096] = 42;
+    assert_int_equal(*(uint8_t *)cuda_fixture_host(region->start), 42);
+    ask(&o, EP_ATTACH_UNREGISTER, 18, 9);
+    expect_answer(&o, 18, EP_OK, "");
+    assert_int_equal(region->bytes, 0);
+    assert_int_equal(open_descriptors(), before);
+    leave(o.s, o.fd);
+    free_owner(&o);
+}
+
+static void requests_that_make_no_sense_are_answered_too(void **state)
+{
+    struct owner o = attach_owner(*state, EP__V1__EXECUTOR__EXECUTOR_SERVER);
+    struct ep_attach_frame frame = request_of(EP_ATTACH_REGISTER, 1, 0);
+
+    assert_int_equal(ep_attach_send(o.fd, &frame, -1, NULL), EP_OK);
+    expect_answer(&o, 1, EP_INVALID_ARGUMENT, "without a descriptor");
+    assert_int_equal(ep_attach_send(o.fd, &frame, o.fd, NULL), EP_OK);
+    expect_answer(&o, 1, EP_INVALID_ARGUMENT, "is no GPU memory");
+    frame.offset = UINT64_MAX;
+    assert_int_equal(ep_attach_send(o.fd, &frame, o.descriptor, NULL), EP_OK);
+    expect_answer(&o, 1, EP_INVALID_ARGUMENT, "offset is");
+    ask(&o, EP_ATTACH_REGISTER, 2, UINT32_MAX);
+    expect_answer(&o, 2, EP_INVALID_ARGUMENT, "must be below 64");
+    ask(&o, EP_ATTACH_UNREGISTER, 3, 0);
+    expect_answer(&o, 3, EP_NOT_FOUND, "no region 0");
+    ask(&o, EP_ATTACH_REGISTER, 4, 0);
+    expect_answer(&o, 4, EP_OK, "");
+    ask(&o, EP_ATTACH_REGISTER, 5, 0);
+    expect_answer(&o, 5, EP_ALREADY_EXISTS, "region 0 already");
+    leave(o.s, o.fd);
+    free_owner(&o);
+}
+
+/* Who does not wait for an answer: nothing is done for it, and nothing of it stays. */
+static void a_flood_of_requests_is_refused(void **state)
+{
+    struct owner o = attach_owner(*state, EP__V1__EXECUTOR__EXECUTOR_SERVER);
+    const uint32_t memories = cuda_fixture.memories;
+    uint32_t before;
+
+    ask(&o, EP_ATTACH_REGISTER, 1, 0);
+    expect_answer(&o, 1, EP_OK, "");
+    before = open_descriptors();
+    set_looking(1);
+    ask(&o, EP_ATTACH_UNREGISTER, 2, 0);
+    for (uint32_t i = 0; i < 1000; i++) {
+        ask(&o, i % 2 ? EP_ATTACH_REGISTER : EP_ATTACH_UNREGISTER, 3 + i, i % 3);
+        expect_answer(&o, 3 + i, EP_UNAVAILABLE, "not answered yet");
+    }
+    set_looking(0);
+    expect_answer(&o, 2, EP_OK, "");
+    assert_int_equal(open_descriptors(), before - 1); /* the region is gone */
+    assert_int_equal(cuda_fixture.memories, memories);
+    leave(o.s, o.fd);
+    free_owner(&o);
+}
+
+/* It fills what the server keeps for it, and no more. */
+static void a_flood_that_nobody_reads_the_answers_of(void **state)
+{
+    struct owner o = attach_owner(*state, EP__V1__EXECUTOR__EXECUTOR_SERVER);
+    const struct ep_attach_frame frame = request_of(EP_ATTACH_REGISTER, 1, EP_MAX_REGIONS);
+    uint32_t before = open_descriptors();
+
+    shrink(o.s);
+    for (uint32_t i = 0; i < 1000; i++) {
+        while (ep_attach_send(o.fd, &frame, o.descriptor, NULL) != EP_OK)
+            uv_run(&o.s->f->loop, UV_RUN_ONCE);
+        uv_run(&o.s->f->loop, UV_RUN_NOWAIT);
+    }
+    assert_true(o.s->attach->newest->queued < EVENT_QUEUE);
+    assert_int_equal(o.s->attach->newest->lost, 0); /* no event */
+    assert_int_equal(open_descriptors(), before);
+    leave(o.s, o.fd);
+    free_owner(&o);
+}
+
+static void who_goes_in_a_request_leaves_nothing(void **state)
+{
+    struct owner o = attach_owner(*state, EP__V1__EXECUTOR__EXECUTOR_SERVER);
+
+    ask(&o, EP_ATTACH_REGISTER, 1, 0);
+    expect_answer(&o, 1, EP_OK, "");
+    set_looking(1);
+    ask(&o, EP_ATTACH_UNREGISTER, 2, 0);
+    RUN_UNTIL(o.s->f, o.s->attach->newest->asking);
+    close(o.fd);
+    RUN_UNTIL(o.s->f, o.s->attach->n_connections == 0);
+    RUN_UNTIL(o.s->f, cuda_fixture_serves() == 0);
+    free_owner(&o); /* teardown finds that nothing else is left */
+}
+
+static void what_is_registered_goes_with_its_worker(void **state)
+{
+    struct owner o = attach_owner(*state, EP__V1__EXECUTOR__EXECUTOR_SERVER);
+
+    for (uint32_t i = 0; i < EP_MAX_REGIONS; i++) {
+        ask(&o, EP_ATTACH_REGISTER, i, i);
+        expect_answer(&o, i, EP_OK, "");
+    }
+    ask(&o, EP_ATTACH_REGISTER, 99, EP_MAX_REGIONS);
+    expect_answer(&o, 99, EP_INVALID_ARGUMENT, "region is 64");
+    close(o.fd);
+    RUN_UNTIL(o.s->f, cuda_fixture_serves() == 0);
+    free_owner(&o);
+}
+
+static void who_runs_its_own_ops_is_told_so(void **state)
+{
+    struct owner o = attach_owner(*state, EP__V1__EXECUTOR__EXECUTOR_DIRECT);
+    uint32_t before = open_descriptors();
+
+    ask(&o, EP_ATTACH_REGISTER, 1, 0);
+    expect_answer(&o, 1, EP_UNIMPLEMENTED, "that is for ops that it runs on GPUs");
+    ask(&o, EP_ATTACH_UNREGISTER, 2, 0);
+    expect_answer(&o, 2, EP_UNIMPLEMENTED, "that is for ops");
+    assert_int_equal(open_descriptors(), before);
+    leave(o.s, o.fd);
+    free_owner(&o);
+}
+
+/* The group is gone, and the worker has not let go of its window yet. */
+static void a_detached_rank_has_nothing_mapped(void **state)
+{
+    struct owner o = attach_owner(*state, EP__V1__EXECUTOR__EXECUTOR_SERVER);
+    uint32_t before = open_descriptors();
+    struct ep_attach_frame event;
+    struct answer answer;
+    int descriptor;
+
+    answer = delete(o.s->f, "moe", true);
+    answer_clear(&answer);
+    event = hear(o.s, o.fd, &descriptor);
+    assert_int_equal(event.event, EP_ATTACH_DETACHED);
+    RUN_UNTIL(o.s->f, cuda_fixture_serves() == 0);
+    ask(&o, EP_ATTACH_REGISTER, 1, 0);
+    expect_answer(&o, 1, EP_DETACHED, "not attached any more");
+    ask(&o, EP_ATTACH_UNREGISTER, 2, 0);
+    expect_answer(&o, 2, EP_DETACHED, "not attached any more");
+    assert_true(open_descriptors() <= before);
+    leave(o.s, o.fd);
+    free_owner(&o);
+}
+
+static void a_request_before_hello_is_a_bad_frame(void **state)
+{
+    struct service *s = *state;
+    const struct ep_attach_frame frame = request_of(EP_ATTACH_REGISTER, 1, 0);
+    int fd = connect_to(s), descriptor;
+    uint32_t before = open_descriptors();
+
+    assert_int_equal(ep_attach_send(fd, &frame, fd, NULL), EP_OK);
+    assert_int_equal(hear(s, fd, &descriptor).type, EP_ATTACH_REFUSED);
+    RUN_UNTIL(s->f, s->attach->n_connections == 0);
+    assert_int_equal(s->attach->counters.bad_frames, 1);
+    assert_int_equal(open_descriptors(), before - 1); /* the server's end */
+    close(fd);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
 
 int main(void)
@@ -363,6 +606,15 @@ int main(void)
         TEST(no_descriptor_stays_with_the_server),
         TEST(a_worker_that_goes_in_the_middle_is_absent_at_once),
         TEST(memory_that_cannot_be_exported_ends_the_attachment),
+        TEST(a_request_is_answered_when_it_is_done),
+        TEST(requests_that_make_no_sense_are_answered_too),
+        TEST(a_flood_of_requests_is_refused),
+        TEST(a_flood_that_nobody_reads_the_answers_of),
+        TEST(who_goes_in_a_request_leaves_nothing),
+        TEST(what_is_registered_goes_with_its_worker),
+        TEST(who_runs_its_own_ops_is_told_so),
+        TEST(a_detached_rank_has_nothing_mapped),
+        TEST(a_request_before_hello_is_a_bad_frame),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
