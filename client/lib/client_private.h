@@ -17,6 +17,7 @@
  *   device.c   a rank on a GPU: its window, streams, waiting, copies
  *   direct.c   executor direct: launches the kernels on windows of its own and its peers
  *   mailbox.c  executor server on a GPU: descriptors in, in stream order
+ *   request.c  what a rank asks of the server
  *   result.c   what a GPU says of ops, as results
  *
  * Threads.  A rank and its handles belong to one thread at a time (the rank's thread).  The
@@ -135,6 +136,12 @@ struct executor {
     bool streams; /* ops and copies may be given one */
     const char *only_window; /* NULL: ops may use registered memory too; else why not, and what to do instead */
 
+    /* Memory that is a region from here on, and one that is none any more, to whoever runs the ops.  NULL: that is this
+     * process. */
+    ep_status (*add_region)(struct ep_rank *rank, uint32_t number, const struct ep_region *region,
+                            struct ep_error *error);
+    ep_status (*drop_region)(struct ep_rank *rank, uint32_t number, struct ep_error *error);
+
     /* May wait for room.  Of `pending` the start is filled in. */
     ep_status (*submit)(struct ep_rank *rank, const struct ep_op *op, const struct pending *pending,
                         ep_stream stream, struct ep_error *error);
@@ -169,6 +176,7 @@ struct ep_rank {
     uint8_t *window; /* cuda: GPU memory, never followed here */
     struct arena arena;
     struct ep_regions regions;
+    uint64_t unsure; /* bit i: the server may still have a region i, so none of ours has that number */
 
     ep_handle *handles[EP_MAX_HANDLES];
     uint32_t generations; /* given so far: no two handles of the rank have the same */
@@ -194,6 +202,10 @@ struct ep_rank {
     uint32_t first_event, n_events;
     uint64_t events_lost;
     int event_fd; /* readable while an event waits */
+
+    uint32_t asked;                /* under events_lock: number of the last request */
+    struct ep_attach_frame answer; /* to it; written under events_lock before `answered` */
+    uint32_t answered;             /* 1: it is there; atomic, a word to sleep on */
 };
 
 /* What became of one direction. */
@@ -336,6 +348,13 @@ void device_handle_init(const struct ep_rank *rank, ep_handle *handle);
 
 /* Looks at the report: what became of the handle's ops, or with NULL of all. */
 ep_status device_collect(struct ep_rank *rank, ep_handle *handle, struct ep_error *error);
+
+/* ---- request.c ---------------------------------------------------------------- */
+
+/* Sends it, numbered, with fd (-1: none), and waits: what the server answers.  EP_DEADLINE_EXCEEDED: it has not. */
+ep_status request(struct ep_rank *rank, struct ep_attach_frame *frame, int fd, struct ep_error *error);
+/* The monitor has heard an answer. */
+void request_answered(struct ep_rank *rank, const struct ep_attach_frame *frame);
 
 /* ---- handle.c ----------------------------------------------------------------- */
 

@@ -1,6 +1,7 @@
 /*
  * Executor server on a GPU: this process has the rank's window and nothing else of the group.  An op is handed
- * to the server in the order of the caller's stream, through the mailbox in the window (window.h).
+ * to the server in the order of the caller's stream, through the mailbox in the window (window.h).  What is registered
+ * is handed on to the server, which maps it, and names it by number in ops.
  *
  * The end.  When the server or the rank is lost, nobody may answer the doorbell any more, and streams wait for
  * `done`, in graphs that were launched before too.  `closed` is set, and when that is over `done`, once each,
@@ -20,6 +21,8 @@
  * `closed` is never unset: whoever has the rank next finds the window cleared, after this process has let go of
  * it.
  */
+#include <unistd.h>
+
 #include "client_private.h"
 
 static struct ep_mailbox *mailbox_of(const struct ep_rank *rank)
@@ -63,12 +66,63 @@ static void cut(struct ep_rank *rank)
     (void)d->api->write(d->ordinal, &mailbox->done, &one, sizeof one, d->alarm, &ignored);
 }
 
+/* ---- memory of this process, which the server maps ------------------------------------------------- */
+
+/* In one allocation, as there is one descriptor to a region. */
+static ep_status export(const struct ep_rank *rank, const struct ep_region *region, struct ep_attach_frame *frame,
+                        int *fd, struct ep_error *error)
+{
+    const struct device *d = rank->device;
+    uint64_t there;
+
+    if (d->api->memory_export_at(d->ordinal, region->start, fd, &frame->offset, &there, error) != EP_OK)
+        return ep_error_prefix(error, "memory");
+    if (region->bytes <= there - frame->offset)
+        return EP_OK;
+    close(*fd);
+    return ep_error_set(error, EP_INVALID_ARGUMENT,
+                        "memory has %llu bytes in the allocation that it begins in, bytes is %llu: under executor "
+                        "server register the parts of each allocation by themselves, or join with EP_EXECUTOR_DIRECT",
+                        (unsigned long long)(there - frame->offset), (unsigned long long)region->bytes);
+}
+
+static ep_status add_region(struct ep_rank *rank, uint32_t number, const struct ep_region *region,
+                            struct ep_error *error)
+{
+    struct ep_attach_frame frame;
+    int fd;
+
+    ep_attach_frame_init(&frame, EP_ATTACH_REGISTER);
+    frame.region = number;
+    frame.value = region->bytes;
+    if (export(rank, region, &frame, &fd, error) != EP_OK)
+        return error->status;
+
+    ep_status status = request(rank, &frame, fd, error);
+
+    close(fd);
+    return status;
+}
+
+/* When the server or the rank is lost, so is what it had mapped. */
+static ep_status drop_region(struct ep_rank *rank, uint32_t number, struct ep_error *error)
+{
+    struct ep_error ignored = EP_ERROR_INIT;
+    struct ep_attach_frame frame;
+
+    ep_attach_frame_init(&frame, EP_ATTACH_UNREGISTER);
+    frame.region = number;
+    if (request(rank, &frame, -1, error) == EP_OK || rank_lost(rank, &ignored) != EP_OK)
+        return EP_OK;
+    return ep_error_prefix(error, "the server may still have the memory mapped");
+}
+
 const struct executor mailbox_executor = {
     .backend = EP_BACKEND_CUDA,
     .kind = EP_EXECUTOR_SERVER,
     .streams = true,
-    .only_window = "the rank's executor is server, which sees nothing of this process but the window: take memory from "
-                   "ep_alloc(), or join with EP_EXECUTOR_DIRECT",
+    .add_region = add_region,
+    .drop_region = drop_region,
     .submit = device_submit,
     .wait = device_wait,
     .write = device_copy_in,

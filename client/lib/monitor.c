@@ -1,6 +1,6 @@
 /*
- * One thread per client.  It reads the side sockets of its ranks: events go to the rank's queue,
- * and when the server closes the connection the rank is lost, so that no wait hangs.
+ * One thread per client.  It reads the side sockets of its ranks: events go to the rank's queue, answers to who waits
+ * for them, and when the server closes the connection the rank is lost, so that no wait hangs.
  */
 #include <errno.h>
 #include <signal.h>
@@ -64,10 +64,14 @@ static bool read_frame(struct ep_rank *rank)
         on_event(rank, &frame);
         return true;
     }
+    if (status == EP_OK && frame.type == EP_ATTACH_ANSWER) {
+        request_answered(rank, &frame);
+        return true;
+    }
     if (status == EP_OK && frame.type == EP_ATTACH_REFUSED)
         lose(rank, EP_DETACHED, frame.text);
     else if (status == EP_OK || status == EP_PROTOCOL)
-        lose(rank, EP_SERVER_LOST, "the server sent something that is no event");
+        lose(rank, EP_SERVER_LOST, "the server sent something that is neither event nor answer");
     else
         lose(rank, EP_SERVER_LOST, "the server is gone: it closed the rank's connection");
     return false;

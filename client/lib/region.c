@@ -1,8 +1,8 @@
 /*
  * Memory of the process's own that ops use as it is.  The kernels of executor direct run in this process, so an
- * address is all they need: nothing is mapped, and nobody is told.  In an op's spans such memory is a region
- * (window.h), which keeps its number as long as it is registered: a send-only op has its spans until it is
- * complete.
+ * address is all they need: nothing is mapped, and nobody is told.  Under executor server the server maps it for its
+ * kernels (mailbox.c).  In an op's spans such memory is a region (window.h), which keeps its number as long as it is
+ * registered: a send-only op has its spans until it is complete.
  */
 #include "client_private.h"
 
@@ -93,25 +93,58 @@ static ep_status check_gpu(const struct ep_rank *rank, const uint8_t *memory, ui
 
 /* ---- the calls ---------------------------------------------------------------------- */
 
-ep_status ep_register(ep_rank *rank, void *memory, size_t bytes)
+static bool is_taken(const struct ep_rank *rank, uint32_t number)
 {
-    struct ep_error *error = last_error();
+    return rank->regions.region[number].bytes || rank->unsure >> number & 1;
+}
+
+static ep_status find_number(const struct ep_rank *rank, uint32_t *number, struct ep_error *error)
+{
     uint32_t i = 0;
 
-    if (check_call(rank, memory, error) != EP_OK || check_shape(memory, bytes, error) != EP_OK
-        || check_free(rank, memory, bytes, error) != EP_OK)
-        return error->status;
-    while (i < EP_MAX_REGIONS && rank->regions.region[i].bytes)
+    while (i < EP_MAX_REGIONS && is_taken(rank, i))
         i++;
-    if (i == EP_MAX_REGIONS)
-        return ep_error_set(error, EP_RESOURCE_EXHAUSTED,
-                            "the rank has %u registered memories: no more are possible, but one may hold many "
-                            "tensors", EP_MAX_REGIONS);
-    if (check_gpu(rank, memory, bytes, error) != EP_OK)
+    *number = i;
+    if (i < EP_MAX_REGIONS)
+        return EP_OK;
+    return ep_error_set(error, EP_RESOURCE_EXHAUSTED,
+                        "the rank has %u registered memories%s: no more are possible, but one may hold many tensors",
+                        EP_MAX_REGIONS, rank->unsure ? ", with those that the server has not let go of" : "");
+}
+
+/* A server that has not answered may do so later: the number may be a region's of which we do not know. */
+static ep_status tell_added(struct ep_rank *rank, uint32_t number, const struct ep_region *region,
+                            struct ep_error *error)
+{
+    ep_status status = rank->executor->add_region ? rank->executor->add_region(rank, number, region, error) : EP_OK;
+
+    if (status == EP_DEADLINE_EXCEEDED)
+        rank->unsure |= 1ull << number;
+    return status;
+}
+
+static ep_status tell_dropped(struct ep_rank *rank, uint32_t number, struct ep_error *error)
+{
+    ep_status status = rank->executor->drop_region ? rank->executor->drop_region(rank, number, error) : EP_OK;
+
+    if (status != EP_OK)
+        rank->unsure |= 1ull << number;
+    return status;
+}
+
+ep_status ep_register(ep_rank *rank, void *memory, size_t bytes)
+{
+    const struct ep_region region = { memory, bytes };
+    struct ep_error *error = last_error();
+    uint32_t number;
+
+    if (check_call(rank, memory, error) != EP_OK || check_shape(memory, bytes, error) != EP_OK
+        || check_free(rank, memory, bytes, error) != EP_OK || find_number(rank, &number, error) != EP_OK
+        || check_gpu(rank, memory, bytes, error) != EP_OK || tell_added(rank, number, &region, error) != EP_OK)
         return error->status;
-    rank->regions.region[i] = (struct ep_region){ memory, bytes };
-    if (i == rank->regions.n)
-        rank->regions.n++;
+    rank->regions.region[number] = region;
+    if (number >= rank->regions.n)
+        rank->regions.n = number + 1;
     return EP_OK;
 }
 
@@ -133,5 +166,5 @@ ep_status ep_unregister(ep_rank *rank, void *memory)
     regions->region[i] = (struct ep_region){ 0 };
     while (regions->n && !regions->region[regions->n - 1].bytes)
         regions->n--;
-    return EP_OK;
+    return tell_dropped(rank, i, error);
 }

@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <unistd.h>
@@ -22,6 +23,19 @@
 enum { RANKS = 3, ME = 1, EXPERTS = 6, LOCAL = 2, HIDDEN = 256, K = 2, TOKENS = 4, BANKS = 2, EPOCH = 7 };
 enum { TIMEOUT_MS = 300 };
 
+/* The server's side of a rank's requests, on a thread of its own. */
+struct clerk {
+    int socket;
+    bool busy;      /* the thread is there */
+    bool mute;      /* says nothing; atomic, as all that follows */
+    bool late;      /* and what it says first is the answer to another request */
+    ep_status says; /* of what it is asked next; then EP_OK */
+    uint32_t registered, unregistered;
+    struct ep_attach_frame last; /* written before these are counted */
+    uint8_t first; /* byte of the region that was registered last */
+    pthread_t thread;
+};
+
 /* The server's side of a rank, and the rank. */
 struct fixture {
     const struct ep_cuda_api *api;
@@ -30,6 +44,7 @@ struct fixture {
     struct ep_cuda_memory *window[RANKS], *state;
     uint64_t state_bytes;
     int server, client_socket;
+    struct clerk clerk;
     struct ep_client client;
     bool monitored;
     ep_rank *rank; /* NULL before the join and after leaving */
@@ -226,6 +241,8 @@ static void destroy(struct fixture *f)
     }
     if (f->monitored)
         monitor_stop(&f->client);
+    if (f->clerk.busy)
+        pthread_join(f->clerk.thread, NULL); /* the rank has closed its connection */
     for (uint32_t r = 0; r < RANKS; r++)
         f->api->memory_destroy(f->window[r]);
     f->api->memory_destroy(f->state);
@@ -253,6 +270,69 @@ static struct fixture *make_joined(void)
     struct fixture *f = make();
 
     join(f);
+    return f;
+}
+
+/* ---- requests ----------------------------------------------------------------------------------------- */
+
+static void reply(struct clerk *clerk, uint32_t number, ep_status status)
+{
+    struct ep_attach_frame frame;
+
+    ep_attach_frame_init(&frame, EP_ATTACH_ANSWER);
+    frame.count = number;
+    frame.status = status;
+    snprintf(frame.text, sizeof frame.text, "the server says %s", ep_status_name(status));
+    assert_int_equal(ep_attach_send(clerk->socket, &frame, -1, NULL), EP_OK);
+}
+
+/* What the server would map, seen through the descriptor. */
+static void look_at_memory(struct clerk *clerk, const struct ep_attach_frame *frame, int fd)
+{
+    const uint64_t bytes = frame->offset + frame->value;
+    uint8_t *memory = mmap(NULL, bytes, PROT_READ, MAP_SHARED, fd, 0);
+
+    assert_ptr_not_equal(memory, MAP_FAILED);
+    clerk->first = memory[frame->offset];
+    munmap(memory, bytes);
+    close(fd);
+}
+
+static void serve_request(struct clerk *clerk, const struct ep_attach_frame *frame, int fd)
+{
+    const bool registers = frame->type == EP_ATTACH_REGISTER;
+
+    if (registers)
+        look_at_memory(clerk, frame, fd);
+    clerk->last = *frame;
+    __atomic_fetch_add(registers ? &clerk->registered : &clerk->unregistered, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&clerk->mute, __ATOMIC_SEQ_CST))
+        return;
+    if (__atomic_exchange_n(&clerk->late, false, __ATOMIC_SEQ_CST))
+        reply(clerk, frame->count - 1, EP_INTERNAL);
+    reply(clerk, frame->count, __atomic_exchange_n(&clerk->says, EP_OK, __ATOMIC_SEQ_CST));
+}
+
+static void *work(void *arg)
+{
+    struct clerk *clerk = arg;
+    struct ep_attach_frame frame;
+    int fd;
+
+    while (ep_attach_receive(clerk->socket, &frame, &fd, NULL) == EP_OK)
+        if (frame.type == EP_ATTACH_REGISTER || frame.type == EP_ATTACH_UNREGISTER)
+            serve_request(clerk, &frame, fd);
+    return NULL;
+}
+
+/* A rank whose requests are answered: under executor direct it has none. */
+static struct fixture *make_answered(void)
+{
+    struct fixture *f = make_joined();
+
+    f->clerk.socket = f->server;
+    f->clerk.busy = true;
+    assert_int_equal(pthread_create(&f->clerk.thread, NULL, work, &f->clerk), 0);
     return f;
 }
 
@@ -673,7 +753,7 @@ static void *address_of(const struct fixture *f, struct ep_span span)
 
 static void ops_use_registered_memory_as_it_is(void **state)
 {
-    struct fixture *f = make_joined();
+    struct fixture *f = make_answered();
     struct lane l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
     struct ep_cuda_memory *memory[2];
     uint8_t *in = make_own(f, 0, &memory[0]), *out = make_own(f, 0, &memory[1]);
@@ -707,7 +787,7 @@ static void ops_use_registered_memory_as_it_is(void **state)
 
 static void spans_stay_in_their_registered_memory(void **state)
 {
-    struct fixture *f = make_joined();
+    struct fixture *f = make_answered();
     struct lane l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
     struct ep_cuda_memory *memory;
     uint8_t *own = make_own(f, 0, &memory);
@@ -773,7 +853,7 @@ static void what_cannot_be_registered_is_refused(void **state)
 
 static void registered_memories_do_not_overlap(void **state)
 {
-    struct fixture *f = make_joined();
+    struct fixture *f = make_answered();
     struct ep_cuda_memory *memory;
     uint8_t *own = make_own(f, 0, &memory);
 
@@ -797,7 +877,7 @@ static void registered_memories_do_not_overlap(void **state)
 
 static void there_is_a_bound_to_registered_memories(void **state)
 {
-    struct fixture *f = make_joined();
+    struct fixture *f = make_answered();
     struct lane l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
     struct ep_cuda_memory *memory;
     uint8_t *own = make_own(f, 0, &memory), *last = own + (EP_MAX_REGISTERED - 1) * 256;
@@ -843,7 +923,7 @@ static void memory_may_be_mapped_in_pieces(void **state)
 
 static void copies_reach_registered_memory(void **state)
 {
-    struct fixture *f = make_joined();
+    struct fixture *f = make_answered();
     struct ep_cuda_memory *memory;
     uint8_t *own = make_own(f, 0, &memory), there[1000], back[1000];
 
@@ -865,19 +945,114 @@ static void copies_reach_registered_memory(void **state)
     destroy(f);
 }
 
-static void a_served_rank_has_its_window_only(void **state)
+static void expect_requests(struct fixture *f, uint32_t registered, uint32_t unregistered)
 {
-    struct fixture *f = make_joined();
+    assert_int_equal(__atomic_load_n(&f->clerk.registered, __ATOMIC_SEQ_CST), registered);
+    assert_int_equal(__atomic_load_n(&f->clerk.unregistered, __ATOMIC_SEQ_CST), unregistered);
+}
+
+static void the_server_is_handed_what_is_registered(void **state)
+{
+    struct fixture *f = make_answered();
+    struct ep_cuda_memory *memory;
+    uint8_t *own = make_own(f, 0, &memory);
+
+    (void)state;
+    ((uint8_t *)cuda_fixture_host(own))[4096] = 42;
+    ok(ep_register(f->rank, own, 4096));
+    ok(ep_register(f->rank, own + 4096, 1024));
+    expect_requests(f, 2, 0);
+    assert_int_equal(f->clerk.last.region, 1);
+    assert_int_equal(f->clerk.last.offset, 4096);
+    assert_int_equal(f->clerk.last.value, 1024);
+    assert_int_equal(f->clerk.first, 42);
+    ok(ep_unregister(f->rank, own));
+    expect_requests(f, 2, 1);
+    assert_int_equal(f->clerk.last.region, 0);
+    f->api->memory_destroy(memory);
+    destroy(f);
+}
+
+static void what_the_server_refuses_is_not_registered(void **state)
+{
+    struct fixture *f = make_answered();
     struct lane l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
     struct ep_cuda_memory *memory;
     uint8_t *own = make_own(f, 0, &memory);
 
     (void)state;
-    refused(ep_register(f->rank, own, OWN_BYTES), EP_UNIMPLEMENTED, "or join with EP_EXECUTOR_DIRECT");
-    refused(ep_unregister(f->rank, own), EP_UNIMPLEMENTED, "take memory from ep_alloc()");
+    __atomic_store_n(&f->clerk.says, EP_RESOURCE_EXHAUSTED, __ATOMIC_SEQ_CST);
+    refused(ep_register(f->rank, own, OWN_BYTES), EP_RESOURCE_EXHAUSTED, "the server says RESOURCE_EXHAUSTED");
     l.dispatch.tokens = own;
-    refused(ep_dispatch(l.handle, &l.dispatch, NULL), EP_INVALID_ARGUMENT,
-            "tokens does not point into memory of ep_alloc() of this rank");
+    refused(ep_dispatch(l.handle, &l.dispatch, NULL), EP_INVALID_ARGUMENT, "tokens does not point into");
+    ok(ep_register(f->rank, own, OWN_BYTES)); /* of the same number */
+    assert_int_equal(f->clerk.last.region, 0);
+    __atomic_store_n(&f->clerk.says, EP_INTERNAL, __ATOMIC_SEQ_CST);
+    refused(ep_unregister(f->rank, own), EP_INTERNAL, "the server may still have the memory mapped: the server says");
+    refused(ep_dispatch(l.handle, &l.dispatch, NULL), EP_INVALID_ARGUMENT, "tokens does not point into");
+    ok(ep_register(f->rank, own, OWN_BYTES)); /* of another one: the server may have that still */
+    assert_int_equal(f->clerk.last.region, 1);
+    f->api->memory_destroy(memory);
+    destroy(f);
+}
+
+static void memory_that_cannot_be_handed_on_is_refused(void **state)
+{
+    struct fixture *f = make_answered();
+    struct ep_cuda_memory *memory;
+    uint8_t *own = make_own(f, 0, &memory);
+
+    (void)state;
+    cuda_fixture.legacy = true;
+    refused(ep_register(f->rank, own, 1024), EP_INVALID_ARGUMENT, "memory: 0x");
+    refused(ep_register(f->rank, own, 1024), EP_INVALID_ARGUMENT, "cannot be mapped by another process");
+    cuda_fixture.legacy = false;
+    cuda_fixture.piece = 4096;
+    refused(ep_register(f->rank, own + 1024, 4096), EP_INVALID_ARGUMENT,
+            "memory has 3072 bytes in the allocation that it begins in, bytes is 4096: under executor server register "
+            "the parts");
+    ok(ep_register(f->rank, own + 4096 + 1024, 3072));
+    expect_requests(f, 1, 0);
+    f->api->memory_destroy(memory);
+    destroy(f);
+}
+
+/* Bounded, and nothing of ours has the number that the server may come to give it. */
+static void a_server_that_does_not_answer_is_not_waited_for(void **state)
+{
+    struct fixture *f = make_answered();
+    struct ep_cuda_memory *memory;
+    uint8_t *own = make_own(f, 0, &memory);
+
+    (void)state;
+    __atomic_store_n(&f->clerk.mute, true, __ATOMIC_SEQ_CST);
+    refused(ep_register(f->rank, own, 1024), EP_DEADLINE_EXCEEDED, "the server has not answered in time");
+    __atomic_store_n(&f->clerk.mute, false, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&f->clerk.late, true, __ATOMIC_SEQ_CST);
+    ok(ep_register(f->rank, own, 1024)); /* the late answer is of the other request */
+    assert_int_equal(f->clerk.last.region, 1);
+    __atomic_store_n(&f->clerk.mute, true, __ATOMIC_SEQ_CST);
+    refused(ep_unregister(f->rank, own), EP_DEADLINE_EXCEEDED, "may still have the memory mapped");
+    refused(ep_unregister(f->rank, own), EP_NOT_FOUND, "begins there");
+    __atomic_store_n(&f->clerk.mute, false, __ATOMIC_SEQ_CST);
+    ok(ep_register(f->rank, own, 1024));
+    assert_int_equal(f->clerk.last.region, 2);
+    f->api->memory_destroy(memory);
+    destroy(f);
+}
+
+static void a_lost_server_ends_a_request(void **state)
+{
+    struct fixture *f = make_answered();
+    struct ep_cuda_memory *memory;
+    uint8_t *own = make_own(f, 0, &memory);
+
+    (void)state;
+    f->client.timeout_ms = 60000;
+    ok(ep_register(f->rank, own, 1024));
+    shutdown(f->server, SHUT_RDWR);
+    refused(ep_register(f->rank, own + 1024, 1024), EP_SERVER_LOST, "");
+    ok(ep_unregister(f->rank, own)); /* what it had mapped is gone with it */
     f->api->memory_destroy(memory);
     destroy(f);
 }
@@ -1416,14 +1591,18 @@ int main(void)
         BOTH(copies_reach_the_ranks_memory),
         BOTH(copies_stay_in_their_block),
         BOTH(copies_stay_in_their_view),
-        DIRECT(ops_use_registered_memory_as_it_is),
-        DIRECT(spans_stay_in_their_registered_memory),
+        BOTH(ops_use_registered_memory_as_it_is),
+        BOTH(spans_stay_in_their_registered_memory),
         DIRECT(what_cannot_be_registered_is_refused),
-        DIRECT(registered_memories_do_not_overlap),
-        DIRECT(there_is_a_bound_to_registered_memories),
+        BOTH(registered_memories_do_not_overlap),
+        BOTH(there_is_a_bound_to_registered_memories),
         DIRECT(memory_may_be_mapped_in_pieces),
-        DIRECT(copies_reach_registered_memory),
-        SERVED(a_served_rank_has_its_window_only),
+        BOTH(copies_reach_registered_memory),
+        SERVED(the_server_is_handed_what_is_registered),
+        SERVED(what_the_server_refuses_is_not_registered),
+        SERVED(memory_that_cannot_be_handed_on_is_refused),
+        SERVED(a_server_that_does_not_answer_is_not_waited_for),
+        SERVED(a_lost_server_ends_a_request),
         BOTH(a_failure_is_told_once),
         BOTH(failures_between_looks_are_not_missed),
         BOTH(a_new_handle_does_not_see_its_predecessors_ops),
