@@ -90,11 +90,11 @@ static ep_status open_device(struct worker *worker, struct ep_error *error)
 
 static ep_status check_memory(const struct worker *worker, struct ep_error *error)
 {
-    if (!worker->config->own_memory || worker->info.executor == EP_EXECUTOR_DIRECT)
+    if (!worker->config->own_memory || worker->gpu)
         return EP_OK;
     return ep_error_set(error, EP_UNIMPLEMENTED,
-                        "--memory own: rank %u's ops are run by the server (backend %s), which sees its window only; "
-                        "executor direct on cuda can have it", worker->rank, worker->gpu ? "cuda" : "host");
+                        "--memory own: rank %u is on the host backend, where the server sees its window only; on GPUs it "
+                        "can have it", worker->rank);
 }
 
 static ep_status attach(struct worker *worker, bool retry, struct ep_error *error)

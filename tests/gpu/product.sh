@@ -335,15 +335,21 @@ process_steps() { # NAME [OPTION...]: of the group
 }
 
 # Inputs and outputs where an application has its tensors.
-step 'memory of its own: odd shape, all layouts and formats' run_bench "${odd[@]}" --memory=own --tokens=1,77 \
-    --dtypes=$all_dtypes --iters=4 --warmup=1
-step 'memory of its own: odd shape, a rank without tokens' run_bench "${odd[@]}" --memory=own --tokens=0,13 \
-    --dtypes=$all_dtypes --zero-rank="$last" --drop=0.3 --iters=4 --warmup=1
-step_if_not_quick 'memory of its own: H 7168, K 8, E 256, T 128' run_bench "${model[@]}" --memory=own --tokens=128 \
-    --dtypes=$all_dtypes
-step "memory of its own: $replays launches of a graph, with other inputs each" run_bench "${small[@]}" --memory=own \
-    --tokens=24 --iters=20 --graph=2 --replays=$replays
-step 'memory of its own: kill -9 of a worker in a sweep' run_kill "${small[@]}" --memory=own --tokens=4,24 --iters=100
+memory_steps() { # NAME EXECUTOR
+    local name="memory of its own, $1" own=(--memory=own --executor="$2")
+    step "$name: odd shape, all layouts and formats" run_bench "${odd[@]}" "${own[@]}" --tokens=1,77 --dtypes=$all_dtypes \
+        --iters=4 --warmup=1
+    step "$name: odd shape, a rank without tokens" run_bench "${odd[@]}" "${own[@]}" --tokens=0,13 --dtypes=$all_dtypes \
+        --zero-rank="$last" --drop=0.3 --iters=4 --warmup=1
+    step_if_not_quick "$name: H 7168, K 8, E 256, T 128" run_bench "${model[@]}" "${own[@]}" --tokens=128 --dtypes=$all_dtypes
+    step "$name: $replays launches of a graph, with other inputs each" run_bench "${small[@]}" "${own[@]}" --tokens=24 \
+        --iters=20 --graph=2 --replays=$replays
+    step "$name: kill -9 of a worker in a sweep" run_kill "${small[@]}" "${own[@]}" --tokens=4,24 --iters=100
+}
+
+memory_steps direct auto
+memory_steps server server
+memory_steps mixed mixed
 
 # Ops that the server runs, all or those of every second rank.
 executor_steps() { # NAME EXECUTOR [FUNCTION]: to run each in

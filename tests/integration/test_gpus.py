@@ -234,29 +234,6 @@ class GpusTest(harness.TestCase):
                 word(w.state, BEGUN, 5)
             harness.wait_until(lambda: self.rank_state(0) == "RANK_STATE_EXPECTED", "a new start")
 
-    # -- memory of the workers' own --
-
-    def bench(self, *flags, code=0, backend="cuda"):
-        result = self.run_cmd(["ep-bench", "--spawn", "--backend=" + backend, "--modes=ll", "--experts=7", "--hidden=528",
-                               "--top-k=3", "--iters=3", "--warmup=1", "--memory=own", "--output=json", *flags],
-                              env={"EP_CUDA_MODULE": MODULE}, timeout=120 * harness.SCALE)
-        self.assertEqual(result.code, code, result)
-        return result
-
-    def test_ops_use_memory_of_the_workers_own(self):
-        report = self.bench("--tokens=0,13", "--dtypes=bf16,fp16,fp32,fp8,fp16-to-fp8,fp32-to-fp8,fp8-given",
-                            "--scales=fp32,ue8m0", "--alignment=8", "--drop=0.3", "--graph=2", "--replays=3").json()
-        self.assertEqual((report["ok"], report["executor"], report["config"]["memory"]), (True, "direct", "own"))
-        self.assertEqual({c["layout"] for c in report["cases"]}, {"expert-major", "rank-major", "packed"})
-        self.assertEqual([c for c in report["cases"] if not c["verified"] or c["mismatches"]], [])
-
-    def test_whose_ops_the_server_runs_has_its_window_only(self):
-        for backend, executor in (("host", "auto"), ("cuda", "server"), ("cuda", "mixed")):
-            with self.subTest(backend=backend, executor=executor):
-                result = self.bench("--tokens=4", "--executor=" + executor, code=1, backend=backend)
-                self.assertIn("ops are run by the server (backend %s), which sees its window only; executor direct" % backend,
-                              result.err)
-
 
 if __name__ == "__main__":
     harness.main()
