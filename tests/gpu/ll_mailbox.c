@@ -28,20 +28,19 @@ static ep_status scribble_word(struct world_rank *rank, uint32_t *word, uint32_t
     return scribble(rank, word, &value, sizeof value, error);
 }
 
-/* Without a check: that is the server's. */
-static ep_status ring(struct world_rank *rank, const struct ep_op *op, struct ep_error *error)
+ep_status ll_ring(struct world_rank *rank, const struct ep_op *op, struct ep_error *error)
 {
     return rank->world->api->ring(rank->device, rank->window, op, rank->stream, error);
 }
 
-static ep_status ring_and_wait(struct world_rank *rank, const struct ep_op *op, struct ep_error *error)
+ep_status ll_ring_and_wait(struct world_rank *rank, const struct ep_op *op, struct ep_error *error)
 {
-    ep_status status = ring(rank, op, error);
+    ep_status status = ll_ring(rank, op, error);
 
     return status == EP_OK ? world_wait(rank, error) : status;
 }
 
-static ep_status run_case(const struct ll_setting *setting, const struct shape *shape, ll_fn fn, struct ep_error *error)
+ep_status ll_run_case(const struct ll_setting *setting, const struct shape *shape, ll_fn fn, struct ep_error *error)
 {
     struct ll_passes passes;
     ep_status status = ll_open(setting, shape, 1, &passes, error);
@@ -83,9 +82,8 @@ static const struct wrong {
 #undef WRONG
 };
 
-/* Is this what the report says of the first failure since it was cleared?  Clears it. */
-static ep_status check_failure(struct world_rank *rank, ep_status expected, const char *what, uint32_t i,
-                               struct ep_error *error)
+ep_status ll_check_failure(struct world_rank *rank, ep_status expected, const char *what, uint32_t i,
+                           struct ep_error *error)
 {
     const uint64_t none = 0;
     struct ep_device_report report;
@@ -107,8 +105,8 @@ static ep_status try_wrong(struct pass *pass, uint32_t i, struct ep_error *error
     ep_status status;
 
     *(uint32_t *)(void *)((char *)&op + wrongs[i].offset) = wrongs[i].value;
-    status = ring_and_wait(pass->rank, &op, error);
-    return status == EP_OK ? check_failure(pass->rank, wrongs[i].status, "op", i, error) : status;
+    status = ll_ring_and_wait(pass->rank, &op, error);
+    return status == EP_OK ? ll_check_failure(pass->rank, wrongs[i].status, "op", i, error) : status;
 }
 
 /* A complete of nothing, and one of a handle that there is not. */
@@ -121,9 +119,9 @@ static ep_status try_completes(struct pass *pass, struct ep_error *error)
     for (uint32_t i = 0; status == EP_OK && i < 2; i++) {
         const struct ep_op op = { .kind = EP_OP_COMPLETE, .mode = EP_MODE_LL, .handle = handles[i] };
 
-        status = ring_and_wait(pass->rank, &op, error);
+        status = ll_ring_and_wait(pass->rank, &op, error);
         if (status == EP_OK)
-            status = check_failure(pass->rank, expected[i], "complete", i, error);
+            status = ll_check_failure(pass->rank, expected[i], "complete", i, error);
     }
     return status;
 }
@@ -143,7 +141,7 @@ static ep_status run_wrong(struct ll_passes *passes, uint32_t rank, struct ep_er
 
 ep_status ll_case_wrong_ops(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
 {
-    return run_case(setting, shape, run_wrong, error);
+    return ll_run_case(setting, shape, run_wrong, error);
 }
 
 /* ---- ops that change while they run -------------------------------------------------- */
@@ -180,7 +178,7 @@ static ep_status run_storm(struct ll_passes *passes, uint32_t rank, struct ep_er
     for (uint32_t i = 0; status == EP_OK && i < STORM_OPS; i++) {
         const struct ep_op op = any_op(pass, n++);
 
-        status = ring(own, &op, error);
+        status = ll_ring(own, &op, error);
         for (uint32_t j = 0; status == EP_OK && j < 3; j++) {
             const struct ep_op other = any_op(pass, n++);
 
@@ -216,8 +214,7 @@ ep_status ll_case_storm(const struct ll_setting *setting, const struct shape *sh
 
 /* ---- a server that is gone ------------------------------------------------------------ */
 
-/* Until the rank's first dispatch runs. */
-static ep_status wait_begun(struct world_rank *rank, struct ep_error *error)
+ep_status ll_wait_begun(struct world_rank *rank, struct ep_error *error)
 {
     const uint64_t end = ep_clock_ns() + LONG_MS / 2 * EP_NS_PER_MS;
     uint64_t begun = 0;
@@ -243,15 +240,15 @@ static ep_status run_closed(struct ll_passes *passes, uint32_t rank, struct ep_e
     if (rank > 0) /* never comes: rank 0 waits for the others */
         return EP_OK;
     for (uint32_t i = 0; status == EP_OK && i < 3; i++)
-        status = ring(own, &op, error);
+        status = ll_ring(own, &op, error);
     if (status == EP_OK)
-        status = wait_begun(own, error);
+        status = ll_wait_begun(own, error);
     if (status == EP_OK)
         status = scribble_word(own, &mailbox->closed, 1, error);
     if (status == EP_OK)
         status = scribble_word(own, &mailbox->done, 1, error);
     if (status == EP_OK)
-        status = ring(own, &op, error);
+        status = ll_ring(own, &op, error);
     if (status == EP_OK)
         status = world_wait(own, error);
     if (status == EP_OK && (ep_clock_ns() - start) / EP_NS_PER_MS > LONG_MS / 2)

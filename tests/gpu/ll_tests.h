@@ -7,6 +7,7 @@
  *   ll_members.c   ranks that are absent, leave, return or are late
  *   ll_graph.c     a captured pair that is replayed with other inputs
  *   ll_mailbox.c   executor server: workers that do as they like
+ *   ll_regions.c   executor server: and memory of theirs
  *   ll_soak.c      random ops for as long as one likes
  */
 #ifndef LL_TESTS_H
@@ -58,6 +59,19 @@ ep_status ll_each(struct ll_passes *passes, uint32_t mask, ll_fn fn, struct ep_e
 ep_status ll_three_passes(struct ll_passes *passes, uint32_t rank, struct ep_error *error);
 ep_status ll_each_three(struct ll_passes *passes, uint32_t mask, struct ep_error *error);
 
+/* ---- a worker that is not trusted (ll_mailbox.c) --------------------------------------- */
+
+/* Opens a world for the case, one pass a rank, and runs fn on all ranks. */
+ep_status ll_run_case(const struct ll_setting *setting, const struct shape *shape, ll_fn fn, struct ep_error *error);
+/* Without a check: that is the server's. */
+ep_status ll_ring(struct world_rank *rank, const struct ep_op *op, struct ep_error *error);
+ep_status ll_ring_and_wait(struct world_rank *rank, const struct ep_op *op, struct ep_error *error);
+/* Until the rank's first dispatch runs. */
+ep_status ll_wait_begun(struct world_rank *rank, struct ep_error *error);
+/* Is this what the report says of the first failure since it was cleared?  Clears it. */
+ep_status ll_check_failure(struct world_rank *rank, ep_status expected, const char *what, uint32_t i,
+                           struct ep_error *error);
+
 /* ---- cases --------------------------------------------------------------------------- */
 
 /* Against the reference, again bit for bit, with a cached handle in two halves, with other rows. */
@@ -83,6 +97,11 @@ ll_case_fn ll_case_wrong_ops;
 ll_case_fn ll_case_storm;
 ll_case_fn ll_case_closed;
 ll_case_fn ll_case_churn;
+
+ll_case_fn ll_case_regions;
+ll_case_fn ll_case_wrong_regions;
+ll_case_fn ll_case_lost_regions;
+ll_case_fn ll_case_held_regions;
 
 /* `pairs` random dispatches, most of them with their combine. */
 ep_status ll_soak(const struct ll_setting *setting, uint64_t pairs, struct ep_error *error);
