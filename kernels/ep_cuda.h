@@ -52,7 +52,7 @@ struct ep_cuda_rank_options {
     struct ep_device_state *state;   /* the rank's, formatted by ep_cuda_state_format */
     uint32_t max_sms;                /* multiprocessors its kernels may fill; 0: all */
     /* rank_open: memory beside the window that its ops may use.  The caller's, who may change it between ops and
-     * keeps it as long as the rank is open.  NULL: none. */
+     * keeps it as long as the rank is open.  NULL: none.  (Whom one serves: serve_region.) */
     const struct ep_regions *regions;
 };
 
@@ -141,7 +141,7 @@ struct ep_cuda_api {
     ep_status (*ring)(uint32_t device, void *window, const struct ep_op *op, void *stream,
                       struct ep_error *error);
     /*
-     * The server's half.  Of `options` all count.  It has a stream of its own, which waits for the doorbell
+     * The server's half.  Of `options` all count but `regions`.  It has a stream of its own, which waits for the doorbell
      * most of the time: see serve.c for what a process may ask of the driver meanwhile.  All blocks of an op
      * run at once, so the max_sms of the ranks that are served on a GPU must not exceed its multiprocessors
      * in all.  EP_RESOURCE_EXHAUSTED: the GPU has no hardware queue left for one more stream that waits.

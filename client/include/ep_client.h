@@ -52,7 +52,8 @@
  *
  * ## Executors
  * Under executor server the ops of a worker are executed by ep-server, which checks every one of them.  The
- * worker has its own window and nothing else of its group: what it does wrongly spoils its own tokens only.
+ * worker has its own window and nothing else of its group, and the server has that and what the worker registers:
+ * what it does wrongly spoils its own tokens only.
  * On cuda each op is handed over and back in stream order, which costs 12 to 15 us on an H200 with an MPS
  * server.  Without one the GPU switches between the two processes, which takes 0.3 ms per op.
  *
@@ -210,22 +211,34 @@ EP_API void ep_free(ep_rank *rank, void *memory);
 
 /*
  * Memory of the program's own, [memory, memory + bytes): from here on ops, ep_write() and ep_read() use it
- * like a block of ep_alloc(), and nothing is copied.  For executor direct on cuda, whose kernels run in this
- * process; nothing of it goes to the server, and no peer ever writes it.  EP_UNIMPLEMENTED under executor
- * server and on the host backend: they have the window only.
+ * like a block of ep_alloc(), and nothing is copied.  For both executors on cuda; no peer ever writes it.
+ * EP_UNIMPLEMENTED on the host backend, whose ops have the window only.
  *
- * It lies on the rank's GPU (ep_rank_info.device_uuid), from cudaMalloc(), cudaMallocAsync() or mappings of
- * VMM memory that this GPU may read and write, one after the other without a gap.  `memory` is a multiple of
+ * It lies on the rank's GPU (ep_rank_info.device_uuid), which may read and write it.  `memory` is a multiple of
  * 16, bytes at least 1.  What a tensor library has of the GPU is best registered in its large blocks, once: one
  * memory may hold any number of inputs and outputs, and each of those lies in one memory, whole.
- * EP_INVALID_ARGUMENT: it is not like that, or part of a window; EP_ALREADY_EXISTS: it overlaps memory that is
- * registered; EP_RESOURCE_EXHAUSTED: the rank has EP_MAX_REGISTERED of them.  Several ranks of a process may
- * register the same memory.
+ *   - Executor direct: the kernels run in this process, so it may be any memory of the GPU, cudaMalloc()'s,
+ *     cudaMallocAsync()'s or mappings of VMM memory one after the other without a gap.  Nothing of it goes to
+ *     the server.
+ *   - Executor server: the server maps it, so it is VMM memory that can be handed on, of one allocation: made by
+ *     ncclMemAlloc(), or by cuMemCreate() with CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.  The call waits for the
+ *     server, no longer than the client's timeout_ms and the group's.  What the server maps for a rank is bounded
+ *     (ep-server --max-region-bytes), from the beginning of each allocation.
+ * EP_INVALID_ARGUMENT: it is not like that, or part of a window; the text says what would do.  EP_ALREADY_EXISTS: it
+ * overlaps memory that is registered; EP_RESOURCE_EXHAUSTED: the rank has EP_MAX_REGISTERED of them, or the server's
+ * bound is reached; EP_DEADLINE_EXCEEDED: the server has not answered.  Several ranks of a process may register the
+ * same memory.
  *
  * It stays the program's to free, after ep_unregister() or ep_leave(), which forgets all.  ep_unregister()
  * takes the address that a registered one begins at (else EP_NOT_FOUND); ops that may still use it must be over,
- * as for ep_free(), a send-only one with its ep_complete().  A graph keeps the addresses that it was captured
- * with: it may be launched as long as the memory is there.
+ * as for ep_free(), a send-only one with its ep_complete().  Whatever ep_unregister() returns then, it is not
+ * registered any more.
+ *   - Executor direct: a graph keeps the addresses that it was captured with.  It may be launched as long as the
+ *     memory is there.
+ *   - Executor server: a graph keeps the memory's place among those registered.  Launched after ep_unregister(), its
+ *     ops fail with EP_INVALID_ARGUMENT, or use what was registered in that place since.  An op that runs meanwhile
+ *     comes to its end, and ep_unregister() waits for it; until then, or when that takes longer than the timeouts
+ *     above (EP_DEADLINE_EXCEEDED), the server holds the memory, also after the program has freed it.
  */
 EP_API ep_status ep_register(ep_rank *rank, void *memory, size_t bytes);
 EP_API ep_status ep_unregister(ep_rank *rank, void *memory);
