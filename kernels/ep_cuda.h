@@ -141,8 +141,8 @@ struct ep_cuda_api {
     ep_status (*ring)(uint32_t device, void *window, const struct ep_op *op, void *stream,
                       struct ep_error *error);
     /*
-     * The server's half.  Of `options` all count but `regions`.  It has a stream of its own, which waits for the doorbell
-     * most of the time: see serve.c for what a process may ask of the driver meanwhile.  All blocks of an op
+     * The server's half.  Of `options` all count but `regions`.  It has a stream of its own, which waits for the
+     * doorbell most of the time: see serve.c for what a process may ask of the driver meanwhile.  All blocks of an op
      * run at once, so the max_sms of the ranks that are served on a GPU must not exceed its multiprocessors
      * in all.  EP_RESOURCE_EXHAUSTED: the GPU has no hardware queue left for one more stream that waits.
      */

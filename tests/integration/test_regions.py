@@ -113,8 +113,9 @@ class RegionsTest(harness.TestCase):
     # -- ops --
 
     def bench(self, *flags, code=0, backend="cuda"):
-        result = self.run_cmd(["ep-bench", "--spawn", "--backend=" + backend, "--modes=ll", "--experts=7", "--hidden=528",
-                               "--top-k=3", "--iters=3", "--warmup=1", "--memory=own", "--output=json", *flags],
+        result = self.run_cmd(["ep-bench", "--spawn", "--backend=" + backend, "--modes=ll", "--experts=7",
+                               "--hidden=528", "--top-k=3", "--iters=3", "--warmup=1", "--memory=own",
+                               "--output=json", *flags],
                               env={"EP_CUDA_MODULE": test_gpus.MODULE}, timeout=120 * harness.SCALE)
         self.assertEqual(result.code, code, result)
         return result
@@ -191,8 +192,8 @@ class RegionsTest(harness.TestCase):
                   "w.ring(test_regions.dispatch(0))\n"
                   "print('attached', flush=True)\n"
                   "sys.stdin.readline()\n")
-        process = subprocess.Popen([sys.executable, "-c", script, self.server.socket, str(rank), str(regions)], text=True,
-                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        process = subprocess.Popen([sys.executable, "-c", script, self.server.socket, str(rank), str(regions)],
+                                   text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                    cwd=os.path.dirname(os.path.abspath(__file__)))
         self.addCleanup(process.wait)
         self.addCleanup(process.stdin.close)
