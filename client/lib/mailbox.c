@@ -107,12 +107,13 @@ static ep_status add_region(struct ep_rank *rank, uint32_t number, const struct 
 /* When the server or the rank is lost, so is what it had mapped. */
 static ep_status drop_region(struct ep_rank *rank, uint32_t number, struct ep_error *error)
 {
-    struct ep_error ignored = EP_ERROR_INIT;
     struct ep_attach_frame frame;
+    ep_status status;
 
     ep_attach_frame_init(&frame, EP_ATTACH_UNREGISTER);
     frame.region = number;
-    if (request(rank, &frame, -1, error) == EP_OK || rank_lost(rank, &ignored) != EP_OK)
+    status = request(rank, &frame, -1, error);
+    if (status == EP_OK || status == EP_SERVER_LOST || status == EP_DETACHED)
         return EP_OK;
     return ep_error_prefix(error, "the server may still have the memory mapped");
 }

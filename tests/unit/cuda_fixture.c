@@ -164,7 +164,7 @@ static void close_memory(struct ep_cuda_memory *m)
     if (m->host && m->host != MAP_FAILED)
         munmap(m->host, m->bytes);
     if (m->gpu && m->gpu != MAP_FAILED)
-        munmap(m->gpu, m->bytes);
+        munmap(m->gpu, m->bytes + PAGE);
     if (m->fd >= 0)
         close(m->fd);
     free(m);
@@ -193,7 +193,8 @@ static ep_status open_memory(uint32_t device, int fd, uint64_t bytes, struct ep_
     m->device = device;
     m->bytes = (bytes + PAGE - 1) / PAGE * PAGE;
     m->host = mmap(NULL, m->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    m->gpu = mmap(NULL, m->bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    /* No other one follows at once. */
+    m->gpu = mmap(NULL, m->bytes + PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (fd < 0 || m->host == MAP_FAILED || m->gpu == MAP_FAILED || !keep(m)) {
         close_memory(m);
         return ep_error_set(error, EP_NO_MEMORY, "no memory of %llu bytes", (unsigned long long)bytes);
