@@ -102,10 +102,18 @@ static bool secluded(const struct ifaddrs *i)
            strncmp(i->ifa_name, "veth", 4) == 0 || strncmp(i->ifa_name, "virbr", 5) == 0;
 }
 
+/* A link-local address needs to be told the interface of whoever dials it, which this rank does not know. */
+static bool link_local(const struct sockaddr *address)
+{
+    return address->sa_family == AF_INET6 &&
+           IN6_IS_ADDR_LINKLOCAL(&((const struct sockaddr_in6 *)(const void *)address)->sin6_addr);
+}
+
 static bool of_family(const struct ifaddrs *i, uint8_t family)
 {
-    return i->ifa_addr &&
-           ((family == 4 && i->ifa_addr->sa_family == AF_INET) || (family == 6 && i->ifa_addr->sa_family == AF_INET6));
+    const int wanted = family == 4 ? AF_INET : AF_INET6;
+
+    return i->ifa_addr && i->ifa_addr->sa_family == wanted && !link_local(i->ifa_addr);
 }
 
 static const struct ifaddrs *first(const struct ifaddrs *all, const char *list, uint8_t family, bool any)

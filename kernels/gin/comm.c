@@ -6,8 +6,8 @@
 #include <unistd.h>
 
 /* Streams: one that receives, one that sends over TCP, one to each peer of this host and to oneself; a line each. */
-#define WORDS_BYTES(ranks) (64u * ((ranks) + 2u))
 #define PAGE               4096u
+#define WORDS_BYTES(ranks) ((64u * ((ranks) + 2u) + PAGE - 1) / PAGE * PAGE)
 
 /* ---- making one ------------------------------------------------------------------------------------- */
 
@@ -256,7 +256,7 @@ void ep_gin_comm_close(struct ep_gin_comm *comm)
     if (!comm)
         return;
     if (comm->running) {
-        ep_gin_settle(comm);
+        ep_gin_settle(comm, &comm->active);
         ep_gin_say_bye(comm);
     }
     ep_gin_receive_stop(comm);
@@ -280,20 +280,61 @@ static uint32_t puts_of(const struct ep_gin_comm *comm)
     return comm->ranks * EP_GIN_DEPTH > EP_GIN_PUTS ? comm->ranks * EP_GIN_DEPTH : EP_GIN_PUTS;
 }
 
-ep_status ep_gin_contexts_take(struct ep_gin_comm *comm, uint32_t n, uint32_t *first, struct ep_error *error)
+/* EP_GIN_MAX_CONTEXTS: there are not so many side by side. */
+static uint32_t find_contexts(const struct ep_gin_comm *comm, uint32_t n)
+{
+    uint32_t run = 0;
+
+    for (uint32_t i = 0; i < EP_GIN_MAX_CONTEXTS; i++) {
+        run = comm->taken[i] ? 0 : run + 1;
+        if (run == n)
+            return i + 1 - n;
+    }
+    return EP_GIN_MAX_CONTEXTS;
+}
+
+/* Under the lock.  A context that comes back leaves its puts to the next one. */
+static ep_status take_contexts(struct ep_gin_comm *comm, uint32_t first, uint32_t n, struct ep_error *error)
 {
     ep_status status = EP_OK;
 
-    if (n == 0 || n > EP_GIN_MAX_CONTEXTS - comm->contexts)
-        return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "%u contexts after %u: a communicator has at most %u in all",
-                            n, comm->contexts, EP_GIN_MAX_CONTEXTS);
-    ep_gin_lock(comm);
-    for (uint32_t i = 0; i < n && status == EP_OK; i++)
+    while (comm->pool.n < first + n && status == EP_OK)
         status = ep_gin_pool_grow(&comm->pool, puts_of(comm), error);
-    if (status == EP_OK) {
-        *first = comm->contexts;
-        comm->contexts += n;
-    }
+    if (status != EP_OK)
+        return status;
+    for (uint32_t i = 0; i < n; i++)
+        comm->taken[first + i] = true;
+    if (comm->contexts < first + n)
+        comm->contexts = first + n;
+    return EP_OK;
+}
+
+ep_status ep_gin_contexts_take(struct ep_gin_comm *comm, uint32_t n, uint32_t *first, struct ep_error *error)
+{
+    ep_status status;
+    uint32_t at;
+
+    if (n == 0)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "contexts is 0: must be at least 1");
+    ep_gin_lock(comm);
+    at = find_contexts(comm, n);
+    if (at == EP_GIN_MAX_CONTEXTS)
+        status = ep_error_set(error, EP_RESOURCE_EXHAUSTED, "%u contexts more: a communicator has at most %u", n,
+                              EP_GIN_MAX_CONTEXTS);
+    else
+        status = take_contexts(comm, at, n, error);
     ep_gin_unlock(comm);
+    if (status == EP_OK)
+        *first = at;
     return status;
+}
+
+/* What is under way goes on to where it goes. */
+void ep_gin_contexts_give(struct ep_gin_comm *comm, uint32_t first, uint32_t n)
+{
+    ep_gin_lock(comm);
+    ep_gin_puts_forget(comm, first, n);
+    for (uint32_t i = 0; i < n; i++)
+        comm->taken[first + i] = false;
+    ep_gin_unlock(comm);
 }

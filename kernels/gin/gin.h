@@ -31,7 +31,7 @@
 #define EP_GIN_NAME "EP-GIN"
 #define EP_GIN_DEPTH 1024u        /* puts of one peer and context that may be under way */
 #define EP_GIN_PUTS (1u << 16)    /* of all peers, at least, for each context */
-#define EP_GIN_MAX_CONTEXTS 128u  /* of a communicator, in all; each createContext takes new ones */
+#define EP_GIN_MAX_CONTEXTS 128u  /* of a communicator, at a time */
 #define EP_GIN_MAX_REGIONS 1024u  /* of a communicator, at a time */
 
 struct ep_gin_comm;
@@ -165,6 +165,7 @@ struct ep_gin_region {
     int dmabuf;       /* descriptor of it for the time of the registration; -1: none */
     uint64_t dmabuf_offset;
     struct ep_gin_remote *remote; /* [ranks] */
+    uint32_t uses;    /* puts under way that have it as source or target; atomic */
 };
 
 ep_status ep_gin_region_add(struct ep_gin_comm *comm, void *at, uint64_t bytes, int type, uint64_t flags, int dmabuf,
@@ -181,17 +182,17 @@ struct ep_gin_region *ep_gin_region_of(struct ep_gin_comm *comm, uint32_t key);
 struct ep_gin_put {
     struct ep_gin_put *next; /* in a queue, its context's or a link's, or of those that are free */
     struct ep_gin_peer *peer;
-    const struct ep_gin_region *source;
-    const uint8_t *from;     /* NULL with no bytes */
+    struct ep_gin_region *source, *target; /* NULL with no bytes */
+    const uint8_t *from;
     void *reached;           /* the target, for the main link; NULL: the spare link */
     uint64_t bytes, offset;  /* offset: in the target */
     uint64_t taken, sent;    /* bytes: by the link, of which so many may be written again */
     uint64_t mark;           /* the link's */
     uint64_t number;
     uint32_t context, back, region;
-    int target_type;
     struct ep_gin_signal signal;
-    bool done;               /* and then it is the caller's until test says so */
+    bool done;               /* and then it is the caller's until test says so; atomic */
+    bool in_use, orphan;     /* orphan: nobody will test it */
 };
 
 /* Those of one peer and context that have not begun, in their order. */
@@ -207,19 +208,21 @@ struct ep_gin_put *ep_gin_queue_pop(struct ep_gin_queue *queue);
 struct ep_gin_pool {
     struct ep_gin_put *slabs[EP_GIN_MAX_CONTEXTS];
     struct ep_gin_put *free;
-    uint32_t n, size, used; /* slabs; puts of the last one, and of those the ones that were used */
+    uint32_t n, size, used; /* slabs; puts of each; puts of the last one that were used */
 };
 
-/* n more, for as long as the pool lives. */
+/* n more, for as long as the pool lives; each time as many. */
 ep_status ep_gin_pool_grow(struct ep_gin_pool *pool, uint32_t n, struct ep_error *error);
 void ep_gin_pool_close(struct ep_gin_pool *pool);
+/* The i-th of all that were ever used; NULL: there are not so many. */
+struct ep_gin_put *ep_gin_pool_at(struct ep_gin_pool *pool, uint32_t i);
 /* Zeroed; NULL: all are under way. */
 struct ep_gin_put *ep_gin_pool_take(struct ep_gin_pool *pool);
 void ep_gin_pool_give(struct ep_gin_pool *pool, struct ep_gin_put *put);
 
 struct ep_gin_put_args {
     uint32_t rank, context;
-    const struct ep_gin_region *source, *target;
+    struct ep_gin_region *source, *target;
     uint64_t source_offset, target_offset, bytes;
     const struct ep_gin_region *signal; /* NULL: none */
     uint64_t signal_offset, signal_value;
@@ -231,8 +234,10 @@ struct ep_gin_put *ep_gin_put(struct ep_gin_comm *comm, const struct ep_gin_put_
 /* True: it was done, and is not the caller's any more. */
 bool ep_gin_put_test(struct ep_gin_comm *comm, struct ep_gin_put *put);
 void ep_gin_progress(struct ep_gin_comm *comm);
-/* Progress until all puts are done, for a while: a peer that takes nothing is not waited for. */
-void ep_gin_settle(struct ep_gin_comm *comm);
+/* Progress until *count is 0, for a while: a peer that takes nothing is not waited for. */
+void ep_gin_settle(struct ep_gin_comm *comm, const uint32_t *count);
+/* Under `sending`: what is under way in these contexts will not be tested. */
+void ep_gin_puts_forget(struct ep_gin_comm *comm, uint32_t first, uint32_t n);
 
 /* ---- peers and communicators: comm.c -------------------------------------------------------------- */
 
@@ -291,7 +296,8 @@ struct ep_gin_comm {
     struct ep_gin_host_id host;
     struct ep_gin_peer *peers;      /* [ranks] */
     void *shared[EP_GIN_TRANSPORTS];
-    uint32_t contexts;              /* that were given out */
+    uint32_t contexts;              /* all that are taken are below it */
+    bool taken[EP_GIN_MAX_CONTEXTS];
     uint32_t failed;                /* atomic: the GPU refused something; nothing is promised any more */
     bool stuck;                     /* a stream still works: what it may touch stays */
     struct ep_gin_counts counts;    /* atomic */
@@ -337,8 +343,9 @@ ep_status ep_gin_comm_open(const struct ep_gin_settings *settings, const struct 
                            uint32_t ranks, uint32_t rank, struct ep_gin_listener *listener, struct ep_gin_comm **out,
                            struct ep_error *error);
 void ep_gin_comm_close(struct ep_gin_comm *comm);
-/* New contexts, *first and those after it. */
+/* n contexts, *first and those after it.  Which ones is nobody else's business: the receiver does not know them. */
 ep_status ep_gin_contexts_take(struct ep_gin_comm *comm, uint32_t n, uint32_t *first, struct ep_error *error);
+void ep_gin_contexts_give(struct ep_gin_comm *comm, uint32_t first, uint32_t n);
 
 /* rendezvous.c: fills in of all peers what connections there are, what was said, and what was chosen. */
 ep_status ep_gin_meet(struct ep_gin_comm *comm, const struct ep_gin_handle *const handles[],
@@ -366,6 +373,12 @@ void ep_gin_count(struct ep_gin_comm *comm, uint64_t *count, const char *what);
 static inline bool ep_gin_peer_is_lost(const struct ep_gin_peer *peer)
 {
     return __atomic_load_n(&peer->lost, __ATOMIC_ACQUIRE) != 0; /* partner: ep_gin_peer_lost */
+}
+
+/* Of a rank whose GPU does nothing more nothing is told to others: its data would not be there. */
+static inline bool ep_gin_peer_is_served(const struct ep_gin_peer *peer)
+{
+    return !ep_gin_peer_is_lost(peer) && __atomic_load_n(&peer->comm->failed, __ATOMIC_RELAXED) == 0;
 }
 
 #endif

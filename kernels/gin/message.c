@@ -42,7 +42,8 @@ bool ep_gin_hello_valid(const struct ep_gin_hello *h, const uint8_t token[EP_GIN
 {
     return h->magic == EP_GIN_MAGIC && h->protocol == EP_GIN_PROTOCOL && same_token(h->token, token) &&
            h->ranks == ranks && h->rank < ranks && h->connections >= 1 && h->connections <= EP_GIN_MAX_CONNECTIONS &&
-           h->piece_bytes >= EP_GIN_MIN_PIECE && (h->purpose == EP_GIN_CONTROL || h->purpose == EP_GIN_DATA) && h->index < EP_GIN_MAX_CONNECTIONS;
+           h->piece_bytes >= EP_GIN_MIN_PIECE && (h->purpose == EP_GIN_CONTROL || h->purpose == EP_GIN_DATA) &&
+           h->index < EP_GIN_MAX_CONNECTIONS;
 }
 
 bool ep_gin_handle_valid(const struct ep_gin_handle *h)

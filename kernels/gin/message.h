@@ -34,8 +34,7 @@ struct ep_gin_handle {
     uint16_t protocol;
     uint16_t port;      /* in network byte order, as the address */
     uint8_t family;     /* 4 or 6 */
-    uint8_t reserved[3];
-    uint32_t scope;     /* of a link-local address */
+    uint8_t reserved[7];
     uint8_t address[16];
     uint8_t token[EP_GIN_TOKEN_BYTES];
     struct ep_gin_host_id host;

@@ -412,7 +412,11 @@ static nccl_result create_v14(void *comm, struct nccl_rma_config_v14 *config, vo
 
 static nccl_result destroy_v13(void *gin)
 {
-    free(gin);
+    struct contexts *contexts = gin;
+
+    if (contexts)
+        ep_gin_contexts_give(contexts->comm, contexts->first, contexts->n);
+    free(contexts);
     return NCCL_SUCCESS;
 }
 

@@ -1,9 +1,10 @@
 /*
  * Puts, from iput to done.
  *
- * NCCL's thread polls: iput and ginProgress move what can move and return.  A put waits in the queue of its peer and
- * context; the queues of a peer take turns, put by put, so that a context waits for one put of another at most.
- * What begins to move gets a number, and the link has it from there on.
+ * NCCL's thread polls.  A put waits in the queue of its peer and context; the queues of a peer take turns, put by
+ * put, so that a context waits for one put of another at most.  What begins to move gets a number, and the link has it
+ * from there on.  iput begins what there is room for; ginProgress, which comes after a round of iputs, does for all of
+ * them at once what costs a system call or a word of the GPU's.
  */
 #include "transport.h"
 
@@ -34,7 +35,8 @@ static bool signal_good(const struct ep_gin_put_args *a)
 
 static bool args_good(const struct ep_gin_comm *comm, const struct ep_gin_put_args *a)
 {
-    return a->rank < comm->ranks && a->context < comm->contexts && data_good(a) && signal_good(a);
+    return a->rank < comm->ranks && a->context < comm->contexts && comm->taken[a->context] && data_good(a) &&
+           signal_good(a);
 }
 
 /* A peer that was gone when a region was registered has none. */
@@ -46,11 +48,37 @@ static bool peer_has(const struct ep_gin_put_args *a)
 
 /* ---- from queue to link --------------------------------------------------------------------------- */
 
+static void use(struct ep_gin_put *put)
+{
+    __atomic_fetch_add(&put->source->uses, 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&put->target->uses, 1, __ATOMIC_RELAXED);
+}
+
+static void unuse(struct ep_gin_put *put)
+{
+    if (!put->source)
+        return;
+    __atomic_fetch_sub(&put->source->uses, 1, __ATOMIC_RELAXED);
+    __atomic_fetch_sub(&put->target->uses, 1, __ATOMIC_RELAXED);
+}
+
+static void give(struct ep_gin_comm *comm, struct ep_gin_put *put)
+{
+    put->in_use = false;
+    ep_gin_pool_give(&comm->pool, put);
+}
+
 static void finish(struct ep_gin_put *put)
 {
+    struct ep_gin_comm *comm = put->peer->comm;
+
+    unuse(put);
     put->peer->active--;
-    __atomic_fetch_sub(&put->peer->comm->active, 1, __ATOMIC_RELAXED);
-    __atomic_store_n(&put->done, true, __ATOMIC_RELEASE); /* partner: ep_gin_put_test */
+    __atomic_fetch_sub(&comm->active, 1, __ATOMIC_RELAXED);
+    if (put->orphan)
+        give(comm, put);
+    else
+        __atomic_store_n(&put->done, true, __ATOMIC_RELEASE); /* partner: done */
 }
 
 void ep_gin_put_sent(struct ep_gin_put *put, uint64_t bytes)
@@ -146,10 +174,10 @@ static void drop_puts(struct ep_gin_peer *peer)
 
 static void progress_peer(struct ep_gin_peer *peer)
 {
-    if (ep_gin_peer_is_lost(peer))
-        drop_puts(peer);
-    else
+    if (ep_gin_peer_is_served(peer))
         start_puts(peer);
+    else
+        drop_puts(peer);
     peer->main.transport->progress(peer->main.link);
     if (peer->spare.link)
         peer->spare.transport->progress(peer->spare.link);
@@ -176,16 +204,18 @@ void ep_gin_progress(struct ep_gin_comm *comm)
 
 static void fill(struct ep_gin_put *put, struct ep_gin_peer *peer, const struct ep_gin_put_args *a)
 {
+    put->in_use = true;
     put->peer = peer;
     put->context = a->context;
     if (a->bytes > 0) {
         put->source = a->source;
+        put->target = a->target;
         put->from = a->source->at + a->source_offset;
         put->reached = a->target->remote[a->rank].reached;
-        put->target_type = a->target->type;
         put->region = a->target->remote[a->rank].key;
         put->bytes = a->bytes;
         put->offset = a->target_offset;
+        use(put);
     }
     if (a->signal)
         put->signal = (struct ep_gin_signal){ .region = a->signal->remote[a->rank].key,
@@ -208,7 +238,7 @@ static struct ep_gin_put *enter(struct ep_gin_comm *comm, const struct ep_gin_pu
     peer->waiting++;
     peer->active++;
     __atomic_fetch_add(&comm->active, 1, __ATOMIC_RELAXED);
-    progress_peer(peer);
+    start_puts(peer);
     return put;
 }
 
@@ -241,7 +271,7 @@ bool ep_gin_put_test(struct ep_gin_comm *comm, struct ep_gin_put *put)
     if (!done(put))
         return false;
     pthread_mutex_lock(&comm->sending);
-    ep_gin_pool_give(&comm->pool, put);
+    give(comm, put);
     pthread_mutex_unlock(&comm->sending);
     return true;
 }
@@ -251,10 +281,27 @@ bool ep_gin_put_test(struct ep_gin_comm *comm, struct ep_gin_put *put)
 /* What is in sight of its end comes to it within that. */
 #define SETTLE_NS (2 * EP_NS_PER_S)
 
-void ep_gin_settle(struct ep_gin_comm *comm)
+void ep_gin_settle(struct ep_gin_comm *comm, const uint32_t *count)
 {
     const uint64_t end = ep_clock_ns() + SETTLE_NS;
 
-    while (__atomic_load_n(&comm->active, __ATOMIC_RELAXED) != 0 && ep_clock_ns() < end)
+    while (__atomic_load_n(count, __ATOMIC_RELAXED) != 0 && ep_clock_ns() < end)
         ep_gin_progress(comm);
+}
+
+static void forget(struct ep_gin_comm *comm, struct ep_gin_put *put)
+{
+    if (done(put))
+        give(comm, put);
+    else
+        put->orphan = true;
+}
+
+void ep_gin_puts_forget(struct ep_gin_comm *comm, uint32_t first, uint32_t n)
+{
+    struct ep_gin_put *put;
+
+    for (uint32_t i = 0; (put = ep_gin_pool_at(&comm->pool, i)) != NULL; i++)
+        if (put->in_use && !put->orphan && put->context - first < n)
+            forget(comm, put);
 }

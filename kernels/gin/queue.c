@@ -52,6 +52,15 @@ void ep_gin_pool_close(struct ep_gin_pool *pool)
     memset(pool, 0, sizeof *pool);
 }
 
+struct ep_gin_put *ep_gin_pool_at(struct ep_gin_pool *pool, uint32_t i)
+{
+    const uint32_t slab = pool->n > 0 ? i / pool->size : 0;
+
+    if (pool->n == 0 || slab >= pool->n || (slab == pool->n - 1 && i % pool->size >= pool->used))
+        return NULL;
+    return &pool->slabs[slab][i % pool->size];
+}
+
 struct ep_gin_put *ep_gin_pool_take(struct ep_gin_pool *pool)
 {
     struct ep_gin_put *put = pool->free;

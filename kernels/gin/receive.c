@@ -64,6 +64,8 @@ static void apply(void *user, const struct ep_gin_signal *signal)
     struct ep_gin_comm *comm = user;
     struct ep_gin_region *region = ep_gin_region_of(comm, signal->region);
 
+    if (__atomic_load_n(&comm->failed, __ATOMIC_RELAXED) != 0)
+        return; /* its data may not be there */
     if (!region)
         ep_gin_count(comm, &comm->counts.late_pieces, "a signal for a region that is gone");
     else if (!ep_gin_inside(signal->offset, sizeof(uint64_t), region->bytes))

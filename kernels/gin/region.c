@@ -159,6 +159,7 @@ ep_status ep_gin_region_add(struct ep_gin_comm *comm, void *at, uint64_t bytes, 
     region->at = at;
     region->bytes = bytes;
     region->type = type;
+    region->uses = 0;
     region->dmabuf = dmabuf;
     region->dmabuf_offset = dmabuf_offset;
     status = make(comm, region, flags, error);
@@ -187,7 +188,7 @@ static void leave(struct ep_gin_comm *comm, struct ep_gin_region *region)
 
 void ep_gin_region_remove(struct ep_gin_comm *comm, struct ep_gin_region *region)
 {
-    ep_gin_settle(comm);
+    ep_gin_settle(comm, &region->uses);
     ep_gin_region_drop(comm, region);
 }
 

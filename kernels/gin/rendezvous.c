@@ -70,7 +70,6 @@ static socklen_t handle_address(const struct ep_gin_handle *handle, union addres
     }
     address->v6.sin6_family = AF_INET6;
     address->v6.sin6_port = handle->port;
-    address->v6.sin6_scope_id = handle->scope;
     memcpy(&address->v6.sin6_addr, handle->address, sizeof address->v6.sin6_addr);
     return sizeof address->v6;
 }
@@ -84,7 +83,6 @@ static void handle_set(struct ep_gin_handle *handle, const union address *addres
     } else {
         handle->family = 6;
         handle->port = address->v6.sin6_port;
-        handle->scope = address->v6.sin6_scope_id;
         memcpy(handle->address, &address->v6.sin6_addr, sizeof address->v6.sin6_addr);
     }
 }

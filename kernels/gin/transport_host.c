@@ -276,7 +276,7 @@ static void host_region_leave(void *opened, const struct ep_gin_region *region, 
 
 static bool on_host(const struct host_link *link, const struct ep_gin_put *put)
 {
-    return link->own && put->source->type == NCCL_MEMORY_HOST && put->target_type == NCCL_MEMORY_HOST;
+    return link->own && put->source->type == NCCL_MEMORY_HOST && put->target->type == NCCL_MEMORY_HOST;
 }
 
 static bool host_put_start(void *opened, struct ep_gin_put *put)
@@ -305,7 +305,7 @@ static bool tell(struct host_link *link, const struct ep_gin_put *put)
 {
     struct ep_gin_message message;
 
-    if (ep_gin_peer_is_lost(link->peer))
+    if (!ep_gin_peer_is_served(link->peer))
         return true;
     ep_gin_put_message(put, 0, 0, &message);
     message.flags = put->bytes > 0 ? EP_GIN_WHOLE : 0;

@@ -375,10 +375,10 @@ static void tcp_progress(void *opened)
     for (uint32_t i = 0; i < link->n; i++) {
         struct connection *c = &link->connections[i];
 
-        if (ep_gin_peer_is_lost(link->peer))
-            drop_chunks(link, c);
-        while (!ep_gin_peer_is_lost(link->peer) && send_some(link, c))
+        while (ep_gin_peer_is_served(link->peer) && send_some(link, c))
             ;
+        if (!ep_gin_peer_is_served(link->peer))
+            drop_chunks(link, c);
     }
     ep_gin_staging_reclaim(&link->staging, link->sender);
 }

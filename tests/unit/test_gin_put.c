@@ -97,7 +97,7 @@ static void close_world(struct world *w)
     free(w);
 }
 
-static struct ep_gin_put_args args(const struct world *w, uint32_t rank, uint32_t context, uint64_t bytes)
+static struct ep_gin_put_args args(struct world *w, uint32_t rank, uint32_t context, uint64_t bytes)
 {
     return (struct ep_gin_put_args){
         .rank = rank, .context = context, .source = &w->source, .target = &w->target, .bytes = bytes
@@ -334,6 +334,61 @@ static void as_many_as_were_promised_are_taken(void **state)
     close_world(w);
 }
 
+static void a_context_that_goes_leaves_no_puts_behind(void **state)
+{
+    struct world *w = open_world();
+    struct ep_gin_put *done, *under_way, *other;
+    uint32_t first;
+
+    (void)state;
+    done = put(w, 1, 0, 8);
+    under_way = put(w, 1, 0, 8);
+    other = put(w, 1, 1, 8);
+    ep_gin_put_sent(done, 8);
+    ep_gin_contexts_give(&w->comm, 0, 1);
+    assert_false(done->in_use);
+    assert_true(under_way->in_use);
+    ep_gin_put_sent(under_way, 8);
+    assert_false(under_way->in_use);
+    assert_true(other->in_use);
+    assert_true(ep_gin_put_test(&w->comm, put(w, 1, 0, 8))); /* no context of anybody's */
+    assert_int_equal(w->comm.counts.bad_puts, 1);
+    assert_int_equal(ep_gin_contexts_take(&w->comm, 1, &first, NULL), EP_OK);
+    assert_int_equal(first, 0);
+    assert_int_equal(ep_gin_contexts_take(&w->comm, EP_GIN_MAX_CONTEXTS, &first, NULL), EP_RESOURCE_EXHAUSTED);
+    close_world(w);
+}
+
+static void a_region_knows_who_uses_it(void **state)
+{
+    struct world *w = open_world();
+    struct ep_gin_put *a = put(w, 1, 0, 8), *b = put(w, 2, 0, 8);
+
+    (void)state;
+    assert_int_equal(w->source.uses, 2);
+    assert_int_equal(w->target.uses, 2);
+    ep_gin_put_sent(a, 8);
+    ep_gin_put_sent(b, 8);
+    assert_int_equal(w->source.uses, 0);
+    assert_int_equal(w->target.uses, 0);
+    close_world(w);
+}
+
+static void a_gpu_that_fails_ends_puts_and_says_so(void **state)
+{
+    struct world *w = open_world();
+    struct ep_gin_put *p;
+
+    (void)state;
+    fakes[1].room = 0;
+    p = put(w, 1, 0, 8);
+    w->comm.failed = 1;
+    ep_gin_progress(&w->comm);
+    assert_true(ep_gin_put_test(&w->comm, p));
+    assert_int_equal(fakes[1].n, 0);
+    close_world(w);
+}
+
 /* ---- staging memory -------------------------------------------------------------------------- */
 
 static void pieces_lie_in_one_stretch_and_come_back_in_any_order(void **state)
@@ -400,6 +455,9 @@ int main(void)
         cmocka_unit_test(a_link_without_room_goes_on_where_it_stopped),
         cmocka_unit_test(puts_to_a_peer_that_is_gone_are_done),
         cmocka_unit_test(as_many_as_were_promised_are_taken),
+        cmocka_unit_test(a_context_that_goes_leaves_no_puts_behind),
+        cmocka_unit_test(a_region_knows_who_uses_it),
+        cmocka_unit_test(a_gpu_that_fails_ends_puts_and_says_so),
         cmocka_unit_test(pieces_lie_in_one_stretch_and_come_back_in_any_order),
         cmocka_unit_test(a_piece_that_is_not_given_back_is_in_the_way),
     };
