@@ -402,8 +402,9 @@ ep_status memory_receive(struct worker *worker, const struct ep_ref_dispatch *pl
 
 void memory_keep(struct worker *worker, const struct received *received)
 {
-    memcpy(worker->kept.rows, received->base, worker->sizes.out);
-    if (received->scale_base)
+    if (worker->sizes.out > 0) /* else there is no memory */
+        memcpy(worker->kept.rows, received->base, worker->sizes.out);
+    if (worker->sizes.out_scales > 0)
         memcpy(worker->kept.scales, received->scale_base, worker->sizes.out_scales);
 }
 
