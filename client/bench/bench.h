@@ -6,6 +6,7 @@
  *   inputs       every rank's inputs, from the seed      inputs.c
  *   experts      what experts make of rows               experts.c
  *   verify       results against the reference           verify.c
+ *   soak         random ops for a while, and kills       soak_plan.c, soak.c
  *   worker       one rank: a process of its own          worker*.c
  *   crew         the workers' processes and messages     crew.c
  *   sweep        the cases, one after the other          sweep.c, kill.c
@@ -114,6 +115,8 @@ struct bench_config {
     char record[1024];
     uint32_t timeout_ms;
     int32_t kill_rank, kill_case; /* -1: none */
+    uint32_t soak_s, soak_kill_s; /* instead of a sweep, for so long, and a worker is killed so often; 0: not */
+    uint64_t soak_ops;            /* the soak ends with that one; 0: it does not */
     bool keep_going, reference;
     bool modes_given, tokens_given; /* else cases that an existing group cannot hold are left out */
     uint32_t n_cases;
@@ -138,10 +141,18 @@ struct bench_sample { /* one iteration, us */
     float copy_gbps; /* dispatch: rows laid down per time that was not waiting */
 };
 
+/* What a rank's soak has come to. */
+struct bench_soak {
+    uint64_t dispatches[EP_MODE_HT + 1][EP_LAYOUT_FLAT + 1], combines[EP_MODE_HT + 1][EP_LAYOUT_FLAT + 1];
+    uint64_t dropped, masked; /* routes of no home, dispatches without everybody */
+    uint64_t waited_ns, longest_ns; /* of an op at its executor */
+};
+
 /* In shared memory.  The worker writes, and the coordinator reads after the answer; the first
  * block is read at any time. */
 struct bench_rank_result {
     uint64_t progress;    /* grows while the worker gets on */
+    uint64_t soak_next;   /* steps before it are over; the coordinator sets it for one that joins */
     uint32_t at_the_edge; /* the victim stands in the middle of an op */
     uint32_t reserved;
 
@@ -155,12 +166,21 @@ struct bench_rank_result {
     uint32_t backend, executor;         /* ep_backend, ep_executor */
     uint64_t ops_finished, ops_failed;
     double longest_op_us;
+    struct bench_soak soak;
     uint32_t samples;
     struct bench_sample sample[]; /* [iters] */
 };
 
+/* How far a soak may go.  The coordinator writes, workers look between chapters. */
+struct bench_leash {
+    uint64_t granted; /* steps before it may be taken */
+    uint32_t closed;  /* and no more ever */
+    uint32_t reserved;
+};
+
 struct bench_shared {
     struct bench_config config;
+    struct bench_leash leash;
     uint64_t results, result_stride; /* offset of rank 0's, and from one to the next */
 };
 
@@ -177,6 +197,7 @@ enum bench_command {
     BENCH_VERIFY,     /* BENCH_FLAG_MASKED: one run, some ranks are gone */
     BENCH_TIME,       /* BENCH_FLAG_VICTIM, _MASKED: latencies only */
     BENCH_TIME_GRAPH, /* replays of a CUDA graph */
+    BENCH_SOAK,       /* from soak_next on, until the leash is closed */
     BENCH_END,        /* of the case */
     BENCH_EXIT
 };

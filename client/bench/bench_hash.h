@@ -19,7 +19,14 @@ enum bench_stream {
     STREAM_SCALE,
     STREAM_ROW_BIAS,
     STREAM_GRADIENT,
-    STREAM_GRADIENT_SCALE
+    STREAM_GRADIENT_SCALE,
+    STREAM_SOAK,
+    STREAM_SOAK_STEP,
+    STREAM_SOAK_LAYOUT,
+    STREAM_SOAK_TOKENS,
+    STREAM_SOAK_ODD,
+    STREAM_SOAK_NAP,
+    STREAM_SOAK_KILL
 };
 
 static inline uint64_t bench_hash(uint64_t seed, enum bench_stream stream, uint32_t a, uint32_t b, uint32_t c)

@@ -251,7 +251,7 @@ static ep_status take_answer(struct crew *crew, uint32_t rank, struct ep_error *
     return ep_error_set(error, (ep_status)answer.status, "rank %u: %s", rank, answer.text);
 }
 
-static uint64_t total_progress(const struct crew *crew)
+uint64_t crew_progress(const struct crew *crew)
 {
     uint64_t total = 0;
 
@@ -278,18 +278,34 @@ static ep_status hung(struct crew *crew, uint64_t mask, uint64_t ms, ep_status s
                         (unsigned long long)ms, list);
 }
 
+/* Of the ranks in `mask`: their sockets, and which rank each is of. */
+static uint32_t watch(const struct crew *crew, uint64_t mask, struct pollfd *fds, uint32_t *rank)
+{
+    uint32_t n = 0;
+
+    for (uint32_t r = 0; r < crew->ranks; r++)
+        if (mask >> r & 1) {
+            rank[n] = r;
+            fds[n++] = (struct pollfd){ .fd = crew->member[r].socket, .events = POLLIN };
+        }
+    return n;
+}
+
+bool crew_answered(const struct crew *crew, uint64_t mask, int wait_ms)
+{
+    struct pollfd fds[BENCH_MAX_RANKS];
+    uint32_t rank[BENCH_MAX_RANKS];
+
+    return poll(fds, watch(crew, mask, fds, rank), wait_ms) > 0;
+}
+
 /* Answers that have come; false when nothing came within POLL_MS.  dead: a worker has ended instead. */
 static bool take_some(struct crew *crew, uint64_t *mask, bool *dead, ep_status *status,
                       struct ep_error *error)
 {
     struct pollfd fds[BENCH_MAX_RANKS];
-    uint32_t rank[BENCH_MAX_RANKS], n = 0;
+    uint32_t rank[BENCH_MAX_RANKS], n = watch(crew, *mask, fds, rank);
 
-    for (uint32_t r = 0; r < crew->ranks; r++)
-        if (*mask >> r & 1) {
-            rank[n] = r;
-            fds[n++] = (struct pollfd){ .fd = crew->member[r].socket, .events = POLLIN };
-        }
     if (poll(fds, n, POLL_MS) <= 0)
         return false;
     for (uint32_t i = 0; i < n; i++) {
@@ -318,7 +334,7 @@ ep_status crew_collect(struct crew *crew, uint64_t mask, struct ep_error *error)
 {
     uint64_t waits_ms =
         4ull * crew->shared->config.timeout_ms; /* ops wait for each other, and workers for ops */
-    uint64_t seen = total_progress(crew), since = ep_clock_ns();
+    uint64_t seen = crew_progress(crew), since = ep_clock_ns();
     ep_status status = EP_OK;
     bool dead = false;
 
@@ -333,7 +349,7 @@ ep_status crew_collect(struct crew *crew, uint64_t mask, struct ep_error *error)
             give_up(crew);
             return status;
         }
-        now = total_progress(crew);
+        now = crew_progress(crew);
         if (now != seen)
             since = ep_clock_ns();
         seen = now;

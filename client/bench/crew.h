@@ -44,6 +44,11 @@ ep_status crew_collect(struct crew *crew, uint64_t mask, struct ep_error *error)
 ep_status crew_do(struct crew *crew, uint64_t mask, enum bench_command command, uint32_t case_index,
                   uint32_t flags, struct ep_error *error);
 
+/* Has one of them answered, or ended?  Waits for that at most wait_ms. */
+bool crew_answered(const struct crew *crew, uint64_t mask, int wait_ms);
+/* Grows while any of them gets on. */
+uint64_t crew_progress(const struct crew *crew);
+
 uint64_t crew_all(const struct crew *crew);
 struct bench_rank_result *crew_result(const struct crew *crew, uint32_t rank);
 

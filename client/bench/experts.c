@@ -247,6 +247,14 @@ static void load_token(struct experts_model *model, uint32_t source, uint32_t to
     model->token = token;
 }
 
+/* That is for the rank to say which has the expert. */
+static bool one_expert_a_row(const struct inputs *inputs, uint32_t source, uint32_t token, uint32_t expert)
+{
+    uint32_t home, local;
+
+    return ep_ref_home(&inputs->routing, source, token, expert, &home, &local) && by_expert(inputs->layout[home]);
+}
+
 /*
  * Rows of one expert hold c x, rounded.  Of an exact x the rounded number is known; of a quantised one
  * it is c x give or take |c| r and one rounding.  Otherwise the sum is rounded, which the
@@ -257,7 +265,7 @@ void experts_model_expert(void *user, uint32_t source, uint32_t token, uint32_t 
 {
     struct experts_model *model = user;
     ep_dtype dtype = bench_dtypes[model->inputs->of.dtype].combine;
-    bool rounded = by_expert(model->inputs->of.layout);
+    bool rounded = one_expert_a_row(model->inputs, source, token, expert);
     double c = inputs_expert(expert);
 
     load_token(model, source, token);

@@ -33,7 +33,7 @@ static uint64_t four(const struct inputs *inputs, uint32_t rank, uint32_t token,
 {
     enum bench_stream stream = inputs->pass == BENCH_BACKWARD ? STREAM_GRADIENT : STREAM_TOKEN;
 
-    return bench_hash(inputs->config->seed, stream, rank, token, column / 4);
+    return bench_hash(inputs->seed, stream, rank, token, column / 4);
 }
 
 static uint32_t number_of(uint64_t bits, uint32_t column)
@@ -56,7 +56,7 @@ static bool powers(const struct inputs *inputs)
 static float scale_of(const struct inputs *inputs, uint32_t rank, uint32_t token, uint32_t block)
 {
     enum bench_stream stream = inputs->pass == BENCH_BACKWARD ? STREAM_GRADIENT_SCALE : STREAM_SCALE;
-    uint64_t bits = bench_hash(inputs->config->seed, stream, rank, token, block);
+    uint64_t bits = bench_hash(inputs->seed, stream, rank, token, block);
     double mantissa = powers(inputs) ? 1.0 : 1.0 + (double)(bits & 0xffff) / 65536.0;
 
     return (float)ldexp(mantissa, -6 - (int)(bits >> 16 & 7));
@@ -145,9 +145,24 @@ uint32_t inputs_tokens(const struct bench_config *config, const struct bench_cas
     return (int32_t)rank == config->zero_rank ? 0 : of->tokens;
 }
 
-static bool choose(const struct routing *routing, uint32_t number_of_rank, uint32_t top_k,
-                   struct ep_ref_rank *rank)
+/* One choice of 16 is of no expert there is, one names the token's first expert again. */
+static void make_odd(const struct bench_config *config, uint64_t seed, uint32_t rank, uint32_t token,
+                     int64_t *topk)
 {
+    for (uint32_t j = 0; j < config->top_k; j++) {
+        uint64_t hash = bench_hash(seed, STREAM_SOAK_ODD, rank, token, j);
+
+        if (hash % 16 == 0)
+            topk[j] = (int64_t)config->experts + (int64_t)(hash >> 8 & 3);
+        else if (hash % 16 == 1)
+            topk[j] = topk[0];
+    }
+}
+
+static bool choose(const struct bench_config *config, const struct routing *routing, uint32_t number_of_rank,
+                   uint64_t odd, struct ep_ref_rank *rank)
+{
+    const uint32_t top_k = config->top_k;
     size_t choices = (size_t)rank->tokens * top_k + 1;
     int64_t *topk = malloc(choices * sizeof *topk);
     float *weights = malloc(choices * sizeof *weights);
@@ -156,27 +171,33 @@ static bool choose(const struct routing *routing, uint32_t number_of_rank, uint3
     rank->weights = weights;
     if (!topk || !weights)
         return false;
-    for (uint32_t t = 0; t < rank->tokens; t++)
+    for (uint32_t t = 0; t < rank->tokens; t++) {
         routing_token(routing, number_of_rank, t, topk + (size_t)t * top_k, weights + (size_t)t * top_k);
+        if (odd)
+            make_odd(config, odd, number_of_rank, t, topk + (size_t)t * top_k);
+    }
     return true;
 }
 
-ep_status inputs_open(const struct bench_config *config, const struct bench_case *of,
-                      const struct routing *routing, struct inputs *out, struct ep_error *error)
+ep_status inputs_open_varied(const struct bench_config *config, const struct bench_case *of,
+                             const struct routing *routing, const struct inputs_variety *variety,
+                             struct inputs *out, struct ep_error *error)
 {
     bool ok = true;
 
     pthread_once(&tables_once, fill_tables);
     *out = (struct inputs){ .config = config,
                             .of = *of,
+                            .seed = variety->seed,
                             .hidden = config->hidden,
                             .scales = scales_of(config),
                             .scale_bytes = inputs_scale_bytes(config, of) };
     out->rank = calloc(config->ranks, sizeof *out->rank);
     for (uint32_t r = 0; out->rank && ok && r < config->ranks; r++) {
+        out->layout[r] = variety->layout[r];
         out->rank[r].present = true;
-        out->rank[r].tokens = inputs_tokens(config, of, r);
-        ok = choose(routing, r, config->top_k, &out->rank[r]);
+        out->rank[r].tokens = variety->tokens[r];
+        ok = choose(config, routing, r, variety->odd, &out->rank[r]);
     }
     if (!out->rank || !ok) {
         inputs_close(out);
@@ -191,6 +212,20 @@ ep_status inputs_open(const struct bench_config *config, const struct bench_case
         .rank = out->rank,
     };
     return EP_OK;
+}
+
+ep_status inputs_open(const struct bench_config *config, const struct bench_case *of,
+                      const struct routing *routing, struct inputs *out, struct ep_error *error)
+{
+    uint32_t tokens[BENCH_MAX_RANKS];
+    ep_layout layout[BENCH_MAX_RANKS];
+
+    for (uint32_t r = 0; r < config->ranks; r++) {
+        tokens[r] = inputs_tokens(config, of, r);
+        layout[r] = of->layout;
+    }
+    return inputs_open_varied(config, of, routing,
+                              &(struct inputs_variety){ config->seed, tokens, layout, 0 }, out, error);
 }
 
 void inputs_close(struct inputs *inputs)

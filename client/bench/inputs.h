@@ -17,6 +17,8 @@
 struct inputs {
     const struct bench_config *config;
     struct bench_case of;
+    uint64_t seed;            /* of elements and scales */
+    ep_layout layout[BENCH_MAX_RANKS]; /* of what each rank receives */
     enum bench_pass pass;     /* whose elements: the tokens', or the gradients' of what became of them */
     uint32_t hidden, scales;  /* elements, scales of a row */
     size_t scale_bytes;       /* of a row's scales */
@@ -33,6 +35,16 @@ uint32_t inputs_tokens(const struct bench_config *config, const struct bench_cas
 /* Chooses the routes of all ranks.  EP_NO_MEMORY is the only failure. */
 ep_status inputs_open(const struct bench_config *config, const struct bench_case *of,
                       const struct routing *routing, struct inputs *out, struct ep_error *error);
+/* The same for ranks that differ in tokens and layout (both [ranks]). */
+struct inputs_variety {
+    uint64_t seed; /* of elements */
+    const uint32_t *tokens;
+    const ep_layout *layout;
+    uint64_t odd; /* seed of choices that are wrong or repeated; 0: there are none */
+};
+ep_status inputs_open_varied(const struct bench_config *config, const struct bench_case *of,
+                             const struct routing *routing, const struct inputs_variety *variety,
+                             struct inputs *out, struct ep_error *error);
 void inputs_close(struct inputs *inputs);
 
 /* Row of a token as it is dispatched; scales (fp8-given only) may be NULL otherwise. */

@@ -55,7 +55,7 @@ static ep_status run(struct sweep *sweep, struct ep_error *error)
     if (status != EP_OK && status != EP_CANCELLED && server.pid > 0)
         private_server_show_log(&server);
     private_server_stop(&server);
-    if (sweep->n_results > 0) { /* also what there was before something went wrong */
+    if (sweep->n_results > 0 || sweep->soak.run) { /* also what there was before something went wrong */
         struct ep_error *unless_known = status == EP_OK ? error : &ignored;
         ep_status printed = report(sweep, figures.n > 0 ? &figures : NULL, unless_known);
 

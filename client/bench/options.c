@@ -43,6 +43,9 @@ enum {
     KEY_RECORD,
     KEY_TIMEOUT,
     KEY_KILL,
+    KEY_SOAK,
+    KEY_SOAK_OPS,
+    KEY_SOAK_KILL,
     KEY_KEEP_GOING,
     KEY_REFERENCE
 };
@@ -109,6 +112,13 @@ static const struct argp_option flags[] = {
       "kill -9 this rank's worker in the middle of that case (both from 0); the others must finish, a new "
       "worker attaches, and the case is run again",
       4 },
+    { "soak", KEY_SOAK, "SECONDS", 0,
+      "instead of the sweep: random ops of its modes, layouts and formats (default: all) for so long, several at a "
+      "time, all results checked", 4 },
+    { "soak-ops", KEY_SOAK_OPS, "N", 0,
+      "end the soak after N ops of each rank; the same seed gives the same ops", 4 },
+    { "soak-kill", KEY_SOAK_KILL, "SECONDS", 0,
+      "in a soak, kill -9 a random worker about so often; the others go on, and a new one takes its rank", 4 },
     { "reference", KEY_REFERENCE, NULL, 0,
       "also measure what this machine gives: memcpy, futex, RPC, attaching, one token's round trip", 4 },
     { "output", KEY_OUTPUT, "FORMAT", 0, "table, json or csv (default table)", 4 },
@@ -379,6 +389,9 @@ static ep_status take_flag(struct parse *parse, int key, const char *text)
     case KEY_RECORD: return string("record", text, config->record, sizeof config->record, error);
     case KEY_TIMEOUT: return number32("timeout-ms", text, 1, 3600000, &config->timeout_ms, error);
     case KEY_KILL: return kill_at(text, config, error);
+    case KEY_SOAK: return number32("soak", text, 1, 7 * 86400, &config->soak_s, error);
+    case KEY_SOAK_OPS: return number("soak-ops", text, 1, INT64_MAX, &config->soak_ops, error);
+    case KEY_SOAK_KILL: return number32("soak-kill", text, 1, 86400, &config->soak_kill_s, error);
     case KEY_KEEP_GOING: config->keep_going = true; return EP_OK;
     case KEY_REFERENCE: config->reference = true; return EP_OK;
     default: return EP_UNIMPLEMENTED;
@@ -440,11 +453,36 @@ static bool any_scaled(const struct parse *parse)
     return false;
 }
 
+/* A soak has forward passes of whatever there is, and kills of its own. */
+static ep_status finish_soak(struct parse *parse)
+{
+    const struct bench_config *config = parse->config;
+    const bool soak = config->soak_s || config->soak_ops;
+
+    if (config->soak_kill_s && !soak)
+        return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--soak-kill: in which soak? add --soak");
+    if (!soak)
+        return EP_OK;
+    if (config->kill_rank >= 0)
+        return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--kill: a soak has no cases; use --soak-kill");
+    if (parse->passes & 1u << BENCH_BACKWARD)
+        return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--passes: a soak has forward ones only");
+    if (!config->verify)
+        return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--no-verify: a soak is there to verify");
+    if (parse->dtypes == 0 && !config->group[0]) {
+        parse->dtypes = (1u << BENCH_DTYPES) - 1;
+        parse->scales = 1u << EP_SCALE_FP32 | 1u << EP_SCALE_UE8M0;
+    }
+    return EP_OK;
+}
+
 static ep_status finish(struct parse *parse)
 {
     static const uint32_t tokens[] = { 1, 32, 128 };
     struct bench_config *config = parse->config;
 
+    if (finish_soak(parse) != EP_OK)
+        return parse->error->status;
     config->modes_given = parse->modes != 0;
     config->tokens_given = parse->n_tokens != 0;
     if (parse->n_tokens == 0) {

@@ -9,19 +9,38 @@ enum { EVERY_S = 3 };
 
 static bool line_open;
 
-void progress(uint32_t index, uint32_t n, const struct bench_case *of, const char *what)
+static bool due(bool terminal)
 {
     static uint64_t last;
-    bool terminal = isatty(STDERR_FILENO);
     uint64_t now = ep_clock_ns();
+
+    if (last && now - last < (terminal ? EP_NS_PER_S / 5 : EVERY_S * EP_NS_PER_S))
+        return false;
+    last = now;
+    return true;
+}
+
+void progress(uint32_t index, uint32_t n, const struct bench_case *of, const char *what)
+{
+    bool terminal = isatty(STDERR_FILENO);
     char name[80];
 
-    if (!terminal && last && now - last < EVERY_S * EP_NS_PER_S)
+    if (!due(terminal) && !terminal)
         return;
-    last = now;
     bench_case_text(of, name, sizeof name);
     fprintf(stderr, "%s%u/%u %s: %s%s", terminal ? "\r\033[K" : "ep-bench: ", index + 1, n, name, what,
             terminal ? "" : "\n");
+    line_open = terminal;
+}
+
+void progress_soak(uint64_t steps, uint32_t kills)
+{
+    bool terminal = isatty(STDERR_FILENO);
+
+    if (!due(terminal))
+        return;
+    fprintf(stderr, "%ssoak: %llu ops of each rank, %u kills%s", terminal ? "\r\033[K" : "ep-bench: ",
+            (unsigned long long)steps, kills, terminal ? "" : "\n");
     line_open = terminal;
 }
 

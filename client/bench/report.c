@@ -27,6 +27,8 @@ const char report_definitions[] =
 
 static void print_failures(const struct sweep *sweep)
 {
+    if (sweep->soak.error.status != EP_OK)
+        fprintf(stderr, "ep-bench: soak: %s\n", sweep->soak.error.text);
     for (uint32_t i = 0; i < sweep->n_results; i++) {
         const struct case_result *r = &sweep->results[i];
         char name[80];
@@ -57,8 +59,33 @@ static void csv_line(const struct sweep *sweep, const struct case_result *r)
            bench_pass_name(r->of.pass));
 }
 
+/* What is of the soak as a whole stands in each line. */
+static void csv_soak_line(const struct soak_result *soak, ep_mode mode, ep_layout layout)
+{
+    const struct bench_soak *totals = &soak->totals;
+
+    printf("%s,%s,%llu,%llu,%.3f,%.3f,%llu,%llu,%.3f,%.3f,%u,%llu\n", bench_mode_name(mode), bench_layout_name(layout),
+           (unsigned long long)totals->dispatches[mode][layout], (unsigned long long)totals->combines[mode][layout],
+           soak->seconds, soak_ops_per_second(soak), (unsigned long long)totals->dropped,
+           (unsigned long long)totals->masked, (double)totals->waited_ns / 1e9, (double)totals->longest_ns / 1e3,
+           soak->kills, (unsigned long long)soak->wrong);
+}
+
+static ep_status report_soak_csv(const struct soak_result *soak)
+{
+    puts("mode,layout,dispatches,combines,seconds,ops_per_second,dropped,masked_dispatches,waited_s,longest_op_us,"
+         "kills,wrong");
+    for (ep_mode mode = EP_MODE_LL; mode <= EP_MODE_HT; mode++)
+        for (ep_layout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_FLAT; layout++)
+            if (soak->totals.dispatches[mode][layout])
+                csv_soak_line(soak, mode, layout);
+    return EP_OK;
+}
+
 static ep_status report_csv(const struct sweep *sweep)
 {
+    if (sweep->soak.run)
+        return report_soak_csv(&sweep->soak);
     puts("mode,layout,dtype,scales,tokens,verified,mismatches,dispatch_p50_us,dispatch_p90_us,dispatch_p99_us,"
          "combine_p50_us,combine_p90_us,combine_p99_us,p50_us,p90_us,p99_us,pair_us,service_us,wire_gbps,"
          "logical_gbps,buffer_bytes,max_error,max_bound_ratio,graph_pair_us,backend,executor,pass");

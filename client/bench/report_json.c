@@ -83,6 +83,38 @@ static json_t *kill_object(const struct kill_result *kill)
                      kill->attach_us, "join_us", kill->join_us, "context_us", kill->context_us);
 }
 
+static json_t *layouts_array(const struct bench_soak *totals)
+{
+    json_t *list = json_array();
+
+    for (ep_mode mode = EP_MODE_LL; mode <= EP_MODE_HT; mode++)
+        for (ep_layout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_FLAT; layout++)
+            if (totals->dispatches[mode][layout])
+                json_array_append_new(list, json_pack("{s:s, s:s, s:I, s:I}", "mode", bench_mode_name(mode), "layout",
+                                                      bench_layout_name(layout), "dispatches",
+                                                      (json_int_t)totals->dispatches[mode][layout], "combines",
+                                                      (json_int_t)totals->combines[mode][layout]));
+    return list;
+}
+
+static json_t *soak_object(const struct soak_result *soak)
+{
+    const struct bench_soak *totals = &soak->totals;
+    json_t *object = json_pack("{s:f, s:I, s:I, s:f, s:o, s:I, s:I, s:f, s:f, s:I, s:f, s:I}", "seconds",
+                               soak->seconds, "steps", (json_int_t)soak->steps, "ops", (json_int_t)soak_ops(totals),
+                               "ops_per_second", soak_ops_per_second(soak), "layouts", layouts_array(totals), "dropped",
+                               (json_int_t)totals->dropped, "masked_dispatches", (json_int_t)totals->masked, "waited_s",
+                               (double)totals->waited_ns / 1e9, "longest_op_us", (double)totals->longest_ns / 1e3,
+                               "kills", (json_int_t)soak->kills, "longest_claim_us", soak->longest_claim_us, "wrong",
+                               (json_int_t)soak->wrong);
+
+    if (soak->error.status != EP_OK) {
+        json_object_set_new(object, "status", json_string(ep_status_name(soak->error.status)));
+        json_object_set_new(object, "error", json_string(soak->error.text));
+    }
+    return object;
+}
+
 static json_t *figures_object(const struct figures *figures)
 {
     json_t *list = json_array();
@@ -119,6 +151,8 @@ ep_status report_json(const struct sweep *sweep, const struct figures *figures, 
     }
     if (root && sweep->config.kill_rank >= 0)
         json_object_set_new(root, "kill", kill_object(&sweep->kill));
+    if (root && sweep->soak.run)
+        json_object_set_new(root, "soak", soak_object(&sweep->soak));
     if (root && figures)
         json_object_set_new(root, "reference", figures_object(figures));
     failed = !root || json_dumpf(root, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(9)) != 0;

@@ -102,6 +102,55 @@ static void case_line(struct libscols_table *table, const struct sweep *sweep, c
     put(line, &column, "%.2f", r->max_bound_ratio);
 }
 
+/* ---- a soak -------------------------------------------------------------------------------------- */
+
+static const struct column soak_columns[] = {
+    { "MODE", true }, { "LAYOUT", true }, { "DISPATCHES", false }, { "COMBINES", false }
+};
+
+static void soak_line(struct libscols_table *table, const struct bench_soak *totals, ep_mode mode, ep_layout layout)
+{
+    struct libscols_line *line = scols_table_new_line(table, NULL);
+    size_t column = 0;
+
+    if (!line)
+        return;
+    put(line, &column, "%s", bench_mode_name(mode));
+    put(line, &column, "%s", bench_layout_name(layout));
+    put(line, &column, "%llu", (unsigned long long)totals->dispatches[mode][layout]);
+    put(line, &column, "%llu", (unsigned long long)totals->combines[mode][layout]);
+}
+
+static ep_status print_soak_table(const struct bench_soak *totals, struct ep_error *error)
+{
+    struct libscols_table *table = new_table(soak_columns, sizeof soak_columns / sizeof *soak_columns);
+
+    if (!table)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a table");
+    for (ep_mode mode = EP_MODE_LL; mode <= EP_MODE_HT; mode++)
+        for (ep_layout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_FLAT; layout++)
+            if (totals->dispatches[mode][layout])
+                soak_line(table, totals, mode, layout);
+    scols_print_table(table);
+    scols_unref_table(table);
+    return EP_OK;
+}
+
+static ep_status print_soak(const struct soak_result *soak, struct ep_error *error)
+{
+    const struct bench_soak *totals = &soak->totals;
+
+    if (print_soak_table(totals, error) != EP_OK)
+        return error->status;
+    printf("\nsoak: %llu ops of all ranks in %.1f s (%.0f/s), waited %.1f s for each other, the longest took %.1f ms\n"
+           "soak: %u kills; %llu dispatches without a rank, %llu choices reached nobody\n"
+           "soak: %llu wrong\n",
+           (unsigned long long)soak_ops(totals), soak->seconds, soak_ops_per_second(soak),
+           (double)totals->waited_ns / 1e9, (double)totals->longest_ns / 1e6, soak->kills,
+           (unsigned long long)totals->masked, (unsigned long long)totals->dropped, (unsigned long long)soak->wrong);
+    return EP_OK;
+}
+
 static void print_kill(const struct kill_result *kill)
 {
     printf(
@@ -158,24 +207,33 @@ static ep_status print_figures(const struct figures *figures, struct ep_error *e
     return EP_OK;
 }
 
-ep_status report_table(const struct sweep *sweep, const struct figures *figures, struct ep_error *error)
+static void print_setting(const struct sweep *sweep)
 {
     const struct bench_config *config = &sweep->config;
-    struct libscols_table *table = new_table(case_columns, sizeof case_columns / sizeof *case_columns);
 
-    if (!table)
-        return ep_error_set(error, EP_NO_MEMORY, "no memory for a table");
     printf("group %s on %s, executor %s%s: %u ranks, %u experts, hidden %u, top-k %u, routing %s, seed %llu, "
            "%u iterations\n\n",
            config->group, bench_backends[config->backend], bench_executor_name(sweep->executor),
            config->own_memory ? ", memory own" : "", config->ranks, config->experts, config->hidden,
            config->top_k, config->routing_text,
            (unsigned long long)config->seed, config->iters);
+}
+
+ep_status report_table(const struct sweep *sweep, const struct figures *figures, struct ep_error *error)
+{
+    struct libscols_table *table;
+
+    print_setting(sweep);
+    if (sweep->soak.run)
+        return print_soak(&sweep->soak, error);
+    table = new_table(case_columns, sizeof case_columns / sizeof *case_columns);
+    if (!table)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a table");
     for (uint32_t i = 0; i < sweep->n_results; i++)
         case_line(table, sweep, &sweep->results[i]);
     scols_print_table(table);
     scols_unref_table(table);
-    if (config->kill_rank >= 0)
+    if (sweep->config.kill_rank >= 0)
         print_kill(&sweep->kill);
     printf("\n%s", report_definitions);
     return figures ? print_figures(figures, error) : EP_OK;

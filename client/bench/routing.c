@@ -338,3 +338,9 @@ void routing_token(const struct routing *routing, uint32_t rank, uint32_t token,
         if (bench_unit(bench_hash(routing->shape.seed, STREAM_DROP, rank, token, j)) < routing->shape.drop)
             topk[j] = -1;
 }
+
+void routing_reseed(struct routing *routing, uint64_t seed, double drop)
+{
+    routing->shape.seed = seed;
+    routing->shape.drop = drop;
+}

@@ -70,6 +70,9 @@ void routing_close(struct routing *routing); /* NULL is allowed */
 void routing_token(const struct routing *routing, uint32_t rank, uint32_t token, int64_t *topk,
                    float *weights);
 
+/* Other choices from here on, where they are drawn at all. */
+void routing_reseed(struct routing *routing, uint64_t seed, double drop);
+
 /* Writes a trace of tokens 0 .. tokens-1 of every rank. */
 ep_status routing_record(const struct routing *routing, uint32_t tokens, const char *path,
                          struct ep_error *error);

@@ -6,6 +6,7 @@
 
 #include "ep_clock.h"
 #include "group.h"
+#include "soak_plan.h"      /* SOAK_LANES */
 #include "worker_private.h" /* buffer_sizes */
 
 /* ---- how large a group must be ----------------------------------------------------------------- */
@@ -53,12 +54,35 @@ static bool outdone(const struct bench_config *config, uint32_t index)
     return false;
 }
 
+/* Lanes take memory of other sizes again and again, so some of it lies between blocks. */
+static void settle_soak_arena(const struct bench_config *config, uint32_t local_experts, struct group_needs *needs)
+{
+    for (uint32_t i = 0; i < config->n_cases; i++) {
+        const struct bench_case *of = &config->cases[i];
+        const uint64_t arrivals = (uint64_t)config->ranks * of->tokens;
+        uint64_t rows = arrivals, bytes;
+        struct buffer_sizes sizes;
+
+        if (of->layout == EP_LAYOUT_PACKED)
+            rows = arrivals * (config->top_k < local_experts ? config->top_k : local_experts) +
+                   (uint64_t)local_experts * (config->alignment - 1);
+        buffer_sizes(config, of, of->tokens, local_experts, needs->ll_max_tokens, rows, &sizes);
+        bytes = 2 * SOAK_LANES * buffer_total(&sizes) + ARENA_SLACK;
+        if (bytes > needs->arena_bytes)
+            needs->arena_bytes = bytes;
+    }
+}
+
 static ep_status settle_arena(const struct bench_config *config, const struct routing *routing,
                               struct group_needs *needs, struct ep_error *error)
 {
     struct ep_ref_routing placement = { .ranks = config->ranks, .experts = config->experts };
     uint32_t local_experts = ep_ref_local_experts(&placement, 0); /* rank 0 holds the most */
 
+    if (config->soak_s || config->soak_ops) {
+        settle_soak_arena(config, local_experts, needs);
+        return EP_OK;
+    }
     for (uint32_t i = 0; i < config->n_cases; i++) {
         const struct bench_case *of = &config->cases[i];
         struct buffer_sizes sizes;
@@ -100,6 +124,8 @@ static ep_status check_ranks(const struct bench_config *config, struct ep_error 
     if (config->kill_rank >= (int32_t)config->ranks)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "--kill %d@%d: there are %u ranks", config->kill_rank,
                             config->kill_case, config->ranks);
+    if (config->soak_kill_s && config->ranks < 2)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "--soak-kill: nobody is left of 1 rank");
     if (config->kill_rank >= 0 && config->ranks < 2)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "--kill: nobody is left of 1 rank");
     if (config->kill_case >= (int32_t)config->n_cases)
@@ -202,7 +228,7 @@ static ep_status run_in_group(struct group_link *link, struct sweep *sweep, stru
         status = group_create(link, config, &needs, error);
     if (status != EP_OK)
         return status;
-    status = sweep_run(sweep, error);
+    status = config->soak_s || config->soak_ops ? soak_run(sweep, error) : sweep_run(sweep, error);
     if (own) {
         struct ep_error left = EP_ERROR_INIT;
 

@@ -117,3 +117,20 @@ void summarise_verdicts(const struct crew *crew, uint64_t mask, struct case_resu
     }
     result->verified = result->mismatches == 0 && runs > 0 && runs != UINT32_MAX;
 }
+
+/* ---- a soak -------------------------------------------------------------------------------- */
+
+uint64_t soak_ops(const struct bench_soak *totals)
+{
+    uint64_t n = 0;
+
+    for (ep_mode mode = EP_MODE_LL; mode <= EP_MODE_HT; mode++)
+        for (ep_layout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_FLAT; layout++)
+            n += totals->dispatches[mode][layout] + totals->combines[mode][layout];
+    return n;
+}
+
+double soak_ops_per_second(const struct soak_result *soak)
+{
+    return soak->seconds > 0 ? (double)soak_ops(&soak->totals) / soak->seconds : 0;
+}

@@ -61,7 +61,7 @@ static void run_case(struct crew *crew, struct sweep *sweep, uint32_t index)
 
 /* ---- all of them --------------------------------------------------------------------------- */
 
-static ep_status attach_all(struct crew *crew, struct sweep *sweep, struct ep_error *error)
+ep_status sweep_attach(struct crew *crew, struct sweep *sweep, struct ep_error *error)
 {
     ep_status status = crew_start_all(crew, error);
 
@@ -82,7 +82,7 @@ static ep_status attach_all(struct crew *crew, struct sweep *sweep, struct ep_er
 static ep_status begin_anew(struct crew *crew, struct sweep *sweep, struct ep_error *error)
 {
     crew_stop_all(crew);
-    return attach_all(crew, sweep, error);
+    return sweep_attach(crew, sweep, error);
 }
 
 static bool failed(const struct sweep *sweep, const struct case_result *result)
@@ -92,7 +92,7 @@ static bool failed(const struct sweep *sweep, const struct case_result *result)
 
 static ep_status run_cases(struct crew *crew, struct sweep *sweep, struct ep_error *error)
 {
-    ep_status status = attach_all(crew, sweep, error);
+    ep_status status = sweep_attach(crew, sweep, error);
 
     for (uint32_t i = 0; status == EP_OK && i < sweep->config.n_cases; i++) {
         struct case_result *result = &sweep->results[i];
@@ -138,6 +138,8 @@ ep_status sweep_verdict(const struct sweep *sweep)
 {
     ep_status verdict = EP_OK;
 
+    if (sweep->soak.run)
+        return sweep->soak.error.status;
     for (uint32_t i = 0; i < sweep->n_results; i++) {
         const struct case_result *result = &sweep->results[i];
 

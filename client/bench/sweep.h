@@ -46,8 +46,20 @@ struct kill_result {
     double context_us;         /* of the new worker, before it attached: making a GPU's context */
 };
 
+struct soak_result {
+    bool run;
+    struct ep_error error;    /* what ended it before its time; EP_OK otherwise */
+    double seconds;
+    uint64_t steps;           /* that all ranks there have taken */
+    struct bench_soak totals; /* of all ranks, killed ones as far as they came */
+    uint64_t wrong;           /* elements, counts and rows */
+    uint32_t kills;
+    double longest_claim_us;  /* until a new worker could claim the rank */
+};
+
 struct sweep {
     struct bench_config config;
+    struct soak_result soak;
     uint32_t n_results;
     struct case_result *results; /* [config.n_cases] */
     struct kill_result kill;
@@ -62,6 +74,12 @@ void sweep_free(struct sweep *sweep);
 /* EP_OK when every case was run and verified (or need not be); else the worst of them. */
 ep_status sweep_verdict(const struct sweep *sweep);
 
+/* All ranks at work, and what attaching took. */
+ep_status sweep_attach(struct crew *crew, struct sweep *sweep, struct ep_error *error);
+
+/* soak.c: instead of the cases.  What went wrong is in the result, what is returned kept it from being run. */
+ep_status soak_run(struct sweep *sweep, struct ep_error *error);
+
 /* kill.c: the middle of a prepared and verified case; afterwards everybody is there again. */
 ep_status kill_run(struct crew *crew, const struct bench_config *config, uint32_t case_index,
                    struct kill_result *kill, struct ep_error *error);
@@ -71,8 +89,12 @@ void summarise(const struct crew *crew, struct case_result *result);
 void summarise_verdicts(const struct crew *crew, uint64_t mask, struct case_result *result);
 double percentile(double *values, uint32_t n, double p); /* sorts */
 
+uint64_t soak_ops(const struct bench_soak *totals);
+double soak_ops_per_second(const struct soak_result *soak);
+
 /* progress.c: where we are, on stderr. */
 void progress(uint32_t index, uint32_t n, const struct bench_case *of, const char *what);
+void progress_soak(uint64_t steps, uint32_t kills);
 void progress_end(void);
 
 #endif

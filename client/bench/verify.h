@@ -16,6 +16,7 @@ struct verifier {
     uint32_t rank;
     struct bench_verdict *verdict;
     uint64_t *progress; /* counted up as rows are checked */
+    bool changing;      /* somebody may have gone while the op ran: perhaps its rows came, and ours found nobody */
 };
 
 /* Marks in `inputs` who arrived; false, and a mismatch, when our own rank did not. */

@@ -153,6 +153,7 @@ static ep_status obey(struct worker *worker, const struct bench_message *message
     case BENCH_VERIFY: return worker_verify(worker, (message->flags & BENCH_FLAG_MASKED) != 0, error);
     case BENCH_TIME: return worker_time(worker, message->flags, error);
     case BENCH_TIME_GRAPH: return device_time_graph(worker, error);
+    case BENCH_SOAK: return worker_soak(worker, error);
     case BENCH_END: worker_end(worker); return EP_OK;
     case BENCH_EXIT: return EP_OK;
     }

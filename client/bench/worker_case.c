@@ -7,7 +7,7 @@
 
 /* ---- preparing --------------------------------------------------------------------- */
 
-static ep_status make_plan(struct worker *worker, struct ep_ref_dispatch *plan, struct ep_error *error)
+ep_status worker_plan(struct worker *worker, struct ep_ref_dispatch *plan, struct ep_error *error)
 {
     uint32_t max_tokens = worker->of.mode == EP_MODE_LL ? worker->info.group.ll_max_tokens : 0;
 
@@ -17,19 +17,24 @@ static ep_status make_plan(struct worker *worker, struct ep_ref_dispatch *plan, 
     return EP_OK;
 }
 
-static ep_status prepare_memory(struct worker *worker, struct ep_error *error)
+ep_status worker_open_memory(struct worker *worker, struct ep_error *error)
 {
     struct ep_ref_dispatch plan;
-    ep_status status = make_plan(worker, &plan, error);
+    ep_status status = worker_plan(worker, &plan, error);
 
     if (status != EP_OK)
         return status;
     buffer_sizes(worker->config, &worker->of, worker->tokens, worker->info.group.max_local_experts,
                  worker->info.group.ll_max_tokens, plan.positions, &worker->sizes);
     ep_ref_dispatch_free(&plan);
-    status = memory_open(worker, error);
-    if (status == EP_OK) /* timed without having been verified */
-        status = memory_fill(worker, worker->buffers.rows, 0, worker->sizes.rows, error);
+    return memory_open(worker, error);
+}
+
+static ep_status fill_memory(struct worker *worker, struct ep_error *error)
+{
+    /* Timed without having been verified. */
+    ep_status status = memory_fill(worker, worker->buffers.rows, 0, worker->sizes.rows, error);
+
     return status == EP_OK ? worker_begin_pass(worker, BENCH_FORWARD, error) : status;
 }
 
@@ -48,7 +53,9 @@ ep_status worker_prepare(struct worker *worker, uint32_t case_index, struct ep_e
     if (status != EP_OK)
         return status;
     worker->prepared = true;
-    status = prepare_memory(worker, error);
+    status = worker_open_memory(worker, error);
+    if (status == EP_OK)
+        status = fill_memory(worker, error);
     if (status == EP_OK && ep_handle_create(worker->ep, &worker->handle) != EP_OK)
         status = worker_failure(error, EP_INTERNAL, "ep_handle_create");
     return status;
@@ -68,17 +75,14 @@ void worker_end(struct worker *worker)
 
 /* ---- the verified runs ---------------------------------------------------------------- */
 
-/*
- * Where the experts' outputs go (at this process), and what the combine is given.  The first run of rank-major works in
- * place, the second one with rows of its own; both must come to the same.
- */
-static const void *place_rows(const struct worker *worker, const struct received *received, uint32_t run,
+/* Where the experts' outputs go (at this process), and what the combine is given. */
+static const void *place_rows(const struct worker *worker, const struct received *received, bool in_place,
                               char **rows, uint64_t *stride)
 {
     bool rank_major = worker->of.layout == EP_LAYOUT_RANK_MAJOR, fp8 = received->scale_base != NULL;
 
     *stride = 0;
-    if (rank_major && run == 0 && !fp8) {
+    if (rank_major && in_place && !fp8) {
         *rows = (char *)(uintptr_t)received->base;
         *stride = received->stride;
         return NULL;
@@ -135,9 +139,8 @@ static ep_status keep_or_use(struct worker *worker, const struct ep_ref_dispatch
     return EP_OK;
 }
 
-/* Between the two ops: check what came, then let the experts work. */
-static ep_status between(struct worker *worker, struct verifier *verifier, const struct ep_ref_dispatch *plan,
-                         const ep_op_info *info, uint32_t run, const void **rows, uint64_t *hash,
+ep_status worker_receive(struct worker *worker, struct verifier *verifier, const struct ep_ref_dispatch *plan,
+                         const ep_op_info *info, bool in_place, const void **rows, uint64_t *hash,
                          struct ep_error *error)
 {
     struct received received;
@@ -147,14 +150,14 @@ static ep_status between(struct worker *worker, struct verifier *verifier, const
 
     if (status != EP_OK)
         return status;
-    *rows = place_rows(worker, &received, run, &to, &stride);
+    *rows = place_rows(worker, &received, in_place, &to, &stride);
     if (received.layout == EP_LAYOUT_RANK_MAJOR && plan->n_rows > 0 && !info->view) {
-        verify_mismatch(verifier->verdict, 1, "a rank-major dispatch came without a view");
+        verify_mismatch(&worker->result->verdict, 1, "a rank-major dispatch came without a view");
         return EP_OK;
     }
     content = verify_hash_dispatch(&received, plan);
     *hash = verify_hash(*hash, &content, sizeof content);
-    if (run == 0)
+    if (verifier)
         status = verify_dispatch(verifier, &received, plan, worker->own.sources, info, error);
     if (status == EP_OK)
         status = keep_or_use(worker, plan, &received, error);
@@ -181,13 +184,15 @@ static ep_status run_with_plan(struct worker *worker, struct verifier *verifier,
     ep_op_info combine = { 0 };
     const void *rows = NULL;
     uint64_t result = 0;
-    ep_status status = between(worker, verifier, plan, dispatch, run, &rows, hash, error);
+    /* The first run is checked and, in rank-major, works in place; later ones must give the same bytes. */
+    ep_status status =
+        worker_receive(worker, run == 0 ? verifier : NULL, plan, dispatch, run == 0, &rows, hash, error);
 
     if (status == EP_OK)
         status = combined(worker, rows, &combine, error);
     if (status == EP_OK)
         status = worker_hash_result(worker, &result, error);
-    if (status == EP_OK && run == 0) /* later runs must give the same bytes */
+    if (status == EP_OK && run == 0)
         status = check_result(worker, verifier, combine.arrived, error);
     *hash = verify_hash(*hash, &result, sizeof result);
     worker->result->wire_bytes = dispatch->wire_bytes + combine.wire_bytes;
@@ -198,7 +203,7 @@ static ep_status run_with_plan(struct worker *worker, struct verifier *verifier,
 static ep_status run_pass(struct worker *worker, uint32_t run, uint64_t *hash, struct ep_error *error)
 {
     struct verifier verifier = { &worker->inputs, worker->rank, &worker->result->verdict,
-                                 &worker->result->progress };
+                                 &worker->result->progress, false };
     struct ep_ref_dispatch plan;
     ep_op_info info = { 0 };
     ep_status status;
@@ -209,7 +214,7 @@ static ep_status run_pass(struct worker *worker, uint32_t run, uint64_t *hash, s
     if (status != EP_OK)
         return status;
     verify_arrived(&verifier, info.arrived);
-    status = make_plan(worker, &plan, error);
+    status = worker_plan(worker, &plan, error);
     if (status != EP_OK)
         return status;
     status = run_with_plan(worker, &verifier, &plan, &info, run, hash, error);

@@ -41,8 +41,7 @@ ep_status worker_begin_pass(struct worker *worker, enum bench_pass pass, struct 
 
 /* ---- ops --------------------------------------------------------------------------- */
 
-/* The second half of a send-only op. */
-static ep_status complete(struct worker *worker, struct ep_error *error)
+ep_status worker_complete(struct worker *worker, struct ep_error *error)
 {
     ep_status status =
         worker->op_flags & EP_OP_SEND_ONLY ? ep_complete(worker->handle, worker->stream) : EP_OK;
@@ -50,7 +49,7 @@ static ep_status complete(struct worker *worker, struct ep_error *error)
     return status == EP_OK ? EP_OK : worker_failure(error, status, "ep_complete");
 }
 
-ep_status worker_dispatch(struct worker *worker, struct ep_error *error)
+ep_status worker_send_dispatch(struct worker *worker, struct ep_error *error)
 {
     const struct buffers *b = &worker->buffers;
     const struct bench_dtype_info *dtype = &bench_dtypes[worker->of.dtype];
@@ -82,10 +81,17 @@ ep_status worker_dispatch(struct worker *worker, struct ep_error *error)
     };
     ep_status status = ep_dispatch(worker->handle, &args, worker->stream);
 
-    return status == EP_OK ? complete(worker, error) : worker_failure(error, status, "ep_dispatch");
+    return status == EP_OK ? EP_OK : worker_failure(error, status, "ep_dispatch");
 }
 
-ep_status worker_combine(struct worker *worker, const void *rows, struct ep_error *error)
+ep_status worker_dispatch(struct worker *worker, struct ep_error *error)
+{
+    ep_status status = worker_send_dispatch(worker, error);
+
+    return status == EP_OK ? worker_complete(worker, error) : status;
+}
+
+ep_status worker_send_combine(struct worker *worker, const void *rows, struct ep_error *error)
 {
     const bool backward = worker->inputs.pass == BENCH_BACKWARD;
     ep_combine_args args = {
@@ -100,7 +106,14 @@ ep_status worker_combine(struct worker *worker, const void *rows, struct ep_erro
     };
     ep_status status = ep_combine(worker->handle, &args, worker->stream);
 
-    return status == EP_OK ? complete(worker, error) : worker_failure(error, status, "ep_combine");
+    return status == EP_OK ? EP_OK : worker_failure(error, status, "ep_combine");
+}
+
+ep_status worker_combine(struct worker *worker, const void *rows, struct ep_error *error)
+{
+    ep_status status = worker_send_combine(worker, rows, error);
+
+    return status == EP_OK ? worker_complete(worker, error) : status;
 }
 
 ep_status worker_wait(struct worker *worker, const char *what, struct ep_error *error)

@@ -117,6 +117,10 @@ ep_status worker_begin_pass(struct worker *worker, enum bench_pass pass, struct 
 /* One op each, without waiting.  rows NULL: rank-major, in place. */
 ep_status worker_dispatch(struct worker *worker, struct ep_error *error);
 ep_status worker_combine(struct worker *worker, const void *rows, struct ep_error *error);
+/* Their halves: with EP_OP_SEND_ONLY something is left for worker_complete(), else it does nothing. */
+ep_status worker_send_dispatch(struct worker *worker, struct ep_error *error);
+ep_status worker_send_combine(struct worker *worker, const void *rows, struct ep_error *error);
+ep_status worker_complete(struct worker *worker, struct ep_error *error);
 /* For the handle's ops, and what became of the last one. */
 ep_status worker_wait(struct worker *worker, const char *what, struct ep_error *error);
 /* Waits for all ops. */
@@ -128,9 +132,22 @@ ep_status worker_hash_result(struct worker *worker, uint64_t *hash, struct ep_er
 
 /* ---- worker_case.c ---- */
 
+/* Steps of a case, for those who take them in another order.  Memory has room for what the inputs bring. */
+ep_status worker_open_memory(struct worker *worker, struct ep_error *error);
+ep_status worker_plan(struct worker *worker, struct ep_ref_dispatch *plan, struct ep_error *error);
+/* Checks what came (verifier NULL: not), and lets the experts work: in place where that is possible, or not.  rows:
+ * for the combine; hash: goes on with what came. */
+ep_status worker_receive(struct worker *worker, struct verifier *verifier, const struct ep_ref_dispatch *plan,
+                         const ep_op_info *info, bool in_place, const void **rows, uint64_t *hash,
+                         struct ep_error *error);
+
 ep_status worker_prepare(struct worker *worker, uint32_t case_index, struct ep_error *error);
 ep_status worker_verify(struct worker *worker, bool masked, struct ep_error *error);
 void worker_end(struct worker *worker);
+
+/* ---- worker_soak.c ---- */
+
+ep_status worker_soak(struct worker *worker, struct ep_error *error);
 
 /* ---- worker_time.c, worker_device.c ---- */
 

@@ -47,6 +47,22 @@ class BenchCase(harness.TestCase):
         return sum(op["count"] for rank in json.loads(result.out)["ranks"] for op in rank["ops"])
 
 
+    def find_workers(self, bench):
+        """Pids of the workers, by rank."""
+        found = {}
+        for path in glob.glob("/proc/[0-9]*/cmdline"):
+            try:
+                with open(path) as f:
+                    words = f.read().split("\0")
+                with open(os.path.dirname(path) + "/stat") as f:
+                    parent = int(f.read().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+            if parent == bench.pid and len(words) > 1 and words[1].startswith("--worker="):
+                found[int(words[1][len("--worker="):].split(",")[0])] = int(os.path.basename(os.path.dirname(path)))
+        return found
+
+
 class Verification(BenchCase):
     def test_the_executor_asked_for_must_exist(self):
         result = self.bench("--spawn", *QUICK, "--tokens=1", "--executor=direct")
@@ -195,6 +211,7 @@ class Flags(BenchCase):
         cases = [
             ("--ranks=0", "--ranks"), ("--ranks=65", "--ranks"), ("--experts=x", "--experts"),
             ("--hidden=-1", "--hidden"), ("--top-k=17", "--top-k"), ("--tokens=1,,2", "--tokens"),
+            ("--soak=0", "--soak"), ("--soak-ops=-1", "--soak-ops"), ("--soak-kill=1", "--soak-kill"),
             ("--modes=xl", "--modes"), ("--passes=up", "--passes"), ("--layouts=round", "--layouts"),
             ("--dtypes=int8", "--dtypes"),
             ("--routing=zipf", "--routing"), ("--routing=text:/nowhere", "--routing"), ("--iters=0", "--iters"),
@@ -211,6 +228,10 @@ class Flags(BenchCase):
 
     def test_what_does_not_fit_together_is_refused(self):
         for flags, named in ([["--zero-rank=2"], "--zero-rank"], [["--kill=2@0"], "--kill"],
+                             [["--soak=1", "--kill=0@0"], "--kill"],
+                             [["--soak=1", "--passes=backward"], "--passes"],
+                             [["--soak=1", "--no-verify"], "--no-verify"],
+                             [["--soak=1", "--soak-kill=1", "--ranks=1"], "--soak-kill"],
                              [["--kill=0@9", "--tokens=1"], "--kill"], [["--kill=0@0", "--ranks=1"], "--kill"],
                              [["--top-k=9", "--experts=8"], "top_k"], [["--routing=hot:64"], "--routing"]):
             with self.subTest(flags=flags):
@@ -302,21 +323,6 @@ class Deaths(BenchCase):
                 self.assertGreater(kill["attach_us"], 0)
                 self.assertTrue(all(c["verified"] for c in report["cases"]))
 
-    def find_workers(self, bench):
-        """Pids of the workers, by rank."""
-        found = {}
-        for path in glob.glob("/proc/[0-9]*/cmdline"):
-            try:
-                with open(path) as f:
-                    words = f.read().split("\0")
-                with open(os.path.dirname(path) + "/stat") as f:
-                    parent = int(f.read().rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue
-            if parent == bench.pid and len(words) > 1 and words[1].startswith("--worker="):
-                found[int(words[1][len("--worker="):].split(",")[0])] = int(os.path.basename(os.path.dirname(path)))
-        return found
-
     def start_long(self, server, *flags):
         bench = self.spawn(["ep-bench", *QUICK, "--ranks=3", "--tokens=8", "--iters=100000", "--modes=ll", *flags],
                            server=server)
@@ -362,6 +368,60 @@ class Deaths(BenchCase):
         bench.kill()
         for pid in workers.values():
             harness.wait_until(lambda: not os.path.exists("/proc/%d" % pid) or "Z" in state_of(pid), "worker %d" % pid)
+
+
+class Soaks(BenchCase):
+    SHAPE = ["--ranks=3", "--experts=20", "--hidden=272", "--top-k=4", "--tokens=24", "--alignment=8"]
+
+    def soak(self, *flags):
+        report = self.bench_json("--spawn", *self.SHAPE, *flags)
+        self.assertTrue(report["ok"], report)
+        self.assertEqual(report["soak"]["wrong"], 0)
+        return report["soak"]
+
+    def test_random_ops_of_both_modes_are_right(self):
+        soak = self.soak("--soak=5")
+        self.assertEqual({(l["mode"], l["layout"]) for l in soak["layouts"]},
+                         {("ll", layout) for layout in LL_LAYOUTS} | {("ht", layout) for layout in HT_LAYOUTS})
+        self.assertGreater(soak["dropped"], 0)
+        self.assertGreater(soak["ops_per_second"], 0)
+        self.assertEqual((soak["kills"], soak["masked_dispatches"]), (0, 0))
+
+    def test_the_same_seed_gives_the_same_ops(self):
+        first, again = self.soak("--soak-ops=40", "--seed=7"), self.soak("--soak-ops=40", "--seed=7")
+        self.assertEqual(first["steps"], 40)
+        self.assertEqual((first["layouts"], first["dropped"]), (again["layouts"], again["dropped"]))
+        self.assertEqual(sum(l["dispatches"] for l in first["layouts"]), 40 * 3)
+        self.assertNotEqual(self.soak("--soak-ops=40", "--seed=8")["layouts"], first["layouts"])
+
+    def test_only_what_was_asked_for_is_soaked(self):
+        soak = self.soak("--soak-ops=32", "--modes=ll", "--layouts=packed", "--dtypes=bf16")
+        self.assertEqual([(l["mode"], l["layout"]) for l in soak["layouts"]], [("ll", "packed")])
+
+    def test_killed_workers_cost_the_others_nothing(self):
+        soak = self.soak("--soak=%d" % (5 * max(1, harness.SCALE)), "--soak-kill=1")
+        self.assertGreater(soak["kills"], 0)
+        self.assertGreater(soak["masked_dispatches"], 0)
+
+    def test_a_rank_that_hangs_fails_the_soak_by_op(self):
+        server = self.start_server("--host-ranks=3")
+        bench = self.spawn(["ep-bench", *self.SHAPE, "--soak=60", "--timeout-ms=%d" % (1000 * harness.SCALE)],
+                           server=server)
+        workers = harness.wait_until(lambda: len(self.find_workers(bench)) == 3 and self.find_workers(bench),
+                                     "three workers", 20)
+        harness.wait_until(lambda: self.ops(server) > 50, "ops under way", 20)
+        os.kill(workers[1], signal.SIGSTOP)
+        self.assertNotEqual(bench.wait(60), 0, bench.log())
+        self.assertIn("rank 1 was late", bench.log())
+        self.assertRegex(bench.log(), r"op \d+ of rank [02] \(.*again: --seed=1 --soak-ops=\d+")
+        self.assertNotIn("bench-", self.groups(server))
+
+    def test_other_outputs_have_it_too(self):
+        flags = ["--spawn", *self.SHAPE, "--soak-ops=32"]
+        self.assertIn("\nsoak: 0 wrong\n", self.bench(*flags).out)
+        lines = self.bench(*flags, "--output=csv").out.splitlines()
+        self.assertEqual(lines[0].split(",")[-2:], ["kills", "wrong"])
+        self.assertEqual({len(line.split(",")) for line in lines}, {12})
 
 
 def state_of(pid):

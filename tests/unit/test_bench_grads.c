@@ -99,7 +99,7 @@ static void bring_back(struct fixture *f, uint64_t arrived)
 
 static uint64_t mismatches(struct fixture *f, uint64_t arrived)
 {
-    struct verifier verifier = { &f->inputs, ME, &f->verdict, &f->progress };
+    struct verifier verifier = { &f->inputs, ME, &f->verdict, &f->progress, false };
     const uint64_t mask[EP_MASK_WORDS] = { arrived };
     struct ep_error error = EP_ERROR_INIT;
 
