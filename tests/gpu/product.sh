@@ -300,9 +300,11 @@ odd=(--experts=37 --hidden=2880 --top-k=5 --alignment=8)
 model=(--experts=256 --hidden=7168 --top-k=8 --iters=20)
 small=(--experts=16 --hidden=256 --top-k=4)
 replays=1000
+soak=(--tokens=24 --dtypes="$all_dtypes" '--scales=fp32,ue8m0' --soak=30)
 if ((quick)); then
     odd=(--experts=37 --hidden=528 --top-k=5 --alignment=8)
     replays=100
+    soak=("${soak[@]/--soak=30/--soak=8}")
 fi
 
 echo "$ranks ranks on $gpus GPUs$( ((quick)) && echo ', small shapes')"
@@ -320,6 +322,9 @@ for layout in expert-major rank-major packed; do
 done
 step_if_not_quick 'kill -9 of a worker in a sweep, H 7168, K 8, E 256' run_kill "${model[@]}" --layouts=expert-major \
     --dtypes=fp8 --tokens=32,128
+step 'soak: random ops, some of them in halves, several under way' run_bench "${odd[@]}" "${soak[@]}"
+step 'soak: kill -9 of workers all the while' run_bench "${odd[@]}" "${soak[@]}" --soak-kill=3
+step 'soak: memory of its own' run_bench "${odd[@]}" "${soak[@]}" --memory=own
 process_steps() { # NAME [OPTION...]: of the group
     local name=$1
     shift
@@ -363,6 +368,8 @@ executor_steps() { # NAME EXECUTOR [FUNCTION]: to run each in
     step "$name: $replays launches of a graph, with other inputs each" "${in[@]}" run_bench "${small[@]}" --executor="$executor" \
         --tokens=24 --iters=20 --graph=2 --replays=$replays
     step "$name: kill -9 of a worker in a sweep" "${in[@]}" run_kill "${small[@]}" --executor="$executor" --tokens=4,24 --iters=100
+    step "$name: soak, kill -9 of workers all the while" "${in[@]}" run_bench "${odd[@]}" "${soak[@]}" --executor="$executor" \
+        --soak-kill=3
 }
 
 step "direct: $replays launches of a graph, with other inputs each" run_bench "${small[@]}" --tokens=24 --iters=20 --graph=2 \
