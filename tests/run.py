@@ -192,7 +192,7 @@ def parse_cmocka(task, code, output):
 
 
 def parse_lines(task, code, output):
-    """One case per line of what tests/gpu and tests/model say; a program that says nothing of the kind is one itself."""
+    """One case per line of what tests/gpu, gin and model say; a program that says nothing of the kind is one itself."""
     if code == SKIPPED:
         return [Case(task.name, "skipped", output)]
     outcomes = {"ok": "passed", "FAIL": "failed", "skip": "skipped"}
@@ -285,6 +285,27 @@ def integration_tasks(preset, case=""):
             yield unittest_task("%s/%s/%s" % (preset, folder, name), path, preset, TIME_SCALE[preset], case)
 
 
+# Each way of the plugin with each kind of memory; the tables that NCCL has for it take turns.
+GIN_RUNS = [("tcp", "host", "gin-v11"), ("tcp", "cuda", "rma-v14"), ("host", "host", "rma-v13"), ("host", "cuda", "gin-v11")]
+GIN_RANKS = {"release": 4, "asan": 3, "tsan": 3}
+GIN_CASE_S = 30      # times TIME_SCALE
+
+
+def gin_tasks(preset):
+    """tests/gin: the plugin, with GPUs that are the double's, and whether the tests find what they are for."""
+    folder, scale = build_dir(preset), TIME_SCALE[preset]
+    env = {**sanitizer_env(preset), "EP_CUDA_MODULE": os.path.join(folder, "unit", "libep_cuda_cpu.so"),
+           "EP_GIN_TIMEOUT_S": str(2 + scale)}  # two cases wait for it
+    for transport, memory, table in GIN_RUNS:
+        yield Task("%s/gin/%s-%s" % (preset, transport, memory),
+                   [os.path.join(folder, "gin", "gin_conformance"), "--memory", memory, "--table", table,
+                    "--plugin", os.path.join(folder, "lib", "libnccl-net-ep.so"), "--ranks", str(GIN_RANKS[preset]),
+                    "--seconds", str(GIN_CASE_S * scale)], SCRIPT_S, {**env, "EP_GIN_TRANSPORT": transport}, parse_lines)
+    if preset == "release":
+        yield Task("release/gin/mutants", [sys.executable, "-B", os.path.join(TESTS, "gin", "mutants.py"),
+                                           os.path.join(folder, "gin")], SCRIPT_S, parse=parse_lines)
+
+
 def fuzz_tasks():
     for source in sorted(glob.glob(os.path.join(TESTS, "fuzz", "fuzz_*.c"))):
         name = os.path.splitext(os.path.basename(source))[0]
@@ -373,11 +394,11 @@ class Run:
         return all(self.run([task]) for task in build_tasks(preset))
 
     def suite(self, preset):
-        """Unit and integration tests of one build."""
-        integration = self.chosen(integration_tasks(preset, self.only_case))
-        if (integration or self.chosen(unit_tasks(preset))) and self.build(preset):
+        """Unit, integration and GIN tests of one build."""
+        others = self.chosen([*integration_tasks(preset, self.only_case), *gin_tasks(preset)])
+        if (others or self.chosen(unit_tasks(preset))) and self.build(preset):
             self.run(self.chosen(unit_tasks(preset)))  # asked again: now there are commands
-            self.run(integration)
+            self.run(others)
 
     def gpu(self, quick):
         tasks = self.chosen(gpu_tasks(quick))
