@@ -6,11 +6,12 @@ set -uo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: bench.sh [--gpus N] [--no-verify] [--only processes|kernels] [--json FILE] [--quick] [--logs DIR]
+usage: bench.sh [--gpus N] [--no-verify] [--only processes|kernels|gin] [--json FILE] [--quick] [--logs DIR]
 
 One rank on each of all GPUs (or N). First through real processes, a server and a worker for each rank: pairs
 of dispatch and combine, what it costs that the server runs the ops, attaching, a killed worker, memory. Then
-the kernels alone, beside what the wire allows. Each beside the peers' figures and the bars of tests/gpu/bars.h.
+the kernels alone, beside what the wire allows. Each beside the peers' figures and the bars of tests/gpu/bars.h. Then
+puts of the NCCL plugin between two of its ranks.
 Exits with 77 where there is no GPU.
 
   --gpus N     use N GPUs (default: all that nvidia-smi lists)
@@ -22,7 +23,7 @@ Exits with 77 where there is no GPU.
 TEXT
 }
 
-pairs_limit_s=150 kill_limit_s=60 kernels_limit_s=240
+pairs_limit_s=150 kill_limit_s=60 kernels_limit_s=240 gin_limit_s=60
 deaths=5 # each with a server and workers of its own
 
 gpus='' verify=--verify only='' json='' quick=0 logs=''
@@ -40,7 +41,7 @@ while (($#)); do
     shift
 done
 count_gpus
-need "$gpu_bin/ll_bench" "$bin/ep-bench" "$bin/ep-server" "$bin/ep-admin"
+need "$gpu_bin/ll_bench" "$gin_bin/gin_conformance" "$bin/ep-bench" "$bin/ep-server" "$bin/ep-admin"
 open_logs
 json=${json:-/dev/null}
 code=0
@@ -226,14 +227,28 @@ kernels() {
         2>"$logs/ll_bench.err" || fail ll_bench $? "$kernels_limit_s" "$logs/ll_bench.err"
 }
 
+gin() {
+    local transport
+    for transport in host tcp; do
+        printf '\nThe NCCL plugin, %s, without NCCL and its kernels\n' "$transport"
+        EP_CUDA_MODULE=${EP_CUDA_MODULE-$lib/libep_cuda.so} EP_GIN_TRANSPORT=$transport \
+            timeout --kill-after=10 "$gin_limit_s" "$gin_bin/gin_conformance" --plugin "$lib/libnccl-net-ep.so" \
+            --memory cuda --ranks $((gpus > 2 ? gpus : 2)) --seconds "$gin_limit_s" --bench 2>"$logs/gin-$transport.err" |
+            sed 1d || fail "gin $transport" $? "$gin_limit_s" "$logs/gin-$transport.err"
+    done
+}
+
 # What else may have been running, and at which clocks.
 nvidia-smi --query-gpu=index,name,driver_version,clocks.sm,clocks.mem,power.draw,utilization.gpu --format=csv,noheader 2>/dev/null
-if [[ $only != kernels ]]; then
+if [[ -z $only || $only == processes ]]; then
     pairs
     executors
     figures
 fi
-if [[ $only != processes ]]; then
+if [[ -z $only || $only == kernels ]]; then
     kernels
+fi
+if [[ -z $only || $only == gin ]]; then
+    gin
 fi
 exit "$code"

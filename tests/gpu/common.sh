@@ -5,9 +5,10 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 # Programs lie together in the folder of deploy/bundle.sh, and apart in build/.
 if [[ -d $here/bin ]]; then
-    bin=$here/bin gpu_bin=$here/bin text=$here/data/text.txt
+    bin=$here/bin gpu_bin=$here/bin gin_bin=$here/bin lib=$here/lib text=$here/data/text.txt
 else
-    bin=$here/../../build/bin gpu_bin=$here/../../build/gpu text=$here/../data/text.txt
+    bin=$here/../../build/bin gpu_bin=$here/../../build/gpu gin_bin=$here/../../build/gin lib=$here/../../build/lib
+    text=$here/../data/text.txt
 fi
 
 # need PROGRAM...: they are there, or this is the end.

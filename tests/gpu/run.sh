@@ -6,12 +6,13 @@ set -uo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: run.sh [--gpus N] [--soak N] [--quick] [--only kernels|soak|product] [--verbose] [--logs DIR]
+usage: run.sh [--gpus N] [--soak N] [--quick] [--only kernels|soak|product|gin] [--verbose] [--logs DIR]
 
 The kernels: every case on all GPUs, one rank on each, and with several ranks on a GPU, launched by the ranks and by
 a thread that they ring for; random ops. Then the
-product: a server and workers that are processes of their own (product.sh). Prints what failed and, at the end,
-`N passed, N failed`. Exits with 77 where there is no GPU.
+product: a server and workers that are processes of their own (product.sh). Then the NCCL plugin, over each way that it
+has, with windows in GPU memory (tests/gin). Prints what failed and, at the end, `N passed, N failed`. Exits with 77
+where there is no GPU.
 
   --gpus N    use N GPUs (default: all that nvidia-smi lists)
   --soak N    random ops per rank (default 20000; 0: none)
@@ -25,6 +26,7 @@ TEXT
 case_limit_s=540
 soak_limit_s=540
 product_limit_s=1200
+gin_limit_s=540
 
 gpus='' soak=20000 quick=0 only='' verbose=0 logs=''
 while (($#)); do
@@ -41,7 +43,7 @@ while (($#)); do
     shift
 done
 count_gpus
-need "$gpu_bin/ll_device"
+need "$gpu_bin/ll_device" "$gin_bin/gin_conformance"
 open_logs
 
 # run NAME LIMIT_S PROGRAM ARGUMENT...: counts what its closing line says.
@@ -81,6 +83,13 @@ run_kernels() {
     run_cases ranks-1-gpus-1 3 1 1
 }
 
+# run_gin NAME SEED TRANSPORT TABLE: ranks that the faults need, whatever the number of GPUs.
+run_gin() {
+    EP_CUDA_MODULE=${EP_CUDA_MODULE-$lib/libep_cuda.so} EP_GIN_TRANSPORT=$3 EP_GIN_TIMEOUT_S=10 \
+        run "$1" "$gin_limit_s" "$gin_bin/gin_conformance" --plugin "$lib/libnccl-net-ep.so" --memory cuda \
+        --ranks $((gpus > 4 ? gpus : 4)) --seed "$2" --table "$4"
+}
+
 wanted() { [[ -z $only || $only == "$1" ]]; }
 
 ranks=$((gpus > 1 ? gpus : 4))
@@ -96,5 +105,9 @@ if wanted product; then
     small=()
     ((quick)) && small=(--quick)
     run product "$product_limit_s" "$here/product.sh" --gpus "$gpus" --logs "$logs/product" "${small[@]}"
+fi
+if wanted gin; then
+    run_gin gin-host 8 host gin-v11
+    run_gin gin-tcp 9 tcp rma-v14
 fi
 closing_line
