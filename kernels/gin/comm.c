@@ -184,6 +184,19 @@ static void tell(const struct ep_gin_comm *comm, uint64_t start)
             ep_gin_info("rank %u: %u peers by %s", comm->rank, peers_by(comm, t), ep_gin_transport_name(t));
 }
 
+/* Whoever asks for one by name is told why it cannot be had. */
+static ep_status check_named(struct ep_gin_comm *comm, struct ep_error *error)
+{
+    const enum ep_gin_transport_id named = comm->settings.transport;
+    ep_status status = EP_OK;
+
+    if (named != EP_GIN_AUTO)
+        status = ep_gin_transports[named]->usable(comm, error);
+    if (status != EP_OK)
+        ep_error_prefix(error, "EP_GIN_TRANSPORT is %s", ep_gin_transport_name(named));
+    return status;
+}
+
 static ep_status open_comm(struct ep_gin_comm *comm, const struct ep_gin_handle *const handles[],
                            struct ep_gin_listener *listener, struct ep_error *error)
 {
@@ -191,6 +204,8 @@ static ep_status open_comm(struct ep_gin_comm *comm, const struct ep_gin_handle 
     ep_status status = ep_gin_host_id_read(&comm->host, error);
 
     open_cuda(comm);
+    if (status == EP_OK)
+        status = check_named(comm, error);
     if (status == EP_OK)
         status = open_words(comm, error);
     if (status == EP_OK)

@@ -168,7 +168,7 @@ static void drop_puts(struct ep_gin_peer *peer)
         put->bytes = put->taken;
         if (put->sent == put->bytes)
             finish(put);
-        ep_gin_count(peer->comm, &peer->comm->counts.lost_puts, "a put to a rank that is gone");
+        ep_gin_count(peer->comm, &peer->comm->counts.lost_puts, "a put that was not sent before one end was gone");
     }
 }
 
@@ -238,7 +238,8 @@ static struct ep_gin_put *enter(struct ep_gin_comm *comm, const struct ep_gin_pu
     peer->waiting++;
     peer->active++;
     __atomic_fetch_add(&comm->active, 1, __ATOMIC_RELAXED);
-    start_puts(peer);
+    if (ep_gin_peer_is_served(peer))
+        start_puts(peer);
     return put;
 }
 

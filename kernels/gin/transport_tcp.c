@@ -104,14 +104,13 @@ static void tcp_stop(void *shared)
 }
 
 /* Two pieces for each connection, one that is copied and one on the way, or what is this link's part of all there
- * may be. */
+ * may be.  A spare link has little to carry. */
 static uint64_t staging_bytes(const struct tcp_link *link)
 {
-    const uint64_t least = 2ull * link->peer->piece_bytes,
-                   part = link->comm->settings.staging_bytes / link->comm->ranks;
-    const uint64_t each = part / link->n > least ? part / link->n : least;
+    const uint64_t least = 2ull * link->peer->piece_bytes;
+    const uint64_t part = link->comm->settings.staging_bytes / link->comm->ranks / link->n / 4096 * 4096;
 
-    return each / 4096 * 4096;
+    return part < least || link->peer->chosen != EP_GIN_TCP ? least : part;
 }
 
 static ep_status open_staging(struct tcp_link *link, struct ep_error *error)

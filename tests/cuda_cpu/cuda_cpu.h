@@ -6,7 +6,7 @@
  * It computes what the kernels compute, slowly, by a protocol of its own in the same windows; it says
  * nothing about kernels/cuda.
  *
- *     module.c   the table: cuda_fixture's memory; streams, events and graphs as queues of ops;
+ *     module.c   the table: cuda_fixture's memory; streams, events and graphs as queues of ops and copies;
  *                both halves of a mailbox
  *     ll.c       an LL op
  */
