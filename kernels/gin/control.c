@@ -215,6 +215,7 @@ static ep_status hear(struct ep_gin_peer *peer, enum ep_gin_frame_kind kind, uin
     return status;
 }
 
+/* Everyone is heard, whatever one of them says: what is left now would be heard as the answer to what comes next. */
 ep_status ep_gin_exchange(struct ep_gin_comm *comm, enum ep_gin_frame_kind kind, uint64_t order, ep_gin_make make,
                           ep_gin_take take, void *user, struct ep_error *error)
 {
@@ -224,9 +225,16 @@ ep_status ep_gin_exchange(struct ep_gin_comm *comm, enum ep_gin_frame_kind kind,
     for (uint32_t r = 0; r < comm->ranks && status == EP_OK; r++)
         if (is_there(&comm->peers[r]))
             status = say(&comm->peers[r], kind, order, make, user, deadline, error);
-    for (uint32_t r = 0; r < comm->ranks && status == EP_OK; r++)
+    if (status != EP_OK)
+        return status;
+    for (uint32_t r = 0; r < comm->ranks; r++) {
+        ep_status heard = EP_OK;
+
         if (is_there(&comm->peers[r]))
-            status = hear(&comm->peers[r], kind, order, take, user, deadline, error);
+            heard = hear(&comm->peers[r], kind, order, take, user, deadline, status == EP_OK ? error : NULL);
+        if (status == EP_OK)
+            status = heard;
+    }
     return status;
 }
 
