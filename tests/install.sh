@@ -33,6 +33,11 @@ foreign=$(nm -D --defined-only "$library" | awk '$2 != "A" { print $3 }' | grep 
 [[ -z $foreign ]] || die "it also exports: $foreign"
 libdir=$(dirname "$library")
 
+say 'libnccl-net-ep.so exports what NCCL looks up'
+exported=$(nm -D --defined-only "$libdir/libnccl-net-ep.so" | awk '{ print $3 }' | sort | xargs)
+[[ $exported == 'ncclGinPlugin_v11 ncclNetPlugin_v11 ncclRmaPlugin_v13 ncclRmaPlugin_v14' ]] ||
+    die "it exports: $exported"
+
 # Runs a program that must start and then find no server: the library was found, loaded and called.
 finds_no_server() {
     local code=0

@@ -20,7 +20,7 @@ enum {
     CHUNKS = EP_GIN_PIECES, /* pieces of a link, to be sent */
     BATCH = 16,             /* pieces in one system call */
     BUFFER = 64 << 10,      /* bytes in one, of small messages */
-    TURN = 64,              /* messages and payloads from one connection, then the others */
+    TURN = 16,              /* messages and payloads from one connection, then the others */
     LINGER_STEP_US = 100
 };
 #define LINGER_NS  (EP_NS_PER_S) /* for what is on its way when a communicator is closed */
