@@ -112,10 +112,11 @@ struct ep_cuda_api {
      * a store of 8 aligned bytes, which whoever sees it sees after all that the stream did before.  Host memory that
      * is not pinned is copied before or after they return, as CUDA pleases; a store needs pinned memory.
      */
-    ep_status (*copy)(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream, struct ep_error *error);
+    ep_status (*copy)(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream,
+                      struct ep_error *error);
     ep_status (*store)(uint32_t device, void *to, uint64_t value, void *stream, struct ep_error *error);
-    /* Whole pages of the host's that all devices of this process may then use, under the same address.  EP_UNIMPLEMENTED
-     * where a device would need another one. */
+    /* Whole pages of the host's that all devices of this process may then use, under the same address.
+     * EP_UNIMPLEMENTED where a device would need another one. */
     ep_status (*host_pin)(uint32_t device, void *at, uint64_t bytes, struct ep_error *error);
     void (*host_unpin)(uint32_t device, void *at);
 

@@ -129,8 +129,8 @@ const struct ep_option ep_options_table[] = {
      * enough for what a worker leaves when it dies to be given back in seconds: half of one for each GiB. */
     { "max-region-bytes", "limits", EP_TYPE_BYTES, 0, FIELD(max_region_bytes), .fallback = "16GiB", .min = 0,
       .max = 1024 * TIB,
-      .doc = "GPU memory of a worker's own that the server maps for its ops, when it runs them (ep_register()); 0: none. "
-             "It stays the worker's, and is kept for the moment that the server needs after a worker's end" },
+      .doc = "GPU memory of a worker's own that the server maps for its ops, when it runs them (ep_register()); 0: "
+             "none. It stays the worker's, and is kept for the moment that the server needs after a worker's end" },
 
     { "metrics", "service", EP_TYPE_ADDRESS, 0, FIELD(metrics), .fallback = "",
       .doc = "HOST:PORT for /metrics, /healthz and /readyz over HTTP; none by default, port 0 picks one" },

@@ -66,8 +66,8 @@ static const struct argp_option flags[] = {
       "auto, server or direct: who runs the ops, the server or the worker itself; or mixed: the server those of odd "
       "ranks (default auto)", 1 },
     { "memory", KEY_MEMORY, "NAME", 0,
-      "arena or own: inputs and outputs are in the rank's window, or in GPU memory of the worker's own, registered; own "
-      "is for GPUs (default arena)", 1 },
+      "arena or own: inputs and outputs are in the rank's window, or in GPU memory of the worker's own, registered; "
+      "own is for GPUs (default arena)", 1 },
     { NULL, 0, NULL, 0, "Sizes:", 2 },
     { "ranks", KEY_RANKS, "R", 0, "worker processes, 1 to 64 (default 2)", 2 },
     { "experts", KEY_EXPERTS, "E", 0, "experts in all (default 64)", 2 },

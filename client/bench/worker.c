@@ -93,8 +93,8 @@ static ep_status check_memory(const struct worker *worker, struct ep_error *erro
     if (!worker->config->own_memory || worker->gpu)
         return EP_OK;
     return ep_error_set(error, EP_UNIMPLEMENTED,
-                        "--memory own: rank %u is on the host backend, where the server sees its window only; on GPUs it "
-                        "can have it", worker->rank);
+                        "--memory own: rank %u is on the host backend, where the server sees its window only; on GPUs "
+                        "it can have it", worker->rank);
 }
 
 static ep_status attach(struct worker *worker, bool retry, struct ep_error *error)

@@ -1,8 +1,8 @@
 /*
  * Copies between host and GPU memory, and host memory that GPUs reach.
  *
- * Each of write, read and fill is stream work and one wait for that stream: nothing here waits for kernels of other streams, so
- * that a server may look at a rank's state while an op of it waits for peers.
+ * Each of write, read and fill is stream work and one wait for that stream: nothing here waits for kernels of other
+ * streams, so that a server may look at a rank's state while an op of it waits for peers.
  */
 #include "cuda_private.h"
 
@@ -85,7 +85,8 @@ ep_status ep_cuda_store(uint32_t device, void *to, uint64_t value, void *stream,
     if (status != EP_OK)
         return status;
     /* The default has a fence before it: what the stream did before is seen by whoever sees the value. */
-    result = cuStreamWriteValue64(ep_cuda_stream(context, stream), (CUdeviceptr)to, value, CU_STREAM_WRITE_VALUE_DEFAULT);
+    result = cuStreamWriteValue64(ep_cuda_stream(context, stream), (CUdeviceptr)to, value,
+                                  CU_STREAM_WRITE_VALUE_DEFAULT);
     ep_cuda_leave();
     if (result == CUDA_SUCCESS)
         return EP_OK;

@@ -363,7 +363,8 @@ static void look(struct ep_cuda_serve *serve, struct ep_regions *regions)
 static ep_status judge(const struct ep_cuda_serve *serve, const struct ep_regions *regions, const struct ep_op *op)
 {
     struct ep_error why = EP_ERROR_INIT;
-    const struct ep_op *sent = op->kind == EP_OP_COMPLETE && op->handle < EP_MAX_HANDLES ? &serve->sent[op->handle] : op;
+    const bool completes = op->kind == EP_OP_COMPLETE && op->handle < EP_MAX_HANDLES;
+    const struct ep_op *sent = completes ? &serve->sent[op->handle] : op;
 
     if (ep_op_check_own(&serve->rank.map, regions, op, &why) != EP_OK)
         return EP_INVALID_ARGUMENT;

@@ -1,4 +1,5 @@
-/* Any bytes as a frame, or a good frame with some of its words changed: parsed as they are or refused with a sentence. */
+/* Any bytes as a frame, or a good frame with some of its words changed: parsed as they are, or refused with a
+ * sentence. */
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
