@@ -230,10 +230,11 @@ class RegionsTest(harness.TestCase):
         fd = self.own()
         with Worker(self.server.socket, 0) as w:
             self.assertEqual((w.register(0, fd), w.unregister(0)), (OK, OK))
-            before = self.descriptors(), self.held()
+            before = self.descriptors()
             for i in range(1000):
                 self.assertEqual((w.register(i % REGIONS, fd), w.unregister(i % REGIONS)), (OK, OK))
-            self.assertEqual((self.descriptors(), self.held()), before)
+            self.assertLessEqual(self.descriptors(), before) # the claim's connection ends in between
+            self.assertEqual(self.held(), 0)
 
     # -- hostile ones --
 
@@ -272,7 +273,7 @@ class RegionsTest(harness.TestCase):
                 fds = rng.choices(others, k=rng.randrange(4))
                 self.assertNotEqual(w.request(worker.REGISTER, fds, **fields).status, OK)
                 self.assertEqual(w.unregister(fields["region"]), NOT_FOUND)
-            self.assertEqual(self.descriptors(), before)
+            self.assertLessEqual(self.descriptors(), before) # the claim's connection ends in between
             self.assertEqual(w.register(0, self.own()), OK) # it is as good as ever
         for end in pair:
             end.close()
