@@ -44,6 +44,13 @@ ep_status gin_case_host_source(struct player *player, struct ep_error *error)
     return run_rounds(player, &mix, ROUNDS, error);
 }
 
+ep_status gin_case_host_target(struct player *player, struct ep_error *error)
+{
+    const struct mix mix = { .puts = 64, .bytes = 64 << 10, .host_target = true };
+
+    return run_rounds(player, &mix, ROUNDS, error);
+}
+
 /* ---- one pair of ranks at a time ----------------------------------------------------------------- */
 
 static ep_status run_pairs(struct player *player, const struct mix *mix, uint32_t rounds, uint32_t distance,

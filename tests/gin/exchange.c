@@ -117,7 +117,7 @@ ep_status exchange_open(struct comm *comm, uint32_t context, uint32_t number, co
     if (status == EP_OK)
         status = memory_open(player, bytes, cuda && !mix->host_source, &x->source, error);
     if (status == EP_OK)
-        status = memory_open(player, bytes, cuda, &x->target, error);
+        status = memory_open(player, bytes, cuda && !mix->host_target, &x->target, error);
     if (status == EP_OK)
         status = memory_write(player, &x->target, 0, x->image, bytes, error);
     if (status == EP_OK)

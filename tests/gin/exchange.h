@@ -21,6 +21,7 @@ struct mix {
     const uint64_t *sizes; /* the sizes themselves, `puts` of them, in place of random ones */
     uint64_t slot_bytes;   /* room for a batch; 0: EXCHANGE_SLOT */
     bool host_source;      /* puts come from host memory, whatever the windows are */
+    bool host_target;      /* and go there */
 };
 #define EXCHANGE_SLOT (512u << 10)
 

@@ -38,6 +38,7 @@ static const struct gin_case cases[] = {
     { "offsets beyond 4 GiB", gin_case_far, 1 },
     { "puts to oneself, without progress", gin_case_no_progress, 1 },
     { "a source in host memory", gin_case_host_source, 1 },
+    { "a target in host memory", gin_case_host_target, 1 },
     { "several communicators", gin_case_communicators, 1 },
     { "several contexts", gin_case_contexts, 1 },
 
@@ -170,7 +171,7 @@ static ep_status probe(const struct gin_setting *setting)
 static void usage(FILE *to)
 {
     fputs("usage: gin_conformance --plugin PATH [--table NAME] [--ranks N] [--memory host|cuda] [--filter TEXT]\n"
-          "                       [--seconds N] [--seed N] [--bench]\n"
+          "                       [--seconds N] [--seed N] [--log] [--bench]\n"
           "\n"
           "  --plugin PATH   the plugin, as in NCCL_NET_PLUGIN\n"
           "  --table NAME    gin-v11 (NCCL 2.28 on), rma-v13 or rma-v14 (NCCL 2.30); default: the first that it has\n"
@@ -179,6 +180,7 @@ static void usage(FILE *to)
           "  --filter TEXT   only cases whose name has TEXT in it\n"
           "  --seconds N     bound of a case (default 30)\n"
           "  --seed N        of everything random (default 1)\n"
+          "  --log           what the plugin logs goes to stderr\n"
           "  --bench         measure: no cases, nothing is judged\n",
           to);
 }
@@ -200,13 +202,17 @@ static bool memory_kind(const char *text, bool *cuda)
 
 static bool parse(int argc, char **argv, struct options *o)
 {
-    static const struct option known[] = {
-        { "plugin", required_argument, NULL, 'p' }, { "table", required_argument, NULL, 't' },
-        { "ranks", required_argument, NULL, 'r' },  { "memory", required_argument, NULL, 'm' },
-        { "filter", required_argument, NULL, 'f' }, { "seconds", required_argument, NULL, 's' },
-        { "seed", required_argument, NULL, 'e' },   { "bench", no_argument, NULL, 'b' },
-        { "help", no_argument, NULL, 'h' },         { NULL, 0, NULL, 0 }
-    };
+    static const struct option known[] = { { "plugin", required_argument, NULL, 'p' },
+                                           { "table", required_argument, NULL, 't' },
+                                           { "ranks", required_argument, NULL, 'r' },
+                                           { "memory", required_argument, NULL, 'm' },
+                                           { "filter", required_argument, NULL, 'f' },
+                                           { "seconds", required_argument, NULL, 's' },
+                                           { "seed", required_argument, NULL, 'e' },
+                                           { "log", no_argument, NULL, 'l' },
+                                           { "bench", no_argument, NULL, 'b' },
+                                           { "help", no_argument, NULL, 'h' },
+                                           { NULL, 0, NULL, 0 } };
     uint64_t ranks = 4, seconds = 30, seed = 1;
     bool good = true;
     int c;
@@ -221,6 +227,7 @@ static bool parse(int argc, char **argv, struct options *o)
         case 'f': o->filter = optarg; break;
         case 's': good = number(optarg, 1, 3600, &seconds); break;
         case 'e': good = number(optarg, 0, UINT64_MAX, &seed); break;
+        case 'l': o->setting.log = true; break;
         case 'b': o->bench = true; break;
         case 'h': usage(stdout); exit(0);
         default: good = false;

@@ -34,6 +34,7 @@ gin_case_fn gin_case_large;
 gin_case_fn gin_case_far;
 gin_case_fn gin_case_no_progress;
 gin_case_fn gin_case_host_source;
+gin_case_fn gin_case_host_target;
 gin_case_fn gin_case_communicators;
 gin_case_fn gin_case_contexts;
 

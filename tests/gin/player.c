@@ -13,19 +13,23 @@ enum { IDLE_ROUNDS = 64, NAP_US = 20 }; /* NCCL only yields, but has a processor
 
 /* The plugin's logger has no context. */
 static struct crew *logs_to;
+static bool logs_all;
 
 static void keep_warning(nccl_log_level level, unsigned long subsystems, const char *file, int line, const char *format,
                          ...)
 {
     struct crew_member *me = crew_me(logs_to);
+    char said[sizeof me->said];
     va_list args;
 
     (void)subsystems, (void)file, (void)line;
-    if (level != NCCL_LOG_WARN)
-        return;
     va_start(args, format);
-    vsnprintf(me->said, sizeof me->said, format, args);
+    vsnprintf(said, sizeof said, format, args);
     va_end(args);
+    if (logs_all)
+        fprintf(stderr, "rank %u: %s\n", logs_to->rank, said);
+    if (level == NCCL_LOG_WARN)
+        memcpy(me->said, said, sizeof said);
 }
 
 /* ---- random numbers, results --------------------------------------------------------------------- */
@@ -292,6 +296,7 @@ ep_status player_open(struct crew *crew, const struct gin_setting *setting, stru
     *player = (struct player){ .crew = crew, .setting = setting };
     player->random = player_mix(setting->seed) ^ (uint64_t)(crew->rank + 1) << 48;
     logs_to = crew;
+    logs_all = setting->log;
     status = plugin_open(setting->plugin, setting->table, &player->plugin, error);
     if (status == EP_OK && setting->cuda)
         status = open_cuda(player, error);

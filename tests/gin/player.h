@@ -23,6 +23,7 @@ struct gin_setting {
     bool cuda;                  /* windows and signals are in GPU memory */
     uint32_t ranks, seconds;    /* of a case */
     uint64_t seed;
+    bool log;                   /* what the plugin logs goes to stderr */
 };
 
 /* ---- memory -------------------------------------------------------------------------------------- */
