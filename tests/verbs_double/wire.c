@@ -25,6 +25,7 @@ struct vd_inbound {
     enum ibv_wc_status status;
     uint32_t taken; /* of its data */
     bool waits;     /* for the queue pair, or for a receive */
+    bool answers;   /* the packet is over, its answer has not gone */
 };
 
 static void unix_address(const union ibv_gid *gid, struct sockaddr_un *address, socklen_t *bytes)
@@ -242,7 +243,7 @@ static void take_answer(struct vd_qp *qp)
         vd_send_over(qp, send, (enum ibv_wc_status)qp->answer.status);
 }
 
-static void read_answers(struct vd_qp *qp)
+static void read_answers(struct vd_context *context, struct vd_qp *qp)
 {
     for (;;) {
         ssize_t n = recv(qp->fd, (uint8_t *)&qp->answer + qp->answer_bytes, sizeof qp->answer - qp->answer_bytes,
@@ -258,6 +259,8 @@ static void read_answers(struct vd_qp *qp)
         if (qp->answer_bytes < sizeof qp->answer)
             continue;
         qp->answer_bytes = 0;
+        while (qp->busy) /* an answer may be here before the sending thread is back from what it answers */
+            pthread_cond_wait(&context->work, &context->lock);
         take_answer(qp);
     }
 }
@@ -317,11 +320,28 @@ static bool tell(struct vd_context *context, struct vd_inbound *in)
     return true;
 }
 
-static bool answer(const struct vd_inbound *in)
+/* 1: it has gone, 0: the peer must read first, -1: the connection is over. */
+static int answer(const struct vd_inbound *in)
 {
     const struct vd_answer answer = { in->packet.slot, (uint32_t)in->status };
 
-    return send(in->fd, &answer, sizeof answer, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof answer;
+    if (send(in->fd, &answer, sizeof answer, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof answer)
+        return 1;
+    return errno == EAGAIN || errno == EINTR ? 0 : -1;
+}
+
+/* As receive_step. */
+static int finish_packet(struct vd_inbound *in)
+{
+    int gone;
+
+    in->answers = in->packet.last || in->status != IBV_WC_SUCCESS;
+    gone = in->answers ? answer(in) : 1;
+    if (gone <= 0)
+        return gone;
+    in->answers = in->judged = false;
+    in->packet_bytes = 0;
+    return 1;
 }
 
 /* Up to the next thing that is not there.  1: go on, 0: later, -1: the connection is over. */
@@ -350,15 +370,11 @@ static int receive_step(struct vd_context *context, struct vd_inbound *in)
         *(header ? &in->packet_bytes : &in->taken) += (uint32_t)n;
         return 1;
     }
-    if (in->packet.last && !tell(context, in)) {
+    if (!in->answers && in->packet.last && !tell(context, in)) {
         in->waits = true;
         return 0;
     }
-    if ((in->packet.last || in->status != IBV_WC_SUCCESS) && !answer(in))
-        return -1;
-    in->packet_bytes = 0;
-    in->judged = false;
-    return 1;
+    return finish_packet(in);
 }
 
 static bool receive(struct vd_context *context, struct vd_inbound *in)
@@ -403,7 +419,7 @@ static nfds_t list_polled(const struct vd_context *context, struct pollfd *polle
     polled[WAKE] = (struct pollfd){ .fd = context->wake, .events = POLLIN };
     for (const struct vd_inbound *in = context->inbound; in && n < MAX_POLLED; in = in->next)
         if (!in->waits)
-            polled[n++] = (struct pollfd){ .fd = in->fd, .events = POLLIN };
+            polled[n++] = (struct pollfd){ .fd = in->fd, .events = in->answers ? POLLOUT : POLLIN };
     for (const struct vd_qp *qp = context->qps; qp && n < MAX_POLLED; qp = qp->next)
         if (qp->fd >= 0 && qp->ibv.state == IBV_QPS_RTS)
             polled[n++] = (struct pollfd){ .fd = qp->fd, .events = (short)(POLLIN | (qp->full ? POLLOUT : 0)) };
@@ -417,7 +433,7 @@ static void look(struct vd_context *context)
     for (struct vd_qp *qp = context->qps; qp; qp = qp->next)
         if (qp->fd >= 0 && qp->ibv.state == IBV_QPS_RTS) {
             qp->full = false;
-            read_answers(qp);
+            read_answers(context, qp);
         }
     for (struct vd_inbound **at = &context->inbound; *at;)
         if (receive(context, *at))
