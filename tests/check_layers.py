@@ -53,6 +53,7 @@ OUTSIDE = {
     r"systemd/": {"server"},
     r"yaml\.h": {"server", "client/admin"},
     r"jansson\.h": {"proto/rpc", "server", "client/admin", "client/bench"},
+    r"infiniband/": {"kernels/gin"},
     r"cuda|nccl": {"kernels/cuda", "server/node"},
 }
 

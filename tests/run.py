@@ -286,7 +286,9 @@ def integration_tasks(preset, case=""):
 
 
 # Each way of the plugin with each kind of memory; the tables that NCCL has for it take turns.
-GIN_RUNS = [("tcp", "host", "gin-v11"), ("tcp", "cuda", "rma-v14"), ("host", "host", "rma-v13"), ("host", "cuda", "gin-v11")]
+GIN_RUNS = [("tcp", "host", "gin-v11"), ("tcp", "cuda", "rma-v14"),
+            ("host", "host", "rma-v13"), ("host", "cuda", "gin-v11"),
+            ("verbs", "host", "rma-v14"), ("verbs", "cuda", "gin-v11")]
 GIN_RANKS = {"release": 4, "asan": 3, "tsan": 3}
 GIN_CASE_S = 30      # times TIME_SCALE
 
@@ -295,12 +297,14 @@ def gin_tasks(preset):
     """tests/gin: the plugin, with GPUs that are the double's, and whether the tests find what they are for."""
     folder, scale = build_dir(preset), TIME_SCALE[preset]
     env = {**sanitizer_env(preset), "EP_CUDA_MODULE": os.path.join(folder, "unit", "libep_cuda_cpu.so"),
+           "LD_LIBRARY_PATH": os.path.join(folder, "unit", "verbs"),  # a libibverbs that reorders
            "EP_GIN_TIMEOUT_S": str(2 + scale)}  # two cases wait for it
     for transport, memory, table in GIN_RUNS:
         yield Task("%s/gin/%s-%s" % (preset, transport, memory),
                    [os.path.join(folder, "gin", "gin_conformance"), "--memory", memory, "--table", table,
                     "--plugin", os.path.join(folder, "lib", "libnccl-net-ep.so"), "--ranks", str(GIN_RANKS[preset]),
-                    "--seconds", str(GIN_CASE_S * scale)], SCRIPT_S, {**env, "EP_GIN_TRANSPORT": transport}, parse_lines)
+                    "--seconds", str(GIN_CASE_S * scale)],
+                   SCRIPT_S, {**env, "EP_GIN_TRANSPORT": transport}, parse_lines)
     if preset == "release":
         yield Task("release/gin/mutants", [sys.executable, "-B", os.path.join(TESTS, "gin", "mutants.py"),
                                            os.path.join(folder, "gin")], SCRIPT_S, parse=parse_lines)

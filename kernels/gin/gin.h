@@ -16,7 +16,8 @@
  *   stream.c           work on the GPU, and how far it is
  *   staging.c          pinned memory that data passes through
  *   ring.c             messages through memory that two processes share
- *   transport.h        what a transport is; transport.c: which one; transport_tcp.c, transport_host.c
+ *   transport.h        what a transport is; transport.c: which one; transport_tcp.c, transport_host.c,
+ *                      transport_verbs.c
  */
 #ifndef EP_GIN_H
 #define EP_GIN_H
@@ -42,6 +43,7 @@ struct ep_gin_peer;
 enum ep_gin_transport_id {
     EP_GIN_TCP,
     EP_GIN_HOST,
+    EP_GIN_VERBS,
     EP_GIN_TRANSPORTS, /* how many */
     EP_GIN_AUTO = EP_GIN_TRANSPORTS
 };

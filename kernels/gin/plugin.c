@@ -3,12 +3,12 @@
  *
  * NCCL ships GIN over verbs only.  Its kernels put data into windows of other ranks and raise signals there; where
  * there is no NIC that does so, NCCL's own thread hands each put to a plugin.  This one carries it to another process
- * of the same host with the GPU's copy engine, and to other hosts over TCP.
+ * of the same host with the GPU's copy engine, and to other hosts over TCP, or RDMA NICs when asked to.
  *
  * Environment, read when a communicator is made; a value that makes no sense is refused with a sentence:
  *
- *   EP_GIN_TRANSPORT    auto (default), host, tcp   auto: host between processes of one host that can map each
- *                                                   other's memory, tcp otherwise
+ *   EP_GIN_TRANSPORT    auto (default), host, tcp,  auto: host between processes of one host that can map each
+ *                       verbs                       other's memory, tcp otherwise
  *   EP_GIN_INTERFACE    as NCCL_SOCKET_IFNAME,      "eth,ib": names that begin so; "=eth0": that name; "^docker": any
  *                       which it replaces           other.  Default: the first that is up and neither loopback nor a
  *                                                   container's, IPv4 before IPv6; else loopback
@@ -30,7 +30,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "gin.h"
+#include "transport.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -80,6 +80,16 @@ static nccl_result devices(int *count)
 
 static char device_name[] = "ep-gin"; /* NCCL's type is not const */
 
+/* What only NICs have a use for. */
+static int dmabuf_support(void)
+{
+    struct ep_gin_settings settings;
+
+    if (ep_gin_settings_read(&settings, NULL) != EP_OK || settings.transport != EP_GIN_VERBS)
+        return 0;
+    return ep_gin_verbs.usable(NULL, NULL) == EP_OK ? NCCL_MEMORY_DMABUF : 0;
+}
+
 static nccl_result properties_v11(int device, struct nccl_properties_v11 *properties)
 {
     if (device != 0)
@@ -87,7 +97,7 @@ static nccl_result properties_v11(int device, struct nccl_properties_v11 *proper
     *properties = (struct nccl_properties_v11){
         .name = device_name,
         .guid = GUID,
-        .ptrSupport = NCCL_MEMORY_HOST | NCCL_MEMORY_CUDA,
+        .ptrSupport = NCCL_MEMORY_HOST | NCCL_MEMORY_CUDA | dmabuf_support(),
         .speed = SPEED_MBPS,
         .port = 1,
         .latency = LATENCY_US,

@@ -88,11 +88,16 @@ void ep_gin_put_sent(struct ep_gin_put *put, uint64_t bytes)
         finish(put);
 }
 
+static bool main_carries(const struct ep_gin_link *main, const struct ep_gin_put *put)
+{
+    if (put->bytes == 0 || !main->transport->region_reach)
+        return true;
+    return put->reached && (!main->transport->reads || main->transport->reads(main->link, put->source));
+}
+
 static struct ep_gin_link *link_of(struct ep_gin_put *put)
 {
-    struct ep_gin_link *main = &put->peer->main;
-
-    return put->bytes == 0 || !main->transport->region_reach || put->reached ? main : &put->peer->spare;
+    return main_carries(&put->peer->main, put) ? &put->peer->main : &put->peer->spare;
 }
 
 static void number(struct ep_gin_put *put, struct ep_gin_queue *queue)

@@ -39,7 +39,8 @@ static ep_status read_transport(enum ep_gin_transport_id *transport, struct ep_e
             *transport = (enum ep_gin_transport_id)t;
             return EP_OK;
         }
-    return ep_error_set(error, EP_INVALID_ARGUMENT, "EP_GIN_TRANSPORT is \"%.40s\": must be auto, host or tcp", text);
+    return ep_error_set(error, EP_INVALID_ARGUMENT, "EP_GIN_TRANSPORT is \"%.40s\": must be auto, host, verbs or tcp",
+                        text);
 }
 
 /* NCCL's variable holds for those who have set it for NCCL. */

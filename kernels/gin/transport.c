@@ -4,7 +4,18 @@
 const struct ep_gin_transport *const ep_gin_transports[EP_GIN_TRANSPORTS] = {
     [EP_GIN_TCP] = &ep_gin_tcp,
     [EP_GIN_HOST] = &ep_gin_host,
+    [EP_GIN_VERBS] = &ep_gin_verbs,
 };
+
+#ifndef EP_GIN_WITH_VERBS
+static ep_status without_verbs(struct ep_gin_comm *comm, struct ep_error *error)
+{
+    (void)comm;
+    return ep_error_set(error, EP_UNAVAILABLE, "built without infiniband/verbs.h");
+}
+
+const struct ep_gin_transport ep_gin_verbs = { .name = "verbs", .usable = without_verbs };
+#endif
 
 const char *ep_gin_transport_name(uint32_t transport)
 {
@@ -27,7 +38,7 @@ static bool can(const struct ep_gin_hello *hello, enum ep_gin_transport_id t)
     return hello->able >> t & 1;
 }
 
-/* From the best to the one that is always there. */
+/* From the best to the one that is always there.  Verbs have run on no NIC yet: who wants them names them. */
 static enum ep_gin_transport_id best(const struct ep_gin_hello *a, const struct ep_gin_hello *b)
 {
     if (can(a, EP_GIN_HOST) && can(b, EP_GIN_HOST) && ep_gin_same_host(&a->host, &b->host))

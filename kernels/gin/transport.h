@@ -56,6 +56,8 @@ struct ep_gin_transport {
                               void **remote, struct ep_error *error);
     /* Under both locks. */
     void (*region_leave)(void *link, const struct ep_gin_region *region, void *remote);
+    /* progress: can it read puts from there?  If not they take the spare link.  NULL: from anywhere. */
+    bool (*reads)(void *link, const struct ep_gin_region *source);
 
     /* ---- progress ---- */
     /*
@@ -81,6 +83,7 @@ struct ep_gin_transport {
 extern const struct ep_gin_transport *const ep_gin_transports[EP_GIN_TRANSPORTS];
 extern const struct ep_gin_transport ep_gin_tcp;
 extern const struct ep_gin_transport ep_gin_host;
+extern const struct ep_gin_transport ep_gin_verbs; /* usable where libibverbs and a NIC are */
 extern const struct ep_gin_transport ep_gin_self; /* to oneself; not in the table */
 
 /* ---- what a transport may ask of the communicator ---------------------------------------- */

@@ -137,7 +137,11 @@ static void a_process_is_on_its_own_host(void **state)
 
 /* ---- transports ------------------------------------------------------------------------------------------------ */
 
-enum { BOTH = 1 << EP_GIN_TCP | 1 << EP_GIN_HOST, TCP_ONLY = 1 << EP_GIN_TCP };
+enum {
+    BOTH = 1 << EP_GIN_TCP | 1 << EP_GIN_HOST,
+    TCP_ONLY = 1 << EP_GIN_TCP,
+    ALL = BOTH | 1 << EP_GIN_VERBS
+};
 
 static struct ep_gin_hello side(uint32_t rank, uint32_t wanted, uint32_t able, uint8_t host)
 {
@@ -174,6 +178,14 @@ static void auto_takes_the_best_that_both_can(void **state)
     expect_chosen(side(0, EP_GIN_AUTO, BOTH, 1), side(1, EP_GIN_AUTO, TCP_ONLY, 1), EP_GIN_TCP);
 }
 
+static void verbs_are_asked_for(void **state)
+{
+    (void)state;
+    expect_chosen(side(0, EP_GIN_AUTO, ALL, 1), side(1, EP_GIN_AUTO, ALL, 2), EP_GIN_TCP);
+    expect_chosen(side(0, EP_GIN_VERBS, ALL, 1), side(1, EP_GIN_AUTO, ALL, 2), EP_GIN_VERBS);
+    expect_none(side(0, EP_GIN_VERBS, ALL, 1), side(1, EP_GIN_AUTO, BOTH, 2), "the other cannot");
+}
+
 static void a_named_one_is_taken_or_refused(void **state)
 {
     (void)state;
@@ -195,6 +207,7 @@ int main(void)
         cmocka_unit_test(lists_are_read_as_nccl_reads_them),
         cmocka_unit_test(a_process_is_on_its_own_host),
         cmocka_unit_test(auto_takes_the_best_that_both_can),
+        cmocka_unit_test(verbs_are_asked_for),
         cmocka_unit_test(a_named_one_is_taken_or_refused),
     };
 
