@@ -576,6 +576,7 @@ static ep_status stream_sync(uint32_t device, void *stream, struct ep_error *err
 /*
  * Words, so that an op that looks at one (`from`, above all) sees the old or the new one.  Rows are large
  * and nobody looks at them meanwhile.
+ * Acquire: a word that a stream stored (move, its partner) says that something else is there.
  */
 static bool copy_words(void *to, const void *from, uint64_t bytes)
 {
@@ -586,7 +587,7 @@ static bool copy_words(void *to, const void *from, uint64_t bytes)
     for (uint64_t at = 0; at < bytes; at += word)
         __atomic_store_n((uint64_t *)(void *)((uint8_t *)to + at),
                          __atomic_load_n((const uint64_t *)(const void *)((const uint8_t *)from + at),
-                                         __ATOMIC_RELAXED),
+                                         __ATOMIC_ACQUIRE),
                          __ATOMIC_SEQ_CST);
     return true;
 }
