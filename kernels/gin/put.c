@@ -252,6 +252,7 @@ struct ep_gin_put *ep_gin_put(struct ep_gin_comm *comm, const struct ep_gin_put_
 {
     struct ep_gin_put *put = &comm->refused;
 
+    __atomic_fetch_add(&comm->asked, 1, __ATOMIC_RELEASE); /* partner: ep_gin_judge */
     pthread_mutex_lock(&comm->sending);
     if (!args_good(comm, args))
         ep_gin_count(comm, &comm->counts.bad_puts, "a put out of a region, or to no rank, which is not done");

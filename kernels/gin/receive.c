@@ -83,6 +83,11 @@ enum ep_gin_verdict ep_gin_judge(struct ep_gin_peer *peer, const struct ep_gin_m
 {
     enum ep_gin_place place;
 
+    /*
+     * A program puts what says that it has read a place, and its peer writes there again.  What orders the two lies in
+     * another process; here it is this, partner: ep_gin_put.
+     */
+    (void)__atomic_load_n(&peer->comm->asked, __ATOMIC_ACQUIRE);
     *region = NULL;
     *to = NULL;
     if (!ep_gin_message_valid(m, peer->piece_bytes))
