@@ -25,6 +25,8 @@ ep_status gin_case_tables(struct player *player, struct ep_error *error)
         status = comm_query(comm, &failed, error);
     if (status == EP_OK && failed)
         return ep_error_set(error, EP_VERIFY_FAILED, "queryLastError tells of an error, and nothing has been done yet");
+    if (status == EP_OK)
+        status = crew_barrier(player->crew, error); /* a rank that has closed may be an error to the others */
     return status == EP_OK ? comm_close(comm, error) : status;
 }
 
