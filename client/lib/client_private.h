@@ -342,10 +342,6 @@ ep_status device_copy_out(struct ep_rank *rank, void *to, const void *from, uint
 bool device_drain(struct ep_rank *rank, uint64_t deadline_ns);
 void device_detach(struct ep_rank *rank);
 
-/* What is in the records of its number already is of earlier handles, of this worker or the rank's last
- * one. */
-void device_handle_init(const struct ep_rank *rank, ep_handle *handle);
-
 /* Looks at the report: what became of the handle's ops, or with NULL of all. */
 ep_status device_collect(struct ep_rank *rank, ep_handle *handle, struct ep_error *error);
 

@@ -114,6 +114,13 @@ ep_status ep_combine_info(const ep_handle *handle, ep_op_info *info)
 
 /* ---- life ------------------------------------------------------------------------ */
 
+/* What is in the records of its number already is of earlier handles, of this worker or the rank's last one. */
+static void skip_records(const struct ep_rank *rank, ep_handle *handle)
+{
+    for (uint32_t part = 0; part < EP_DEVICE_PARTS; part++)
+        handle->device.seen[part] = rank->device->seen.records[handle->id][part].sequence;
+}
+
 ep_status ep_handle_create(ep_rank *rank, ep_handle **out)
 {
     struct ep_error *error = last_error();
@@ -135,7 +142,7 @@ ep_status ep_handle_create(ep_rank *rank, ep_handle **out)
     handle->id = id;
     handle->generation = ++rank->generations;
     if (rank->device)
-        device_handle_init(rank, handle);
+        skip_records(rank, handle);
     rank->handles[id] = handle;
     *out = handle;
     return EP_OK;

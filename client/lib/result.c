@@ -83,12 +83,6 @@ static void to_result(const struct ep_rank *rank, const struct ep_device_record 
         describe(rank, record, part, result->text, sizeof result->text);
 }
 
-void device_handle_init(const struct ep_rank *rank, ep_handle *handle)
-{
-    for (uint32_t part = 0; part < EP_DEVICE_PARTS; part++)
-        handle->device.seen[part] = rank->device->seen.records[handle->id][part].sequence;
-}
-
 /* ---- looking --------------------------------------------------------------------- */
 
 static ep_handle *find_handle(const struct ep_rank *rank, uint32_t generation)

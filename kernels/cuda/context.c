@@ -21,6 +21,23 @@ static ep_status push(const struct ep_cuda_context *context, struct ep_error *er
 }
 
 /*
+ * Non-blocking: nothing of the caller's on the default stream may hold up an op.  Highest priority: an op is
+ * short and others wait for it.
+ */
+ep_status ep_cuda_stream_make(uint32_t device, CUstream *stream, struct ep_error *error)
+{
+    int least = 0, greatest = 0;
+    CUresult result = cuCtxGetStreamPriorityRange(&least, &greatest);
+
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuCtxGetStreamPriorityRange of device %u", device);
+    result = cuStreamCreateWithPriority(stream, CU_STREAM_NON_BLOCKING, greatest);
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuStreamCreateWithPriority on device %u", device);
+    return EP_OK;
+}
+
+/*
  * The module's own stream; the context is known to work then.  And a worker's kernel, which may be launched first
  * while a stream is captured; where it cannot be had, who launches it says so.
  */

@@ -2,8 +2,9 @@
  * What the files of kernels/cuda share.
  *
  *   error.c    results of the driver as ep_status and text
+ *   driver.c   the driver, and how many devices it has for this process
+ *   context.c  the context in which a GPU is used, and how streams are made
  *   device.c   GPUs of this process, what they are and can do
- *   context.c  the context in which a GPU is used
  *   memory.c   VMM allocations; copy.c: to and from them
  *   stream.c   streams and events; graph.c: captured work
  *   rank.c     a rank's ops: chooses and launches kernels

@@ -1,53 +1,9 @@
 /* GPUs of this process: how many there are and what they can do. */
 #include "cuda_private.h"
 
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-/* ---- the driver ------------------------------------------------------------------ */
-
-static pthread_once_t driver_once = PTHREAD_ONCE_INIT;
-static CUresult driver_result;
-static uint32_t driver_devices;
-
-static void start_driver(void)
-{
-    int n = 0;
-
-    driver_result = cuInit(0);
-    if (driver_result == CUDA_SUCCESS)
-        driver_result = cuDeviceGetCount(&n);
-    driver_devices = (uint32_t)n < EP_CUDA_MAX_DEVICES ? (uint32_t)n : EP_CUDA_MAX_DEVICES;
-}
-
-/* A machine without a GPU is no failure, nor is one without a driver (what programs are linked with is a
- * stub, which a machine that builds may have in its library path). */
-ep_status ep_cuda_device_count(uint32_t *count, struct ep_error *error)
-{
-    pthread_once(&driver_once, start_driver);
-    if (driver_result != CUDA_SUCCESS && driver_result != CUDA_ERROR_NO_DEVICE &&
-        driver_result != CUDA_ERROR_STUB_LIBRARY)
-        return ep_cuda_fail(error, driver_result, "cuInit");
-    *count = driver_devices;
-    return EP_OK;
-}
-
-ep_status ep_cuda_device_get(uint32_t device, CUdevice *handle, struct ep_error *error)
-{
-    uint32_t count = 0;
-    ep_status status = ep_cuda_device_count(&count, error);
-    CUresult result;
-
-    if (status != EP_OK)
-        return status;
-    if (device >= count)
-        return ep_error_set(error, EP_NOT_FOUND, "device %u: this process sees %u, numbered from 0", device,
-                            count);
-    result = cuDeviceGet(handle, (int)device);
-    return result == CUDA_SUCCESS ? EP_OK : ep_cuda_fail(error, result, "cuDeviceGet of device %u", device);
-}
 
 /* ---- finding one ------------------------------------------------------------------- */
 
@@ -127,10 +83,12 @@ static uint32_t attribute(struct query *query, CUdevice_attribute which)
 static uint64_t peers_of(struct query *query, uint32_t device)
 {
     uint64_t peers = 1ull << device; /* the driver says no of a device and itself */
+    uint32_t count = 0;
     CUdevice peer;
     int reaches;
 
-    for (uint32_t d = 0; d < driver_devices; d++) {
+    (void)ep_cuda_device_count(&count, NULL); /* it has been asked before, and there are some */
+    for (uint32_t d = 0; d < count; d++) {
         if (d != device && asked(query, "cuDeviceGet", cuDeviceGet(&peer, (int)d)) &&
             asked(query, "cuDeviceCanAccessPeer", cuDeviceCanAccessPeer(&reaches, query->handle, peer)) &&
             reaches)

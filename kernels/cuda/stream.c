@@ -1,23 +1,6 @@
 /* Streams and events. */
 #include "cuda_private.h"
 
-/*
- * Non-blocking: nothing of the caller's on the default stream may hold up an op.  Highest priority: an op is
- * short and others wait for it.
- */
-ep_status ep_cuda_stream_make(uint32_t device, CUstream *stream, struct ep_error *error)
-{
-    int least = 0, greatest = 0;
-    CUresult result = cuCtxGetStreamPriorityRange(&least, &greatest);
-
-    if (result != CUDA_SUCCESS)
-        return ep_cuda_fail(error, result, "cuCtxGetStreamPriorityRange of device %u", device);
-    result = cuStreamCreateWithPriority(stream, CU_STREAM_NON_BLOCKING, greatest);
-    if (result != CUDA_SUCCESS)
-        return ep_cuda_fail(error, result, "cuStreamCreateWithPriority on device %u", device);
-    return EP_OK;
-}
-
 /* ---- streams --------------------------------------------------------------------- */
 
 ep_status ep_cuda_stream_create(uint32_t device, void **stream, struct ep_error *error)

@@ -11,6 +11,7 @@
  *   region.c           memory that puts come from and go to
  *   put.c, queue.c     requests, from iput to done
  *   receive.c          the receive thread: pieces, signals
+ *   shared.c           counts, peers that are gone, both locks
  *   order.c            when a signal may be applied
  *   message.c          what is said, and what is not believed
  *   stream.c           work on the GPU, and how far it is

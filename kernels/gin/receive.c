@@ -20,14 +20,6 @@
 
 enum { EVENTS = 64, SLEEP_MS = 100, YIELD_US = 20 };
 
-/* ---- counting ------------------------------------------------------------------------------------- */
-
-void ep_gin_count(struct ep_gin_comm *comm, uint64_t *count, const char *what)
-{
-    if (__atomic_fetch_add(count, 1, __ATOMIC_RELAXED) == 0)
-        ep_gin_warn("rank %u: %s; more of it is counted and not told", comm->rank, what);
-}
-
 /* ---- signals ---------------------------------------------------------------------------------------- */
 
 static uint64_t raised_by(const struct ep_gin_signal *signal)
@@ -125,13 +117,6 @@ bool ep_gin_landed(struct ep_gin_peer *peer, const struct ep_gin_message *m)
 }
 
 /* ---- peers that go -------------------------------------------------------------------------------------- */
-
-void ep_gin_peer_lost(struct ep_gin_peer *peer, const char *why)
-{
-    /* Partner: ep_gin_peer_is_lost. */
-    if (__atomic_exchange_n(&peer->lost, 1, __ATOMIC_ACQ_REL) == 0)
-        ep_gin_info("rank %u: rank %u is gone, puts to it are done: %s", peer->comm->rank, peer->rank, why);
-}
 
 static bool said_bye(const struct ep_gin_peer *peer)
 {
@@ -290,20 +275,6 @@ static void *run(void *arg)
 }
 
 /* ---- the interface --------------------------------------------------------------------------------------------- */
-
-void ep_gin_lock(struct ep_gin_comm *comm)
-{
-    __atomic_fetch_add(&comm->wanted, 1, __ATOMIC_RELAXED);
-    pthread_mutex_lock(&comm->sending);
-    pthread_mutex_lock(&comm->receiving);
-    __atomic_fetch_sub(&comm->wanted, 1, __ATOMIC_RELAXED);
-}
-
-void ep_gin_unlock(struct ep_gin_comm *comm)
-{
-    pthread_mutex_unlock(&comm->receiving);
-    pthread_mutex_unlock(&comm->sending);
-}
 
 ep_status ep_gin_receive_open(struct ep_gin_comm *comm, struct ep_error *error)
 {
