@@ -99,7 +99,7 @@ class BenchTest(CudaTest):
         self.assertIn("ht: left out", result.err)
         lines = result.out.strip().split("\n")
         self.assertEqual(len(lines), 1 + len(LAYOUTS))
-        self.assertTrue(all(line.startswith("ll,") and line.endswith("cuda,direct") for line in lines[1:]), lines)
+        self.assertTrue(all(line.startswith("ll,") and line.endswith("cuda,direct,forward") for line in lines[1:]), lines)
         self.assertIn("cuda backend has ll only",
                       self.bench("--spawn", "--backend=cuda", "--modes=ht", code=1).err)
 
