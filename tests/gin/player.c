@@ -1,4 +1,5 @@
 /* Opening a plugin, and the progress thread. */
+#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -14,6 +15,7 @@ enum { IDLE_ROUNDS = 64, NAP_US = 20 }; /* NCCL only yields, but has a processor
 /* The plugin's logger has no context. */
 static struct crew *logs_to;
 static bool logs_all;
+static pthread_mutex_t keeping = PTHREAD_MUTEX_INITIALIZER; /* any thread of a plugin may log */
 
 static void keep_warning(nccl_log_level level, unsigned long subsystems, const char *file, int line, const char *format,
                          ...)
@@ -28,8 +30,11 @@ static void keep_warning(nccl_log_level level, unsigned long subsystems, const c
     va_end(args);
     if (logs_all)
         fprintf(stderr, "rank %u: %s\n", logs_to->rank, said);
-    if (level == NCCL_LOG_WARN)
-        memcpy(me->said, said, sizeof said);
+    if (level != NCCL_LOG_WARN)
+        return;
+    pthread_mutex_lock(&keeping);
+    memcpy(me->said, said, sizeof said);
+    pthread_mutex_unlock(&keeping);
 }
 
 /* ---- random numbers, results --------------------------------------------------------------------- */
