@@ -262,18 +262,6 @@ static nccl_result test(void *comm, void *request, int *done)
     return NCCL_SUCCESS;
 }
 
-static nccl_result put_v11(void *comm, uint64_t source_offset, void *source, size_t bytes, uint64_t target_offset,
-                           void *target, uint32_t rank, void **request)
-{
-    *request = ep_gin_put(comm, &(struct ep_gin_put_args){ .rank = rank,
-                                                           .source = source,
-                                                           .target = target,
-                                                           .source_offset = source_offset,
-                                                           .target_offset = target_offset,
-                                                           .bytes = bytes });
-    return NCCL_SUCCESS;
-}
-
 static nccl_result put_signal_v11(void *comm, uint64_t source_offset, void *source, size_t bytes,
                                   uint64_t target_offset, void *target, uint32_t rank, uint64_t signal_offset,
                                   void *signal, uint64_t signal_value, uint32_t signal_op, void **request)
@@ -291,25 +279,16 @@ static nccl_result put_signal_v11(void *comm, uint64_t source_offset, void *sour
     return NCCL_SUCCESS;
 }
 
+static nccl_result put_v11(void *comm, uint64_t source_offset, void *source, size_t bytes, uint64_t target_offset,
+                           void *target, uint32_t rank, void **request)
+{
+    return put_signal_v11(comm, source_offset, source, bytes, target_offset, target, rank, 0, NULL, 0, 0, request);
+}
+
 /* One that is out of range is out of the communicator's too, which says so. */
 static uint32_t context_of(const struct contexts *contexts, int context)
 {
     return context >= 0 && (uint32_t)context < contexts->n ? contexts->first + (uint32_t)context : EP_GIN_MAX_CONTEXTS;
-}
-
-static nccl_result put_v13(void *gin, int context, uint64_t source_offset, void *source, size_t bytes,
-                           uint64_t target_offset, void *target, uint32_t rank, void **request)
-{
-    const struct contexts *contexts = gin;
-
-    *request = ep_gin_put(contexts->comm, &(struct ep_gin_put_args){ .rank = rank,
-                                                                     .context = context_of(contexts, context),
-                                                                     .source = source,
-                                                                     .target = target,
-                                                                     .source_offset = source_offset,
-                                                                     .target_offset = target_offset,
-                                                                     .bytes = bytes });
-    return NCCL_SUCCESS;
 }
 
 static nccl_result put_signal_v13(void *gin, int context, uint64_t source_offset, void *source, size_t bytes,
@@ -330,6 +309,13 @@ static nccl_result put_signal_v13(void *gin, int context, uint64_t source_offset
                                                                      .signal_value = signal_value,
                                                                      .signal_op = signal_op });
     return NCCL_SUCCESS;
+}
+
+static nccl_result put_v13(void *gin, int context, uint64_t source_offset, void *source, size_t bytes,
+                           uint64_t target_offset, void *target, uint32_t rank, void **request)
+{
+    return put_signal_v13(gin, context, source_offset, source, bytes, target_offset, target, rank, 0, NULL, 0, 0,
+                          request);
 }
 
 /* All signals are strong: behind all puts before them. */
