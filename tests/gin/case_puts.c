@@ -191,13 +191,7 @@ ep_status gin_case_far(struct player *player, struct ep_error *error)
     if (status == EP_OK)
         status = put_far(comm, &memory, &region, error);
     if (status == EP_OK)
-        status = comm_drain(comm, PLAYER_ALL, error);
-    if (status == EP_OK)
-        status = crew_barrier(player->crew, error);
-    if (status == EP_OK)
-        status = region_close(comm, &region, error);
-    if (status == EP_OK)
-        status = comm_close(comm, error);
+        status = gin_close(comm, &region, error);
     memory_close(player, &memory);
     return status;
 }

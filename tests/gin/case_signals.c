@@ -8,6 +8,17 @@ ep_status gin_open(struct player *player, struct comm **comm, struct ep_error *e
     return comm_open(player, &(struct comm_options){ 0 }, comm, error);
 }
 
+ep_status gin_close(struct comm *comm, struct region *region, struct ep_error *error)
+{
+    ep_status status = comm_drain(comm, PLAYER_ALL, error);
+
+    if (status == EP_OK)
+        status = crew_barrier(comm->player->crew, error);
+    if (status == EP_OK)
+        status = region_close(comm, region, error);
+    return status == EP_OK ? comm_close(comm, error) : status;
+}
+
 /* ---- tables -------------------------------------------------------------------------------------- */
 
 ep_status gin_case_tables(struct player *player, struct ep_error *error)
@@ -201,13 +212,7 @@ ep_status gin_case_values(struct player *player, struct ep_error *error)
             status = check_values(comm, &memory, r, error);
     }
     if (status == EP_OK)
-        status = comm_drain(comm, PLAYER_ALL, error);
-    if (status == EP_OK)
-        status = crew_barrier(player->crew, error);
-    if (status == EP_OK)
-        status = region_close(comm, &region, error);
-    if (status == EP_OK)
-        status = comm_close(comm, error);
+        status = gin_close(comm, &region, error);
     memory_close(player, &memory);
     return status;
 }

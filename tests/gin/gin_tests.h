@@ -61,6 +61,8 @@ gin_case_fn gin_case_restart;
 
 /* A communicator of all ranks with one context. */
 ep_status gin_open(struct player *player, struct comm **comm, struct ep_error *error);
+/* When all ranks have done what is under way: the region and the communicator. */
+ep_status gin_close(struct comm *comm, struct region *region, struct ep_error *error);
 
 /* Printed, never judged. Runs on all ranks; rank 0 prints. */
 ep_status gin_bench(struct player *player, struct ep_error *error);
