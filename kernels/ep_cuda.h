@@ -4,7 +4,7 @@
  * All that needs the CUDA driver is in a module of its own, libep_cuda.so, which is loaded at run
  * time: server, library and tools run the same on machines that have no GPU.  It holds GPU memory
  * that processes share (VMM allocations, handed on as file descriptors), the membership and progress
- * of a rank (device_state.h), and the LL kernels.
+ * of a rank (device_state.h), and the LL kernels; and copies and stores in streams, for who moves data itself (gin/).
  *
  * Addresses of GPU memory are plain pointers, valid in this process on the devices that the memory is
  * mapped for; the host must not follow them.  `device` is this process's CUDA ordinal; across processes

@@ -2,7 +2,8 @@
  * ep_attach: local workers.  Owned by the loop's thread.
  *
  * A claim (from the Attach service) gives a ticket; the worker shows it on the side socket, gets the
- * window's descriptor there, and holds the rank as long as that connection lives.
+ * window's descriptor there, and holds the rank as long as that connection lives.  Meanwhile it may hand over GPU
+ * memory of its own, for the ops that the server runs.
  */
 #ifndef EP_ATTACH_H
 #define EP_ATTACH_H

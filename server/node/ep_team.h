@@ -7,8 +7,8 @@
  *   host   ep_host_team.  An engine of the server executes the ops of an attached rank.
  *   cuda   memory of the GPUs: each rank's window and, beside it, its state (device_state.h).  The server
  *          writes who takes part, and reads what was counted.  Workers launch the kernels themselves
- *          (executor direct), or hand their ops to the server, which does (executor server).  No call of a
- *          team waits for a kernel.
+ *          (executor direct), or hand their ops to the server, which does (executor server) and maps memory that
+ *          they register.  No call of a team waits for a kernel.
  */
 #ifndef EP_TEAM_H
 #define EP_TEAM_H

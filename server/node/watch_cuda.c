@@ -84,7 +84,7 @@ static ep_status take_counters(struct cuda_watch *watch, struct ep_error *error)
  * The kernel keeps the first failure since the worker has taken one.  It is the worker's: were it taken here too, an
  * op in a graph that is launched again could overwrite its record before the worker has looked.
  */
-static ep_status take_failure(struct cuda_watch *watch, struct ep_error *error)
+static ep_status look_at_failure(struct cuda_watch *watch, struct ep_error *error)
 {
     struct ep_device_report report; /* its beginning */
     ep_status status = cuda_read(watch->team, watch->options.rank, &report, report_of(watch),
@@ -101,7 +101,7 @@ static ep_status look(struct cuda_watch *watch, struct ep_error *error)
 {
     ep_status status = take_counters(watch, error);
 
-    return status ? status : take_failure(watch, error);
+    return status ? status : look_at_failure(watch, error);
 }
 
 void cuda_watch_look(struct cuda_watch *watch)
