@@ -20,8 +20,18 @@ static uint32_t others(const struct ll_passes *passes)
 
 static void expect(struct ll_passes *passes, uint32_t mask)
 {
-    for (uint32_t r = 0; r < passes->world->ranks; r++)
+    for (uint32_t r = 0; r < passes->world->ranks; r++) {
         passes->pass[r][0]->expected = mask;
+        passes->pass[r][0]->changing = false;
+    }
+}
+
+/* The last rank leaves while the others' ops run. */
+static void expect_to_leave(struct ll_passes *passes)
+{
+    expect(passes, others(passes));
+    for (uint32_t r = 0; r < passes->world->ranks; r++)
+        passes->pass[r][0]->changing = true;
 }
 
 /* The last rank is back, and everything is as before. */
@@ -126,7 +136,7 @@ ep_status ll_case_leaves_dispatch(const struct ll_setting *setting, const struct
     uint64_t start = ep_clock_ns();
 
     if (status == EP_OK) {
-        expect(&passes, others(&passes));
+        expect_to_leave(&passes);
         status = ll_each(&passes, world_all(passes.world), leave_or_dispatch, error);
     }
     if (status == EP_OK)
@@ -147,7 +157,7 @@ ep_status ll_case_leaves_combine(const struct ll_setting *setting, const struct 
     if (status == EP_OK)
         status = ll_each(&passes, world_all(passes.world), dispatch_only, error);
     if (status == EP_OK) {
-        expect(&passes, others(&passes));
+        expect_to_leave(&passes);
         status = ll_each(&passes, world_all(passes.world), leave_or_combine, error);
     }
     if (status == EP_OK)
@@ -192,6 +202,7 @@ static ep_status ask_record(struct ll_passes *passes, struct pass *pass, uint32_
         status = world_record(pass->rank, pass->handle, part, &record, error);
     *in = record.arrived >> odd_one(passes) & 1;
     pass->expected = *in ? world_all(passes->world) : others(passes);
+    pass->changing = !*in;
     return status;
 }
 

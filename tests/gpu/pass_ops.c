@@ -311,7 +311,7 @@ static void describe_received(struct pass *pass)
 
 static struct verifier verifier_of(struct pass *pass)
 {
-    return (struct verifier){ &pass->inputs, pass->rank->rank, &pass->verdict, &pass->progress, false };
+    return (struct verifier){ &pass->inputs, pass->rank->rank, &pass->verdict, &pass->progress, pass->changing };
 }
 
 static ep_status verdict_of(const struct pass *pass, const char *what, struct ep_error *error)
