@@ -114,6 +114,7 @@ struct ep_membership_info {
     Ep__V1__Executor executor;  /* settled: server or direct */
     const uint8_t *device_uuid; /* EP_CUDA_UUID_BYTES of the GPU that the window is on; NULL: host */
     uint64_t state_bytes;       /* direct: of the rank's state */
+    uint32_t sms;               /* direct: multiprocessors that its kernels may fill; 0: all */
     uint32_t memories;          /* that the worker gets: its window; direct: its state, its peers' windows */
 };
 

@@ -62,19 +62,32 @@ ep_status executor_settle(const struct group *group, const struct ep_worker *wor
 
 /* ---- on what part of the GPU -------------------------------------------------------- */
 
-/* An equal part for each rank of the group on that GPU, so that all of them fit. */
-static uint32_t share_of(const struct rank *rank)
+static uint32_t sharers(const struct rank *rank)
 {
     const struct epoch *epoch = rank->epoch;
-    const struct ep_node *node = epoch->group->groups->node;
-    uint32_t n = 0, share;
+    uint32_t n = 0;
 
     for (uint32_t i = 0; i < epoch->n_ranks; i++)
         n += epoch->ranks[i].device == rank->device;
-    share = ep_node_sms(node, rank->device) / n;
+    return n;
+}
+
+/* An equal part for each rank of the group on that GPU, so that all of them fit. */
+static uint32_t share_of(const struct rank *rank)
+{
+    const struct ep_node *node = rank->epoch->group->groups->node;
+    uint32_t share = ep_node_sms(node, rank->device) / sharers(rank);
+
     if (share > ep_node_sms_per_rank(node))
         share = ep_node_sms_per_rank(node);
     return share ? share : 1;
+}
+
+uint32_t executor_direct_sms(const struct rank *rank)
+{
+    const uint32_t n = sharers(rank);
+
+    return n > 1 ? ep_node_sms(rank->epoch->group->groups->node, rank->device) / n : 0;
 }
 
 /* What is held of a GPU. */

@@ -211,6 +211,9 @@ ep_status executor_settle(const struct group *group, const struct ep_worker *wor
 ep_status executor_fits(const struct rank *rank, Ep__V1__Executor executor, struct ep_error *error);
 /* Takes what executor_fits() found free; it is held in rank->sms. */
 void executor_take(struct rank *rank, Ep__V1__Executor executor);
+/* Multiprocessors for a rank whose worker launches its ops; 0: all.  Ranks of a group that share a GPU have equal
+ * parts: with MPS their kernels run at once, and all blocks of each have to, as they wait for the others'. */
+uint32_t executor_direct_sms(const struct rank *rank);
 
 /* ---- status.c ----------------------------------------------------------------- */
 

@@ -192,6 +192,7 @@ void ep_membership_info(const struct ep_membership *member, struct ep_membership
     if (member->executor != EP__V1__EXECUTOR__EXECUTOR_DIRECT)
         return;
     info->state_bytes = ep_team_state_bytes(rank->epoch->team);
+    info->sms = executor_direct_sms(rank);
     info->memories += 1 + (rank->epoch->n_ranks - 1);
 }
 

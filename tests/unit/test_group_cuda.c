@@ -164,8 +164,25 @@ static void a_claim_is_for_the_direct_executor(void **state)
         assert_memory_equal(info.device_uuid, cuda_fixture_uuid(1), EP_CUDA_UUID_BYTES);
         assert_int_equal(info.memories, 1 + 1 + (RANKS - 1));
         assert_true(info.state_bytes > sizeof(struct ep_device_state));
+        assert_int_equal(info.sms, 4); /* of 8, which two ranks share */
         release(&w, false);
     }
+}
+
+static void a_direct_worker_alone_on_a_gpu_has_all_of_it(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct ep_membership_info info;
+    struct worker w;
+
+    spec.ranks = 2;
+    create(f, "moe", &spec);
+    f->identity.executor = EXECUTOR(DIRECT);
+    assert_int_equal(claim(f, &w, "moe", 1, NULL), EP_OK);
+    ep_membership_info(w.membership, &info);
+    assert_int_equal(info.sms, 0);
+    release(&w, false);
 }
 
 static void a_served_worker_gets_its_window_only(void **state)
@@ -183,6 +200,7 @@ static void a_served_worker_gets_its_window_only(void **state)
     assert_memory_equal(info.device_uuid, cuda_fixture_uuid(1), EP_CUDA_UUID_BYTES);
     assert_int_equal(info.memories, 1);
     assert_int_equal(info.state_bytes, 0);
+    assert_int_equal(info.sms, 0);
     release(&w, false);
 }
 
@@ -728,6 +746,7 @@ int main(void)
         TEST(memory_is_what_is_reserved),
         TEST(a_group_that_cannot_have_its_memory_leaves_none),
         TEST(a_claim_is_for_the_direct_executor),
+        TEST(a_direct_worker_alone_on_a_gpu_has_all_of_it),
         TEST(a_served_worker_gets_its_window_only),
         TEST(the_group_says_who_may_run_its_own_ops),
         TEST(served_ranks_divide_a_gpu),
