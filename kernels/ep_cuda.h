@@ -21,7 +21,7 @@
 #include "device_state.h"
 #include "ep_kernels.h"
 
-#define EP_CUDA_API_VERSION 4u
+#define EP_CUDA_API_VERSION 5u
 #define EP_CUDA_UUID_BYTES 16u
 #define EP_CUDA_SERVE_OPS 256u /* that are posted and not over, at most: a stream holds no end of work */
 
@@ -137,9 +137,11 @@ struct ep_cuda_api {
     /* ---- executor server: window.h has the hand-over ---- */
     /*
      * The worker's half: `op`, which passed ep_op_check, to whoever serves the rank that has this window.
-     * What comes later on the stream finds it done.  Never waits; may be captured.
+     * What comes later on the stream finds it done.  Never waits; may be captured.  spins: a kernel looks for the
+     * end of the op, which is faster than a stream that waits for it, but only for a GPU that runs work of both
+     * processes at once (MPS): one that switches between them gives it a time slice for each look.
      */
-    ep_status (*ring)(uint32_t device, void *window, const struct ep_op *op, void *stream,
+    ep_status (*ring)(uint32_t device, void *window, const struct ep_op *op, bool spins, void *stream,
                       struct ep_error *error);
     /*
      * The server's half.  Of `options` all count but `regions`.  It has a stream of its own, which waits for the

@@ -57,7 +57,7 @@ extern "C" {
 #endif
 
 #define EP_WINDOW_MAGIC 0x31574e4957534550ull /* "EPSWINW1" */
-#define EP_WINDOW_VERSION 3u
+#define EP_WINDOW_VERSION 4u
 #define EP_LINE 64u
 #define EP_REGION_ALIGN 4096u
 #define EP_RING_SLOTS 32u
@@ -317,23 +317,28 @@ EP_STATIC_ASSERT(offsetof(struct ep_device_report, records) == 192, "ep_device_r
 
 /*
  * Executor server: how an op is handed over, in the order of streams.
- *   client's stream: a kernel writes `op`, then doorbell = 1; the stream waits for done = 1, sets done = 0
- *   server's stream: waits for doorbell = 1; a kernel copies `op`, sets doorbell = 0, checks the copy and executes
- *                    it; at its end done = 1
- * Words hold 0 or 1, so that a CUDA graph can replay the client's half.  When its server is gone,
- * libepclient sets `closed`, then done: from then on its own kernel answers.
+ *   client's stream: a kernel writes `op` and `spins`, then doorbell = 1
+ *   server's stream: waits for doorbell = 1; a kernel copies `op`, sets doorbell = 0, checks the copy and executes it
+ *   spins = 0: at its end the kernel sets done = 1; the client's stream waits for that and sets done = 0
+ *   spins = 1: each of its `blocks` blocks adds 1 to `through` at its end; the client's kernel waits for the last one
+ *              and sets through = 0.  Nobody has to find out who was last, so this is the faster one
+ * Words are as before when an op is over, so that a CUDA graph can replay the client's half.  When its server is gone,
+ * libepclient sets `closed`, then done: from then on its own kernel answers, or does not wait.
  */
 struct ep_mailbox {
     uint32_t doorbell;
     uint32_t reserved0[15];
     uint32_t done;
     uint32_t reserved1[15];
-    uint32_t closed;
-    uint32_t reserved2[31];
+    uint32_t closed, through, blocks; /* read at once */
+    uint32_t reserved2[29];
     struct ep_op op;
-    uint8_t reserved3[512 - sizeof(struct ep_op)];
+    uint32_t spins;
+    uint32_t reserved3[3];
+    uint8_t reserved4[512 - 16 - sizeof(struct ep_op)];
 };
-EP_STATIC_ASSERT(sizeof(struct ep_mailbox) == 768, "ep_mailbox");
+EP_STATIC_ASSERT(sizeof(struct ep_mailbox) == 768 && offsetof(struct ep_mailbox, closed) % 16 == 0
+                     && offsetof(struct ep_mailbox, spins) % 16 == 0, "ep_mailbox");
 
 struct ep_device_control {
     struct ep_mailbox mailbox;

@@ -292,6 +292,8 @@ struct device {
     /* Puts an op that was checked on a stream.  Never waits, takes nothing but a launch: it may be captured. */
     ep_status (*launch)(struct ep_rank *rank, const struct ep_op *op, ep_stream stream, struct ep_error *error);
 
+    bool spins; /* executor server: a kernel waits for the end of an op, not the stream */
+
     /* direct */
     struct ep_cuda_memory *state_memory;
     struct ep_device_state *state; /* GPU memory */

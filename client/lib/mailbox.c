@@ -11,6 +11,8 @@
  *     gate:  closed?  no: write op, doorbell = 1.  yes: done = 1
  *     wait:  until done = 1, then done = 0
  *
+ * where the stream waits.  (A kernel that waits, under MPS, looks at `closed` too, and needs no more to end.)
+ *
  *   - A gate that comes after `closed` answers itself, so its op waits for nobody.
  *   - At most one op has a gate that found `closed` unset, and has not passed its wait: the next gate comes after
  *     that wait.  Our done = 1 comes after `closed`, so after that gate, and after every done = 0 of earlier ops.
@@ -37,7 +39,18 @@ static ep_status launch(struct ep_rank *rank, const struct ep_op *op, ep_stream 
 {
     const struct device *d = rank->device;
 
-    return d->api->ring(d->ordinal, rank->window, op, stream, error);
+    return d->api->ring(d->ordinal, rank->window, op, d->spins, stream, error);
+}
+
+/* Both processes' kernels run on the GPU at once, when both go through its MPS server. */
+static ep_status find_mps(struct device *d, const Ep__V1__ClaimReply *reply, struct ep_error *error)
+{
+    struct ep_cuda_device gpu;
+
+    if (d->api->device_info(d->ordinal, &gpu, error) != EP_OK)
+        return error->status;
+    d->spins = gpu.mps && reply->mps;
+    return EP_OK;
 }
 
 ep_status mailbox_attach(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
@@ -49,7 +62,7 @@ ep_status mailbox_attach(struct ep_rank *rank, const struct ep_cuda_api *api, co
                             "the server sends %u memories beside the window: under executor server there are none",
                             welcome->count);
     if (device_open(rank, api, reply, welcome, fd, error) != EP_OK
-        || device_check_window(rank, rank->rank, error) != EP_OK)
+        || device_check_window(rank, rank->rank, error) != EP_OK || find_mps(rank->device, reply, error) != EP_OK)
         return error->status;
     rank->device->launch = launch;
     return device_ready(rank, error);

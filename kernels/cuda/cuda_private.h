@@ -116,7 +116,7 @@ void ep_cuda_rank_close(struct ep_cuda_rank *rank);
 ep_status ep_cuda_rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, void *stream,
                            struct ep_error *error);
 
-ep_status ep_cuda_ring(uint32_t device, void *window, const struct ep_op *op, void *stream,
+ep_status ep_cuda_ring(uint32_t device, void *window, const struct ep_op *op, bool spins, void *stream,
                        struct ep_error *error);
 ep_status ep_cuda_serve_open(const struct ep_cuda_rank_options *options, struct ep_cuda_serve **out,
                              struct ep_error *error);

@@ -43,6 +43,7 @@ struct ep_ll_args {
     uint64_t ll, bank_bytes;
     struct ep_bank_layout bank;
     uint32_t header_bytes, counts_bytes, places_bytes, scales_bytes, combine_row_bytes;
+    uint32_t unused;
 
     /* the op; spans as addresses, NULL: not given */
     uint32_t blocks;       /* that work on it */
@@ -67,6 +68,8 @@ struct ep_ll_args {
     float *out_weights;
     struct ep_source *sources;
 };
+EP_STATIC_ASSERT(offsetof(struct ep_ll_args, blocks) % 16 == 0 && sizeof(struct ep_ll_args) % 16 == 0,
+                 "the rank's part and the op's are copied in pieces of 16 bytes");
 
 /* Blocks of a kernel that one multiprocessor holds at a time.  All blocks of a launch must run at once: they
  * wait for peers, whose blocks wait for ours.  shared_bytes: ep_device_shared_bytes().  Returns a cudaError_t,
@@ -83,12 +86,12 @@ int ep_ll_release(const struct ep_ll_args *args, void *stream);
 struct ep_ll_serve;
 /* Blocks of the kernel below that one multiprocessor holds at a time. */
 int ep_ll_serve_prepare(uint32_t shared_bytes, uint32_t *blocks);
-/* The op in the mailbox, whatever it is.  All entries of a rank have the same grid: rank.dispatch_blocks. */
-int ep_ll_serve_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, void *stream);
+/* The op in the mailbox, whatever it is.  All entries of a rank have as many blocks: its dispatch_blocks. */
+int ep_ll_serve_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, void *stream);
 /* Loads the code of the next one. */
 int ep_ll_gate_prepare(void);
-/* Puts the op into a mailbox and rings. */
-int ep_ll_gate(struct ep_mailbox *mailbox, const struct ep_op *op, void *stream);
+/* Puts the op into a mailbox and rings.  spins: it ends when the op is done. */
+int ep_ll_gate(struct ep_mailbox *mailbox, const struct ep_op *op, int spins, void *stream);
 
 const char *ep_ll_error_text(int error);
 

@@ -15,26 +15,27 @@ struct ep_ll_rank {
     uint32_t dispatch_blocks, combine_blocks;  /* that run at once, at most */
 };
 
-/* What a server keeps of a rank where its worker cannot write; in GPU memory, zeroed. */
+/* What a server keeps of a rank where its worker cannot write; in GPU memory. */
 struct ep_ll_desk {
     uint32_t closing; /* server: no op begins any more */
     uint32_t through; /* kernel: blocks of the running entry that are through */
     uint64_t ended;   /* kernel: entries that have executed or refused an op and are over */
     uint64_t looked;  /* kernel: the last of these that looked at `region`, counted from 1; it may still run */
     uint32_t reserved[26];
-    struct ep_op half[EP_MAX_HANDLES]; /* kernel: the send-only op of a handle that its complete finishes */
+    struct ep_ll_rank rank;              /* server, once */
+    struct ep_limits limits;             /* server, once; and `arena`: what ops are checked against */
+    uint64_t arena;
+    struct ep_op half[EP_MAX_HANDLES];  /* kernel: the send-only op of a handle that its complete finishes */
     struct ep_region region[EP_MAX_REGIONS]; /* server: that ops may use */
 };
-EP_STATIC_ASSERT(sizeof(struct ep_op) % 16 == 0 && offsetof(struct ep_ll_desk, half) % 16 == 0,
-                 "ops are copied in pieces of 16 bytes");
+EP_STATIC_ASSERT(sizeof(struct ep_op) % 16 == 0 && offsetof(struct ep_ll_desk, rank) % 16 == 0
+                     && offsetof(struct ep_ll_desk, half) % 16 == 0,
+                 "ops and arguments are copied in pieces of 16 bytes");
 EP_STATIC_ASSERT(sizeof(struct ep_region) == 16 && offsetof(struct ep_ll_desk, region) % 16 == 0,
                  "a region is read at once");
 
-/* What the kernel of an entry is told. */
+/* What the kernel of an entry is told: where everything is. */
 struct ep_ll_serve {
-    struct ep_ll_rank rank;
-    struct ep_limits limits; /* and `arena`: what ops are checked against */
-    uint64_t arena;
     struct ep_mailbox *mailbox;
     struct ep_ll_desk *desk;
 };

@@ -47,7 +47,7 @@ struct Entry {
     alignas(16) struct ep_op op;
     struct ep_ll_args args;
     struct ep_regions regions; /* if the op has spans there */
-    uint32_t closing;
+    uint32_t closing, spins;
     int32_t status; /* of the op before it is executed */
 };
 __shared__ Entry entry;
@@ -56,13 +56,7 @@ extern __shared__ uint32_t shared[]; /* ep_device_shared_bytes() */
 constexpr uint32_t kOpVecs = sizeof(struct ep_op) / sizeof(Vec);
 constexpr uint32_t kFirstSpan = offsetof(struct ep_op, x) / sizeof(Vec);
 constexpr uint32_t kLastSpan = offsetof(struct ep_op, topk_grads) / sizeof(Vec);
-
-/* A part of the block: threads [first, kThreads). */
-__device__ inline void copy_words(void *to, const void *from, uint32_t bytes, uint32_t first)
-{
-    for (uint32_t i = threadIdx.x - first; i < bytes / 4; i += kThreads - first)
-        ((uint32_t *)to)[i] = ((const uint32_t *)from)[i];
-}
+constexpr uint32_t kBaseVecs = offsetof(struct ep_ll_args, blocks) / sizeof(Vec);
 
 /* Is this piece of an op a span beyond the window?  In the second word are the high bits of its offset. */
 __device__ inline bool is_beyond(uint32_t piece, Vec v)
@@ -70,40 +64,38 @@ __device__ inline bool is_beyond(uint32_t piece, Vec v)
     return piece >= kFirstSpan && piece <= kLastSpan && v.w[1] >= EP_REGION_BYTES >> 32;
 }
 
-/* All that does not depend on the op is there at once with it: one round trip to memory.  True: a span is beyond the
- * window. */
-__device__ inline bool take(const ep_ll_serve &s)
+/* All at once, one round trip to memory: the op, and what does not depend on it. */
+__device__ inline void take(const ep_ll_serve &s)
 {
-    constexpr uint32_t kOthers = 64; /* threads from here on have no part in the op */
-    bool beyond = false;
+    const uint32_t i = threadIdx.x - 32;
 
-    if (threadIdx.x < kOpVecs) {
-        const Vec piece = load_vec((const Vec *)&s.mailbox->op + threadIdx.x);
-
-        ((Vec *)&entry.op)[threadIdx.x] = piece;
-        beyond = is_beyond(threadIdx.x, piece);
-    } else if (threadIdx.x == 32) {
+    if (threadIdx.x < kOpVecs)
+        ((Vec *)&entry.op)[threadIdx.x] = load_vec((const Vec *)&s.mailbox->op + threadIdx.x);
+    else if (threadIdx.x == kOpVecs)
         entry.closing = load_u32(&s.desk->closing);
-    } else if (threadIdx.x >= kOthers) {
-        copy_words(&entry.args, &s.rank.base, sizeof entry.args, kOthers);
-    }
-    return __syncthreads_or(beyond);
+    else if (threadIdx.x == kOpVecs + 1)
+        entry.spins = load_u32(&s.mailbox->spins);
+    if (threadIdx.x >= 32 && i < kBaseVecs)
+        ((Vec *)&entry.args)[i] = load_vec((const Vec *)&s.desk->rank.base + i);
+    __syncthreads();
 }
 
-/* A complete is the half that was sent; one that was not is of kind 0.  Returns as take(). */
-__device__ inline bool take_half(const ep_ll_serve &s)
+/* A complete is the half that was sent; one that was not is of kind 0. */
+__device__ inline void take_half(const ep_ll_serve &s)
 {
     const uint32_t handle = entry.op.handle;
-    bool beyond = false;
 
     __syncthreads();
-    if (handle < EP_MAX_HANDLES && threadIdx.x < kOpVecs) {
-        const Vec piece = ((const Vec *)&s.desk->half[handle])[threadIdx.x];
+    if (handle < EP_MAX_HANDLES && threadIdx.x < kOpVecs)
+        ((Vec *)&entry.op)[threadIdx.x] = ((const Vec *)&s.desk->half[handle])[threadIdx.x];
+    __syncthreads();
+}
 
-        ((Vec *)&entry.op)[threadIdx.x] = piece;
-        beyond = is_beyond(threadIdx.x, piece);
-    }
-    return __syncthreads_or(beyond);
+/* Has the op spans beyond the window? */
+__device__ inline bool needs_regions()
+{
+    return __syncthreads_or(threadIdx.x < kOpVecs
+                            && is_beyond(threadIdx.x, ((const Vec *)&entry.op)[threadIdx.x]));
 }
 
 /* All threads, for an op that has spans there.  The desk is the server's own: `ended` is what the entry before left. */
@@ -133,8 +125,8 @@ __device__ inline int32_t judge(const ep_ll_serve &s, const struct ep_op &op, co
 
     if (completes && op.kind == 0)
         return EP_FAILED_PRECONDITION;
-    c.limits = &s.limits;
-    c.arena = s.arena;
+    c.limits = &s.desk->limits;
+    c.arena = s.desk->arena;
     c.op = &op;
     c.regions = regions;
     const ep_status status = check_op(&c);
@@ -145,17 +137,17 @@ __device__ inline int32_t judge(const ep_ll_serve &s, const struct ep_op &op, co
 /* ---- and executed ------------------------------------------------------------------------------ */
 
 /* One thread: the op is not executed, and that is all that becomes of it. */
-__device__ inline void turn_away(const ep_ll_serve &s, const struct ep_op &op, int32_t status)
+__device__ inline void turn_away(const ep_ll_args &a, const struct ep_op &op, int32_t status)
 {
-    struct ep_device_report *report = &((struct ep_control *)s.rank.base.window[s.rank.base.rank])->gpu.report;
+    struct ep_device_report *report = &((struct ep_control *)a.window[a.rank])->gpu.report;
     const uint32_t part = op.kind == EP_OP_COMBINE ? EP_DEVICE_COMBINE : EP_DEVICE_DISPATCH;
     struct ep_device_record r = {};
 
     r.status = status;
     r.generation = op.generation;
-    r.sequence = ++s.rank.base.state->scratch.sequence;
+    r.sequence = ++a.state->scratch.sequence;
     r.start_ns = r.end_ns = now_ns();
-    count(&s.rank.base.state->counters[part], r, 0);
+    count(&a.state->counters[part], r, 0);
     if (report->failures++ == 0) {
         report->failure = r;
         report->failure_op = part;
@@ -218,8 +210,8 @@ __device__ inline void set_right(struct ep_device_state *state)
         state->left_before = load_u64(&state->left);
 }
 
-/* All threads: the block has written all that it writes.  The last one tells the worker. */
-__device__ inline void end_entry(const ep_ll_serve &s)
+/* All threads: the block has written all that it writes.  All of them or the last one tell the worker (window.h). */
+__device__ inline void end_entry(const ep_ll_serve &s, bool works)
 {
     uint32_t before = 0;
 
@@ -227,61 +219,93 @@ __device__ inline void end_entry(const ep_ll_serve &s)
     if (threadIdx.x >= 32)
         return;
     if (threadIdx.x == 0) {
-        __threadfence(); /* release; partner: the last block's fence */
+        if (works)
+            __threadfence(); /* release; partners: the last block's fence, and that of the worker's kernel */
+        if (entry.spins)
+            atomicAdd(&s.mailbox->through, 1);
         before = atomicInc(&s.desk->through, gridDim.x - 1); /* 0 again after the last one */
         if (before == gridDim.x - 1) {
             fence_sys(); /* acquire what all blocks wrote, release it to the worker's stream */
-            store_u32(&s.mailbox->done, 1);
+            if (!entry.spins)
+                store_u32(&s.mailbox->done, 1);
             atomicAdd((unsigned long long *)&s.desk->ended, 1); /* nobody else's, and so it need not be waited for */
         }
     }
     if (__shfl_sync(kAll, before, 0) == gridDim.x - 1)
-        set_right(s.rank.base.state);
+        set_right(entry.args.state);
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocks) serve(const __grid_constant__ ep_ll_serve s)
+/* All threads: what the op is, whether it is good, and the arguments that it makes. */
+__device__ inline void find_out(const ep_ll_serve &s)
 {
-    bool beyond = take(s);
-    if (entry.closing)
-        return;
     const bool completes = entry.op.kind == EP_OP_COMPLETE;
 
-    if (blockIdx.x == 0 && threadIdx.x == 0)
-        store_u32(&s.mailbox->doorbell, 0); /* before `done`: end_entry's fences order it */
     if (completes)
-        beyond = take_half(s);
+        take_half(s);
+    const bool beyond = needs_regions();
+
     if (beyond)
         take_regions(s.desk);
     const struct ep_regions *regions = beyond ? &entry.regions : nullptr;
 
     if (threadIdx.x == 0)
-        ep_ll_fill(&s.rank, regions, &entry.op, completes, &entry.args);
+        ep_ll_fill(&s.desk->rank, regions, &entry.op, completes, &entry.args);
     else if (threadIdx.x == 32)
         entry.status = judge(s, entry.op, regions, completes);
     __syncthreads();
+}
+
+__global__ void __launch_bounds__(kThreads, kBlocks) serve(const __grid_constant__ ep_ll_serve s)
+{
+    take(s);
+    if (entry.closing)
+        return;
+    if (blockIdx.x == 0 && threadIdx.x == 0) { /* before this block is through: end_entry's fence orders it */
+        store_u32(&s.mailbox->doorbell, 0);
+        store_u32(&s.mailbox->blocks, gridDim.x);
+    }
+    find_out(s);
+    const bool works = blockIdx.x == 0 || (entry.status == EP_OK && blockIdx.x < entry.args.blocks);
+
     if (entry.status != EP_OK) {
         if (blockIdx.x == 0 && threadIdx.x == 0)
-            turn_away(s, entry.op, entry.status);
-    } else if (blockIdx.x < entry.args.blocks) {
+            turn_away(entry.args, entry.op, entry.status);
+    } else if (works) {
         if (blockIdx.x == 0 && entry.args.phases == EP_LL_SEND)
             keep_half(s, entry.op);
         execute();
     }
-    end_entry(s);
+    end_entry(s, works);
 }
 
 /* ---- the worker's half ---------------------------------------------------------------------------- */
 
-__global__ void gate(const __grid_constant__ struct ep_op op, struct ep_mailbox *mailbox)
+/* One thread: until all blocks are through, or nobody is left to run them.  It looks all the time. */
+__device__ inline void wait_until_done(struct ep_mailbox *mailbox)
 {
-    const uint32_t closed = load_u32(&mailbox->closed); /* set before `done`, which this stream has seen then */
+    Vec v; /* closed, through, blocks */
+
+    do
+        v = load_vec(&mailbox->closed);
+    while (!v.w[0] && (v.w[1] == 0 || v.w[1] != v.w[2]));
+    store_u32(&mailbox->through, 0);
+    __threadfence(); /* acquire; partner: end_entry.  What comes on the stream begins after it */
+}
+
+template <bool Spins> __global__ void gate(const __grid_constant__ struct ep_op op, struct ep_mailbox *mailbox)
+{
+    const bool closed = !Spins && load_u32(&mailbox->closed); /* set before `done`, which this stream has seen then */
 
     if (threadIdx.x < kOpVecs)
         store_vec((Vec *)&mailbox->op + threadIdx.x, ((const Vec *)&op)[threadIdx.x]);
+    else if (threadIdx.x == kOpVecs)
+        store_u32(&mailbox->spins, Spins);
     __syncwarp();
     if (threadIdx.x == 0) {
-        fence_sys(); /* release; partner: the server's wait for the doorbell */
+        __threadfence(); /* release; partner: the server's wait for the doorbell, on this GPU too */
         store_u32(closed ? &mailbox->done : &mailbox->doorbell, 1);
+        if (Spins)
+            wait_until_done(mailbox);
     }
 }
 
@@ -295,21 +319,25 @@ extern "C" int ep_ll_serve_prepare(uint32_t shared_bytes, uint32_t *blocks)
     return error ? error : ep::fit_one((const void *)ep::serve, shared_bytes, blocks);
 }
 
-extern "C" int ep_ll_serve_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, void *stream)
+extern "C" int ep_ll_serve_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, void *stream)
 {
-    ep::serve<<<serve->rank.dispatch_blocks, ep::kThreads, shared_bytes, (cudaStream_t)stream>>>(*serve);
+    ep::serve<<<blocks, ep::kThreads, shared_bytes, (cudaStream_t)stream>>>(*serve);
     return cudaGetLastError();
 }
 
 extern "C" int ep_ll_gate_prepare(void)
 {
     cudaFuncAttributes attributes;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, ep::gate<false>);
 
-    return cudaFuncGetAttributes(&attributes, ep::gate);
+    return error != cudaSuccess ? error : cudaFuncGetAttributes(&attributes, ep::gate<true>);
 }
 
-extern "C" int ep_ll_gate(struct ep_mailbox *mailbox, const struct ep_op *op, void *stream)
+extern "C" int ep_ll_gate(struct ep_mailbox *mailbox, const struct ep_op *op, int spins, void *stream)
 {
-    ep::gate<<<1, 32, 0, (cudaStream_t)stream>>>(*op, mailbox);
+    if (spins)
+        ep::gate<true><<<1, 32, 0, (cudaStream_t)stream>>>(*op, mailbox);
+    else
+        ep::gate<false><<<1, 32, 0, (cudaStream_t)stream>>>(*op, mailbox);
     return cudaGetLastError();
 }

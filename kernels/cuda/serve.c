@@ -1,9 +1,9 @@
 /*
  * Executor server: both halves of a mailbox.  window.h has the hand-over, ll_serve.cu the kernels.
  *
- * Nobody spins: both sides wait with operations of their streams, which the GPU's front end looks at.  A kernel
- * of the worker that waited for the server's could keep it off the GPU for a whole time slice, as contexts
- * take turns where there is no MPS.
+ * The server waits with operations of its stream, which the GPU's front end looks at.  So does the worker's stream,
+ * unless both work through an MPS server: a kernel that waited for another process's could keep it off the GPU for a
+ * whole time slice, as contexts take turns where there is no MPS.
  *
  * ## What a process that serves may ask of the driver
  * A stream of it waits for a doorbell nearly all the time, for as long as a worker likes.  Whatever waits for all
@@ -44,6 +44,7 @@ struct ep_cuda_serve {
     const struct ep_cuda_context *context;
     struct place *place;
     struct ep_ll_serve ll;
+    struct ep_ll_rank rank;
     CUdeviceptr doorbell, closing;
 
     pthread_mutex_t lock; /* of what follows; held while ops are enqueued, which does not wait */
@@ -165,7 +166,8 @@ static CUresult wait_until_done(struct ep_mailbox *mailbox, CUstream stream)
     return cuStreamBatchMemOp(stream, 2, ops, 0);
 }
 
-ep_status ep_cuda_ring(uint32_t device, void *window, const struct ep_op *op, void *stream, struct ep_error *error)
+ep_status ep_cuda_ring(uint32_t device, void *window, const struct ep_op *op, bool spins, void *stream,
+                       struct ep_error *error)
 {
     struct ep_mailbox *mailbox = mailbox_of(window);
     const struct ep_cuda_context *context;
@@ -175,8 +177,8 @@ ep_status ep_cuda_ring(uint32_t device, void *window, const struct ep_op *op, vo
 
     if (status != EP_OK)
         return status;
-    result = ep_ll_gate(mailbox, op, ep_cuda_stream(context, stream));
-    if (result == 0)
+    result = ep_ll_gate(mailbox, op, spins, ep_cuda_stream(context, stream));
+    if (result == 0 && !spins)
         waits = wait_until_done(mailbox, ep_cuda_stream(context, stream));
     ep_cuda_leave();
     if (result != 0)
@@ -192,11 +194,15 @@ ep_status ep_cuda_ring(uint32_t device, void *window, const struct ep_op *op, vo
 /* The kernel, and how many blocks of it there are.  The device's context is current. */
 static ep_status size_grid(const struct ep_cuda_rank_options *o, struct ep_cuda_serve *serve, struct ep_error *error)
 {
-    struct ep_ll_rank *rank = &serve->ll.rank;
+    struct ep_ll_rank *rank = &serve->rank;
     uint32_t blocks = 0;
     const int result = ep_ll_serve_prepare(serve->shared_bytes, &blocks);
     ep_status status = ep_cuda_rank_sms(o, result, blocks, &rank->sms, error);
 
+    /* One multiprocessor is left to the worker's kernel that waits: it may have split its memory otherwise than ours
+     * need it, and goes only when all of our blocks have come. */
+    if (rank->sms > 1)
+        rank->sms--;
     rank->dispatch_blocks = rank->combine_blocks = rank->sms * blocks;
     return status;
 }
@@ -206,12 +212,26 @@ static void describe(const struct ep_cuda_rank_options *o, struct ep_cuda_serve 
     struct ep_ll_serve *ll = &serve->ll;
     struct ep_ll_desk *desk = ep_cuda_memory_at(serve->place->memory);
 
-    ll->limits = o->map->limits;
-    ll->arena = o->map->arena;
     ll->mailbox = mailbox_of(o->windows[o->rank]);
     ll->desk = desk;
     serve->doorbell = (CUdeviceptr)&ll->mailbox->doorbell;
     serve->closing = (CUdeviceptr)&desk->closing;
+}
+
+static ep_status lay_desk(const struct ep_cuda_rank_options *o, const struct ep_cuda_serve *serve,
+                          struct ep_error *error)
+{
+    struct ep_ll_desk *desk = calloc(1, sizeof *desk);
+    ep_status status;
+
+    if (!desk)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory to serve a rank");
+    desk->rank = serve->rank;
+    desk->limits = o->map->limits;
+    desk->arena = o->map->arena;
+    status = ep_cuda_write(o->device, serve->ll.desk, desk, sizeof *desk, NULL, error);
+    free(desk);
+    return status;
 }
 
 /* The device's context is current. */
@@ -219,7 +239,7 @@ static ep_status set_up(const struct ep_cuda_rank_options *o, struct ep_cuda_ser
 {
     ep_status status;
 
-    ep_cuda_rank_base(o, &serve->ll.rank);
+    ep_cuda_rank_base(o, &serve->rank);
     status = size_grid(o, serve, error);
     if (status != EP_OK)
         return status;
@@ -227,7 +247,7 @@ static ep_status set_up(const struct ep_cuda_rank_options *o, struct ep_cuda_ser
     if (status != EP_OK)
         return status;
     describe(o, serve);
-    status = ep_cuda_fill(o->device, serve->ll.desk, 0, sizeof *serve->ll.desk, NULL, error);
+    status = lay_desk(o, serve, error);
     if (status != EP_OK)
         give_place(o->device, serve->place);
     return status;
@@ -286,7 +306,7 @@ static ep_status enqueue(struct ep_cuda_serve *serve, uint32_t ops, struct ep_er
     for (uint32_t i = 0; i < ops && result == CUDA_SUCCESS && launched == 0; i++) {
         result = cuStreamWaitValue32(stream, serve->doorbell, 1, CU_STREAM_WAIT_VALUE_EQ);
         if (result == CUDA_SUCCESS)
-            launched = ep_ll_serve_one(&serve->ll, serve->shared_bytes, stream);
+            launched = ep_ll_serve_one(&serve->ll, serve->rank.dispatch_blocks, serve->shared_bytes, stream);
     }
     if (launched != 0)
         return ep_error_set(error, EP_INTERNAL, "launch on device %u: %s", serve->device, ep_ll_error_text(launched));
@@ -394,7 +414,7 @@ ep_status ep_cuda_serve_forgotten(struct ep_cuda_serve *serve, uint64_t entry, s
 
     if (status == EP_OK && ended < entry)
         return ep_error_set(error, EP_UNAVAILABLE, "rank %u on device %u: an op that uses it still runs",
-                            serve->ll.rank.base.rank, serve->device);
+                            serve->rank.base.rank, serve->device);
     return status;
 }
 
@@ -415,13 +435,13 @@ static ep_status ring_out(struct ep_cuda_serve *serve, uint64_t until_ns, struct
             break;
         if (ep_clock_ns() > until_ns)
             return ep_error_set(error, EP_DEADLINE_EXCEEDED, "rank %u on device %u: an op still runs",
-                                serve->ll.rank.base.rank, serve->device);
+                                serve->rank.base.rank, serve->device);
         result = cuStreamWriteValue32(own, serve->doorbell, 1, CU_STREAM_WRITE_VALUE_DEFAULT);
         usleep(RING_US);
     }
     return result == CUDA_SUCCESS ? EP_OK
                                   : ep_cuda_fail(error, result, "the end of serving rank %u on device %u",
-                                                 serve->ll.rank.base.rank, serve->device);
+                                                 serve->rank.base.rank, serve->device);
 }
 
 ep_status ep_cuda_serve_end(struct ep_cuda_serve *serve, uint32_t timeout_ms, struct ep_error *error)

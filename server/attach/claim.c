@@ -424,6 +424,7 @@ ep_status ep_attach_claim(struct ep_attach *attach, const Ep__V1__ClaimRequest *
     reply->executor = info.executor;
     reply->state_bytes = info.state_bytes;
     reply->sms = info.sms;
+    reply->mps = info.mps;
     if (info.device_uuid)
         reply->device_uuid = (ProtobufCBinaryData){ .data = (uint8_t *)(uintptr_t)info.device_uuid,
                                                     .len = EP_CUDA_UUID_BYTES };

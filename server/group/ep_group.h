@@ -113,6 +113,7 @@ struct ep_membership_info {
     uint64_t window_bytes;
     Ep__V1__Executor executor;  /* settled: server or direct */
     const uint8_t *device_uuid; /* EP_CUDA_UUID_BYTES of the GPU that the window is on; NULL: host */
+    bool mps;                   /* the server's work on that GPU goes through an MPS server */
     uint64_t state_bytes;       /* direct: of the rank's state */
     uint32_t sms;               /* direct: multiprocessors that its kernels may fill; 0: all */
     uint32_t memories;          /* that the worker gets: its window; direct: its state, its peers' windows */

@@ -188,6 +188,7 @@ void ep_membership_info(const struct ep_membership *member, struct ep_membership
     info->window_bytes = rank->epoch->settled.map.total_bytes;
     info->executor = member->executor;
     info->device_uuid = ep_node_device_uuid(rank->epoch->group->groups->node, rank->device);
+    info->mps = ep_node_device_mps(rank->epoch->group->groups->node, rank->device);
     info->memories = 1;
     if (member->executor != EP__V1__EXECUTOR__EXECUTOR_DIRECT)
         return;

@@ -190,6 +190,11 @@ const uint8_t *ep_node_device_uuid(const struct ep_node *node, uint32_t device)
     return node->cuda && device < node->n_devices ? node->devices[device].gpu.uuid : NULL;
 }
 
+bool ep_node_device_mps(const struct ep_node *node, uint32_t device)
+{
+    return node->cuda && device < node->n_devices && node->devices[device].gpu.mps;
+}
+
 uint32_t ep_node_sms(const struct ep_node *node, uint32_t device)
 {
     return node->cuda && device < node->n_devices ? node->devices[device].gpu.sms : 0;

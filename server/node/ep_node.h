@@ -43,6 +43,8 @@ uint32_t ep_node_devices(const struct ep_node *node);
 const char *ep_node_device_name(const struct ep_node *node, uint32_t device);
 /* EP_CUDA_UUID_BYTES bytes; NULL on the host backend. */
 const uint8_t *ep_node_device_uuid(const struct ep_node *node, uint32_t device);
+/* Does this process's work on it go through an MPS server? */
+bool ep_node_device_mps(const struct ep_node *node, uint32_t device);
 
 /* Multiprocessors of a GPU; 0 on the host backend.  And how many of them one rank may have at most. */
 uint32_t ep_node_sms(const struct ep_node *node, uint32_t device);

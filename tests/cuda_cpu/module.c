@@ -313,9 +313,11 @@ static struct ringer *ringer_of(void *window)
     return ringer;
 }
 
-static ep_status ring(uint32_t device, void *window, const struct ep_op *op, void *stream, struct ep_error *error)
+/* No context is switched here: it is all one who waits. */
+static ep_status ring(uint32_t device, void *window, const struct ep_op *op, bool spins, void *stream,
+                      struct ep_error *error)
 {
-    (void)device, (void)error;
+    (void)device, (void)spins, (void)error;
     pthread_mutex_lock(&lock);
     put_or_capture(&ringer_of(window)->queue, op, stream);
     pthread_mutex_unlock(&lock);

@@ -28,14 +28,9 @@ static ep_status scribble_word(struct world_rank *rank, uint32_t *word, uint32_t
     return scribble(rank, word, &value, sizeof value, error);
 }
 
-ep_status ll_ring(struct world_rank *rank, const struct ep_op *op, struct ep_error *error)
-{
-    return rank->world->api->ring(rank->device, rank->window, op, rank->stream, error);
-}
-
 ep_status ll_ring_and_wait(struct world_rank *rank, const struct ep_op *op, struct ep_error *error)
 {
-    ep_status status = ll_ring(rank, op, error);
+    ep_status status = world_ring(rank, op, error);
 
     return status == EP_OK ? world_wait(rank, error) : status;
 }
@@ -178,7 +173,7 @@ static ep_status run_storm(struct ll_passes *passes, uint32_t rank, struct ep_er
     for (uint32_t i = 0; status == EP_OK && i < STORM_OPS; i++) {
         const struct ep_op op = any_op(pass, n++);
 
-        status = ll_ring(own, &op, error);
+        status = world_ring(own, &op, error);
         for (uint32_t j = 0; status == EP_OK && j < 3; j++) {
             const struct ep_op other = any_op(pass, n++);
 
@@ -240,7 +235,7 @@ static ep_status run_closed(struct ll_passes *passes, uint32_t rank, struct ep_e
     if (rank > 0) /* never comes: rank 0 waits for the others */
         return EP_OK;
     for (uint32_t i = 0; status == EP_OK && i < 3; i++)
-        status = ll_ring(own, &op, error);
+        status = world_ring(own, &op, error);
     if (status == EP_OK)
         status = ll_wait_begun(own, error);
     if (status == EP_OK)
@@ -248,7 +243,7 @@ static ep_status run_closed(struct ll_passes *passes, uint32_t rank, struct ep_e
     if (status == EP_OK)
         status = scribble_word(own, &mailbox->done, 1, error);
     if (status == EP_OK)
-        status = ll_ring(own, &op, error);
+        status = world_ring(own, &op, error);
     if (status == EP_OK)
         status = world_wait(own, error);
     if (status == EP_OK && (ep_clock_ns() - start) / EP_NS_PER_MS > LONG_MS / 2)

@@ -190,7 +190,7 @@ static ep_status lose_memory(struct pass *pass, uint32_t i, struct ep_error *err
     status = list(rank, LOST, api->memory_at(memory), OWN_BYTES, error);
     op.x.offset = ep_region_offset(LOST);
     if (status == EP_OK)
-        status = ll_ring(rank, &op, error);
+        status = world_ring(rank, &op, error);
     usleep(i % 4 * LOOK_US);
     forgotten = forget(rank, LOST, error);
     if (forgotten == EP_OK)
@@ -241,7 +241,7 @@ static ep_status run_held(struct ll_passes *passes, uint32_t rank, struct ep_err
         return EP_OK;
     status = list_arena(own, error);
     if (status == EP_OK)
-        status = ll_ring(own, &op, error);
+        status = world_ring(own, &op, error);
     if (status == EP_OK)
         status = ll_wait_begun(own, error);
     if (status == EP_OK)

@@ -64,7 +64,6 @@ ep_status ll_each_three(struct ll_passes *passes, uint32_t mask, struct ep_error
 /* Opens a world for the case, one pass a rank, and runs fn on all ranks. */
 ep_status ll_run_case(const struct ll_setting *setting, const struct shape *shape, ll_fn fn, struct ep_error *error);
 /* Without a check: that is the server's. */
-ep_status ll_ring(struct world_rank *rank, const struct ep_op *op, struct ep_error *error);
 ep_status ll_ring_and_wait(struct world_rank *rank, const struct ep_op *op, struct ep_error *error);
 /* Until the rank's first dispatch runs. */
 ep_status ll_wait_begun(struct world_rank *rank, struct ep_error *error);

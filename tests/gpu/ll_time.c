@@ -404,6 +404,7 @@ ep_status ll_time(const struct ep_cuda_api *api, uint32_t ranks, uint32_t gpus, 
     ep_status status = shape_options(shape, ranks, gpus, 1, TIMEOUT_MS, &options, error);
 
     options.served = served;
+    options.waits = WORLD_KERNEL; /* one process: nobody switches contexts */
     if (status == EP_OK)
         status = world_open(api, &options, &t.world, error);
     if (status != EP_OK)

@@ -149,6 +149,7 @@ ep_status world_open(const struct ep_cuda_api *api, const struct world_options *
     world->ranks = options->limits.ranks;
     world->gpus = options->gpus;
     world->served = options->served;
+    world->waits = options->waits;
     world->stuck_ns = STUCK_TIMEOUTS * options->timeout_ms * EP_NS_PER_MS;
     world->placement = options->placement;
     status = ep_layout_compute(&options->limits, &world->map, error);
@@ -301,6 +302,15 @@ ep_status world_wait(struct world_rank *rank, struct ep_error *error)
 
 /* ---- ops ----------------------------------------------------------------------------- */
 
+ep_status world_ring(struct world_rank *rank, const struct ep_op *op, struct ep_error *error)
+{
+    const struct world *world = rank->world;
+    const uint32_t turn = __atomic_fetch_add(&rank->rings, 1, __ATOMIC_RELAXED);
+    const bool spins = world->waits == WORLD_BY_TURNS ? turn % 2 : world->waits == WORLD_KERNEL;
+
+    return world->api->ring(rank->device, rank->window, op, spins, rank->stream, error);
+}
+
 ep_status world_run(struct world_rank *rank, const struct ep_op *op, struct ep_error *error)
 {
     const struct ep_cuda_api *api = rank->world->api;
@@ -308,8 +318,7 @@ ep_status world_run(struct world_rank *rank, const struct ep_op *op, struct ep_e
 
     if (status != EP_OK)
         return status;
-    return rank->serve ? api->ring(rank->device, rank->window, op, rank->stream, error)
-                       : api->rank_run(rank->ops, op, rank->stream, error);
+    return rank->serve ? world_ring(rank, op, error) : api->rank_run(rank->ops, op, rank->stream, error);
 }
 
 static ep_status read_state(struct world_rank *rank, const void *from, void *to, uint64_t bytes,

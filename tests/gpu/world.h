@@ -28,12 +28,18 @@ struct world_rank {
     struct ep_cuda_rank *ops;    /* one of them: who runs its ops */
     struct ep_cuda_serve *serve;
     pthread_t server;            /* keeps posting, when there is a serve */
+    uint32_t rings;              /* so far */
 };
+
+/* Executor server: who waits for the end of an op that was rung for, see ep_cuda.h. */
+enum world_waits { WORLD_BY_TURNS, WORLD_KERNEL, WORLD_STREAM };
+
 
 struct world {
     const struct ep_cuda_api *api;
     uint32_t ranks, gpus;
     bool served;
+    enum world_waits waits;
     uint64_t stuck_ns; /* a stream that is not empty after so long never will be */
     struct ep_layout_map map;
     struct ep_placement placement;
@@ -44,6 +50,7 @@ struct world {
 struct world_options {
     uint32_t gpus, timeout_ms;
     bool served; /* executor server */
+    enum world_waits waits;
     struct ep_limits limits;
     struct ep_placement placement; /* the world's from here on, also when opening fails */
 };
@@ -63,6 +70,8 @@ ep_status world_each(struct world *world, uint32_t mask, world_fn fn, void *arg,
 
 /* ---- ops ----------------------------------------------------------------------------- */
 
+/* To a rank's server, unchecked. */
+ep_status world_ring(struct world_rank *rank, const struct ep_op *op, struct ep_error *error);
 /* Checks and enqueues.  EP_OP_COMPLETE and EP_OP_RELEASE too. */
 ep_status world_run(struct world_rank *rank, const struct ep_op *op, struct ep_error *error);
 /* Until the rank's stream is empty. */

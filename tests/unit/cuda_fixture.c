@@ -681,7 +681,8 @@ static bool passes(const void *stream)
     return all;
 }
 
-static ep_status ring(uint32_t device, void *window, const struct ep_op *op, void *stream, struct ep_error *error)
+static ep_status ring(uint32_t device, void *window, const struct ep_op *op, bool spins, void *stream,
+                      struct ep_error *error)
 {
     ep_status status = enter("ring", device, error);
 
@@ -691,6 +692,7 @@ static ep_status ring(uint32_t device, void *window, const struct ep_op *op, voi
         return leave();
     note(op, stream);
     cuda_fixture.rung++;
+    cuda_fixture.spins = spins;
     ring_bell(window, op, stream);
     return leave();
 }

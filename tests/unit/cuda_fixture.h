@@ -39,6 +39,7 @@ struct cuda_fixture {
     struct ep_op op[CUDA_FIXTURE_OPS];  /* the first of them */
     void *stream[CUDA_FIXTURE_OPS];     /* that each was given to */
     uint32_t rung;               /* of the ops, those that came through ring */
+    bool spins;                  /* as the last one of them asked for */
     struct ep_cuda_rank_options served; /* the last serve_open; its pointers are the caller's */
     uint32_t posted, ended;      /* ops, of all serves; calls of serve_end */
     struct ep_regions regions;   /* of the last serve that was told of one */

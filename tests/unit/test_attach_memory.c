@@ -162,6 +162,7 @@ static void the_answer_to_a_claim_names_executor_and_gpu(void **state)
     assert_int_equal(reply.device_uuid.len, EP_CUDA_UUID_BYTES);
     assert_memory_equal(reply.device_uuid.data, cuda_fixture_uuid(1), EP_CUDA_UUID_BYTES);
     assert_true(reply.state_bytes > 0);
+    assert_false(reply.mps);
 }
 
 static void expect_all(struct service *s, int fd, const Ep__V1__ClaimReply *claim, uint32_t own)

@@ -52,6 +52,8 @@ struct fixture {
 
 /* The executor that make_joined() takes, of tests that hold for both. */
 static bool served;
+/* The server's side of it. */
+static bool server_mps;
 
 static void ok(ep_status status)
 {
@@ -207,6 +209,7 @@ static ep_status attach_as(struct fixture *f, attach_fn *fn, uint32_t device, ui
     ep_status status;
     int fd;
 
+    reply.mps = server_mps;
     if (device < CUDA_FIXTURE_DEVICES)
         memcpy(uuid, cuda_fixture_uuid(device), sizeof uuid);
     reply.device_uuid = (ProtobufCBinaryData){ .len = sizeof uuid, .data = uuid };
@@ -1427,6 +1430,33 @@ static void a_served_join_that_fails_anywhere_leaves_nothing(void **state)
         }
 }
 
+static void with_mps(uint32_t device, struct ep_cuda_device *info)
+{
+    (void)device;
+    info->mps = true;
+}
+
+/* A kernel that waits for another process's is given the GPU for a time slice, unless both go through MPS. */
+static void a_kernel_waits_where_both_have_mps(void **state)
+{
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++) {
+        struct fixture *f = make();
+
+        cuda_fixture.on_info = i & 1 ? with_mps : NULL;
+        server_mps = i & 2;
+        join(f);
+
+        struct lane l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
+
+        ok(ep_dispatch(l.handle, &l.dispatch, NULL));
+        assert_int_equal(cuda_fixture.spins, i == 3);
+        ok(ep_sync(f->rank, 1000));
+        destroy(f);
+    }
+    server_mps = false;
+}
+
 static void ops_are_rung_for_in_the_order_of_their_stream(void **state)
 {
     struct fixture *f = make_joined();
@@ -1624,6 +1654,7 @@ int main(void)
         SERVED(a_window_that_is_not_its_own_is_refused),
         SERVED(a_served_join_that_fails_anywhere_leaves_nothing),
         SERVED(ops_are_rung_for_in_the_order_of_their_stream),
+        SERVED(a_kernel_waits_where_both_have_mps),
         SERVED(a_wait_is_for_the_server),
         SERVED(a_lost_server_lets_streams_go_on),
         SERVED(closed_is_set_before_done),
