@@ -23,7 +23,7 @@
 
 #define EP_CUDA_API_VERSION 5u
 #define EP_CUDA_UUID_BYTES 16u
-#define EP_CUDA_SERVE_OPS 256u /* that are posted and not over, at most: a stream holds no end of work */
+#define EP_CUDA_SERVE_OPS 128u /* that are posted and not over, at most: a stream holds no end of work */
 
 struct ep_cuda_device {
     char name[64];                    /* "NVIDIA H200" */

@@ -320,8 +320,8 @@ EP_STATIC_ASSERT(offsetof(struct ep_device_report, records) == 192, "ep_device_r
  *   client's stream: a kernel writes `op` and `spins`, then doorbell = 1
  *   server's stream: waits for doorbell = 1; a kernel copies `op`, sets doorbell = 0, checks the copy and executes it
  *   spins = 0: at its end the kernel sets done = 1; the client's stream waits for that and sets done = 0
- *   spins = 1: each of its `blocks` blocks adds 1 to `through` at its end; the client's kernel waits for the last one
- *              and sets through = 0.  Nobody has to find out who was last, so this is the faster one
+ *   spins = 1: a block of the kernel says in `blocks` how many of them add 1 each to `through` at their ends; the
+ *              client's kernel waits for all and sets both to 0.  Nobody has to find out who was last: it is faster
  * Words are as before when an op is over, so that a CUDA graph can replay the client's half.  When its server is gone,
  * libepclient sets `closed`, then done: from then on its own kernel answers, or does not wait.
  */
@@ -330,12 +330,12 @@ struct ep_mailbox {
     uint32_t reserved0[15];
     uint32_t done;
     uint32_t reserved1[15];
-    uint32_t closed, through, blocks; /* read at once */
-    uint32_t reserved2[29];
+    uint32_t closed, reserved2, through, blocks; /* read at once */
+    uint32_t reserved3[28];
     struct ep_op op;
     uint32_t spins;
-    uint32_t reserved3[3];
-    uint8_t reserved4[512 - 16 - sizeof(struct ep_op)];
+    uint32_t reserved4[3];
+    uint8_t reserved5[512 - 16 - sizeof(struct ep_op)];
 };
 EP_STATIC_ASSERT(sizeof(struct ep_mailbox) == 768 && offsetof(struct ep_mailbox, closed) % 16 == 0
                      && offsetof(struct ep_mailbox, spins) % 16 == 0, "ep_mailbox");

@@ -8,7 +8,7 @@
  *   memory.c   VMM allocations; copy.c: to and from them
  *   stream.c   streams and events; graph.c: captured work
  *   rank.c     a rank's ops: chooses and launches kernels
- *   serve.c    executor server: both halves of a mailbox
+ *   serve.c    executor server: both halves of a mailbox; forecast.c: which op is to be expected there
  *   module.c   the table that is exported
  */
 #ifndef CUDA_PRIVATE_H

@@ -84,9 +84,16 @@ int ep_ll_release(const struct ep_ll_args *args, void *stream);
 /* ---- executor server ---- */
 
 struct ep_ll_serve;
-/* Blocks of the kernel below that one multiprocessor holds at a time. */
+struct ep_ll_expected;
+/* Blocks of any of the kernels below that one multiprocessor holds at a time. */
 int ep_ll_serve_prepare(uint32_t shared_bytes, uint32_t *blocks);
-/* The op in the mailbox, whatever it is.  All entries of a rank have as many blocks: its dispatch_blocks. */
+/* For ep_ll_serve_prepare: those of ep_ll_expect. */
+int ep_ll_expect_prepare(uint32_t shared_bytes, uint32_t *blocks);
+/* The op in the mailbox if it is the expected one, which is no complete and no release; else nothing.  To be followed
+ * by ep_ll_serve_one of the same entry. */
+int ep_ll_expect(const struct ep_ll_expected *expected, uint32_t shared_bytes, void *stream);
+/* The op in the mailbox, whatever it is, unless ep_ll_expect, with serve->expected blocks, has executed it.  All
+ * entries of a rank have as many blocks: its dispatch_blocks. */
 int ep_ll_serve_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, void *stream);
 /* Loads the code of the next one. */
 int ep_ll_gate_prepare(void);

@@ -34,7 +34,8 @@ int combine_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm)
 
     if (error != cudaSuccess)
         return error;
-    return fit({ combine_op<__nv_bfloat16>, combine_op<__half>, combine_op<float> }, shared_bytes, blocks_per_sm);
+    return fit<Kernel>({ combine_op<__nv_bfloat16>, combine_op<__half>, combine_op<float> }, shared_bytes,
+                       blocks_per_sm);
 }
 
 } // namespace ep

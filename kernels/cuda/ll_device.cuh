@@ -562,10 +562,11 @@ inline int fit_one(const void *kernel, uint32_t shared_bytes, uint32_t *blocks_p
     return error;
 }
 
-inline int fit(std::initializer_list<Kernel> kernels, uint32_t shared_bytes, uint32_t *blocks_per_sm)
+template <class K>
+inline int fit(std::initializer_list<K> kernels, uint32_t shared_bytes, uint32_t *blocks_per_sm)
 {
     *blocks_per_sm = ~0u;
-    for (Kernel kernel : kernels) {
+    for (K kernel : kernels) {
         uint32_t blocks;
         const int error = fit_one((const void *)kernel, shared_bytes, &blocks);
 

@@ -2,9 +2,10 @@
  * Executor server: the kernel that takes an op from a mailbox, and the one that puts it there.  window.h has the
  * hand-over.
  *
- * What is to be done is not known when the kernel is launched, so it can do everything, with a grid for the
- * largest op.  Each block copies the op to its shared memory, judges its copy and makes the arguments from it
- * that the kernels of executor direct have in their parameters; a block that the op has no work for leaves.
+ * What is to be done is not known when the kernel is launched, so it can do everything, with a grid for the largest
+ * op.  Each block copies the op to its shared memory, judges its copy and makes the arguments from it that the kernels
+ * of executor direct have in their parameters; a block that the op has no work for leaves.  (When what is to be done
+ * can be guessed, a kernel that is told stands before this one: ll_expect.cu.)
  *
  * ## Who trusts whom
  * The worker can write all of its window at any time: the mailbox, the report, and every bank.  What follows
@@ -27,18 +28,18 @@
  * a span takes a copy of the list, judges the op by it and takes addresses from it: what the list says later is of no
  * matter for this block.  The server may unmap what it has struck off the list when no block can have found it any
  * more, which entries tell by Dekker:
- *     block: looked = number of its entry; fence; read the list          last block of an entry: ended = its number
- *     server: strike off (the copy is over); read looked; wait until ended >= that
+ *     block: looked = number of its entry; fence; read the list       last block of an entry: log.ended = its number
+ *     server: strike off (the copy is over); read looked; wait until log.ended >= that
  * Either the block finds it struck off, or the server finds the block's entry in `looked` and waits for the end of it.
  * Entries do not overlap, so the one in `looked` is the last that can have found it.
  */
-#include "ll_combine.cuh"
-#include "ll_dispatch.cuh"
-#include "ll_op.h"
+#include "ll_serve.cuh"
 #include "op_rules.h"
 
 namespace ep {
 namespace {
+
+__device__ inline void await_stream() { asm volatile("griddepcontrol.wait;" : : : "memory"); }
 
 /* ---- an op is taken ------------------------------------------------------------------------ */
 
@@ -47,13 +48,14 @@ struct Entry {
     alignas(16) struct ep_op op;
     struct ep_ll_args args;
     struct ep_regions regions; /* if the op has spans there */
+    uint64_t taken;
     uint32_t closing, spins;
+    uint32_t kind;  /* as it was in the mailbox: a complete becomes the op that it finishes */
     int32_t status; /* of the op before it is executed */
 };
 __shared__ Entry entry;
 extern __shared__ uint32_t shared[]; /* ep_device_shared_bytes() */
 
-constexpr uint32_t kOpVecs = sizeof(struct ep_op) / sizeof(Vec);
 constexpr uint32_t kFirstSpan = offsetof(struct ep_op, x) / sizeof(Vec);
 constexpr uint32_t kLastSpan = offsetof(struct ep_op, topk_grads) / sizeof(Vec);
 constexpr uint32_t kBaseVecs = offsetof(struct ep_ll_args, blocks) / sizeof(Vec);
@@ -75,6 +77,8 @@ __device__ inline void take(const ep_ll_serve &s)
         entry.closing = load_u32(&s.desk->closing);
     else if (threadIdx.x == kOpVecs + 1)
         entry.spins = load_u32(&s.mailbox->spins);
+    else if (threadIdx.x == kOpVecs + 2)
+        entry.taken = load_u64(&s.desk->taken);
     if (threadIdx.x >= 32 && i < kBaseVecs)
         ((Vec *)&entry.args)[i] = load_vec((const Vec *)&s.desk->rank.base + i);
     __syncthreads();
@@ -98,11 +102,11 @@ __device__ inline bool needs_regions()
                             && is_beyond(threadIdx.x, ((const Vec *)&entry.op)[threadIdx.x]));
 }
 
-/* All threads, for an op that has spans there.  The desk is the server's own: `ended` is what the entry before left. */
-__device__ __noinline__ void take_regions(struct ep_ll_desk *desk)
+/* All threads, for an op that has spans there. */
+__device__ __noinline__ void take_regions(struct ep_ll_desk *desk, uint64_t number)
 {
     if (threadIdx.x == 0) {
-        store_u64(&desk->looked, load_u64(&desk->ended) + 1);
+        store_u64(&desk->looked, number);
         asm volatile("fence.sc.sys;" : : : "memory"); /* Dekker; partner: ep_cuda_serve_forget() */
     }
     __syncthreads();
@@ -156,13 +160,6 @@ __device__ inline void turn_away(const ep_ll_args &a, const struct ep_op &op, in
         report->records[op.handle][part] = r;
 }
 
-/* One block of the op: what its complete will find. */
-__device__ inline void keep_half(const ep_ll_serve &s, const struct ep_op &op)
-{
-    if (threadIdx.x < kOpVecs)
-        ((Vec *)&s.desk->half[op.handle])[threadIdx.x] = ((const Vec *)&op)[threadIdx.x];
-}
-
 /* Functions of their own, each with as many registers as it wants, as kernels of executor direct are. */
 template <Cast C> __device__ __noinline__ void dispatch_op()
 {
@@ -199,53 +196,19 @@ __device__ inline void execute()
     }
 }
 
-/* Warp 0 of the last block.  All is as it should be already, unless blocks executed different ops. */
-__device__ inline void set_right(struct ep_device_state *state)
-{
-    const uint32_t lane = threadIdx.x, sequence = offsetof(struct ep_device_scratch, sequence) / 4;
-
-    if (lane != sequence && lane != sequence + 1)
-        store_u32((uint32_t *)&state->scratch + lane, 0);
-    if (lane == 0)
-        state->left_before = load_u64(&state->left);
-}
-
-/* All threads: the block has written all that it writes.  All of them or the last one tell the worker (window.h). */
-__device__ inline void end_entry(const ep_ll_serve &s, bool works)
-{
-    uint32_t before = 0;
-
-    __syncthreads();
-    if (threadIdx.x >= 32)
-        return;
-    if (threadIdx.x == 0) {
-        if (works)
-            __threadfence(); /* release; partners: the last block's fence, and that of the worker's kernel */
-        if (entry.spins)
-            atomicAdd(&s.mailbox->through, 1);
-        before = atomicInc(&s.desk->through, gridDim.x - 1); /* 0 again after the last one */
-        if (before == gridDim.x - 1) {
-            fence_sys(); /* acquire what all blocks wrote, release it to the worker's stream */
-            if (!entry.spins)
-                store_u32(&s.mailbox->done, 1);
-            atomicAdd((unsigned long long *)&s.desk->ended, 1); /* nobody else's, and so it need not be waited for */
-        }
-    }
-    if (__shfl_sync(kAll, before, 0) == gridDim.x - 1)
-        set_right(entry.args.state);
-}
-
 /* All threads: what the op is, whether it is good, and the arguments that it makes. */
 __device__ inline void find_out(const ep_ll_serve &s)
 {
     const bool completes = entry.op.kind == EP_OP_COMPLETE;
 
+    if (threadIdx.x == 0)
+        entry.kind = entry.op.kind;
     if (completes)
         take_half(s);
     const bool beyond = needs_regions();
 
     if (beyond)
-        take_regions(s.desk);
+        take_regions(s.desk, s.number);
     const struct ep_regions *regions = beyond ? &entry.regions : nullptr;
 
     if (threadIdx.x == 0)
@@ -255,15 +218,25 @@ __device__ inline void find_out(const ep_ll_serve &s)
     __syncthreads();
 }
 
+/* Warp 0: the block is through.  All blocks or the last one tell the worker (window.h). */
+__device__ inline void end_entry(const ep_ll_serve &s, bool works)
+{
+    if (!pass(s, entry.spins, works))
+        return;
+    if (threadIdx.x == 0 && !entry.spins)
+        store_u32(&s.mailbox->done, 1);
+    set_right(entry.args.state);
+    log_op(s, entry.op, entry.kind);
+}
+
 __global__ void __launch_bounds__(kThreads, kBlocks) serve(const __grid_constant__ ep_ll_serve s)
 {
+    await_stream();
     take(s);
-    if (entry.closing)
+    if (entry.closing || entry.taken == s.number)
         return;
-    if (blockIdx.x == 0 && threadIdx.x == 0) { /* before this block is through: end_entry's fence orders it */
-        store_u32(&s.mailbox->doorbell, 0);
-        store_u32(&s.mailbox->blocks, gridDim.x);
-    }
+    if (blockIdx.x == 0)
+        answer_bell(s, entry.spins, s.expected + gridDim.x);
     find_out(s);
     const bool works = blockIdx.x == 0 || (entry.status == EP_OK && blockIdx.x < entry.args.blocks);
 
@@ -275,7 +248,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) serve(const __grid_constant
             keep_half(s, entry.op);
         execute();
     }
-    end_entry(s, works);
+    __syncthreads();
+    if (threadIdx.x < 32)
+        end_entry(s, works);
 }
 
 /* ---- the worker's half ---------------------------------------------------------------------------- */
@@ -283,12 +258,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks) serve(const __grid_constant
 /* One thread: until all blocks are through, or nobody is left to run them.  It looks all the time. */
 __device__ inline void wait_until_done(struct ep_mailbox *mailbox)
 {
-    Vec v; /* closed, through, blocks */
+    Vec v; /* closed, -, through, blocks */
 
     do
         v = load_vec(&mailbox->closed);
-    while (!v.w[0] && (v.w[1] == 0 || v.w[1] != v.w[2]));
-    store_u32(&mailbox->through, 0);
+    while (!v.w[0] && (v.w[3] == 0 || v.w[2] < v.w[3]));
+    store_u64((uint64_t *)&mailbox->through, 0); /* and blocks */
     __threadfence(); /* acquire; partner: end_entry.  What comes on the stream begins after it */
 }
 
@@ -314,14 +289,31 @@ template <bool Spins> __global__ void gate(const __grid_constant__ struct ep_op 
 
 extern "C" int ep_ll_serve_prepare(uint32_t shared_bytes, uint32_t *blocks)
 {
-    const int error = ep_ll_gate_prepare();
+    uint32_t expected = 0;
+    int error = ep_ll_gate_prepare();
 
-    return error ? error : ep::fit_one((const void *)ep::serve, shared_bytes, blocks);
+    if (error == cudaSuccess)
+        error = ep_ll_expect_prepare(shared_bytes, &expected);
+    if (error == cudaSuccess)
+        error = ep::fit_one((const void *)ep::serve, shared_bytes, blocks);
+    *blocks = expected < *blocks ? expected : *blocks;
+    return error;
 }
 
 extern "C" int ep_ll_serve_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, void *stream)
 {
-    ep::serve<<<blocks, ep::kThreads, shared_bytes, (cudaStream_t)stream>>>(*serve);
+    cudaLaunchAttribute early = {};
+    cudaLaunchConfig_t config = {};
+
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = serve->expected != 0;
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(ep::kThreads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = (cudaStream_t)stream;
+    config.attrs = &early;
+    config.numAttrs = 1;
+    cudaLaunchKernelEx(&config, ep::serve, *serve);
     return cudaGetLastError();
 }
 

@@ -5,6 +5,10 @@
  * unless both work through an MPS server: a kernel that waited for another process's could keep it off the GPU for a
  * whole time slice, as contexts take turns where there is no MPS.
  *
+ * A kernel that is told by value what to do is faster than one that finds out.  So when the ops of a worker repeat
+ * themselves (forecast.h), each entry has two kernels: one for the op that is expected, and behind it, for any other
+ * one, the kernel that finds out.
+ *
  * ## What a process that serves may ask of the driver
  * A stream of it waits for a doorbell nearly all the time, for as long as a worker likes.  Whatever waits for all
  * of a context's work waits as long: cuCtxSynchronize, cuMemFree, unloading a module, work on the default
@@ -43,8 +47,11 @@ struct ep_cuda_serve {
     uint32_t device, shared_bytes;
     const struct ep_cuda_context *context;
     struct place *place;
-    struct ep_ll_serve ll;
+    struct ep_ll_serve ll; /* its number: of the last entry that was posted */
     struct ep_ll_rank rank;
+    struct ep_layout_map map;
+    struct ep_forecast_log log; /* of whoever posts */
+    uint32_t period;
     CUdeviceptr doorbell, closing;
 
     pthread_mutex_t lock; /* of what follows; held while ops are enqueued, which does not wait */
@@ -212,6 +219,7 @@ static void describe(const struct ep_cuda_rank_options *o, struct ep_cuda_serve 
     struct ep_ll_serve *ll = &serve->ll;
     struct ep_ll_desk *desk = ep_cuda_memory_at(serve->place->memory);
 
+    serve->map = *o->map;
     ll->mailbox = mailbox_of(o->windows[o->rank]);
     ll->desk = desk;
     serve->doorbell = (CUdeviceptr)&ll->mailbox->doorbell;
@@ -296,6 +304,50 @@ void ep_cuda_serve_close(struct ep_cuda_serve *serve)
 
 /* ---- serving --------------------------------------------------------------------------- */
 
+/* What the worker has rung for lately says what it will ring for. */
+static ep_status look_ahead(struct ep_cuda_serve *serve, struct ep_error *error)
+{
+    ep_status status;
+
+    if (serve->ll.number == 0)
+        return EP_OK;
+    status = ep_cuda_read(serve->device, &serve->log, &serve->ll.desk->log, sizeof serve->log, NULL, error);
+    if (status == EP_OK)
+        serve->period = ep_forecast_period(&serve->log);
+    return status;
+}
+
+/* Is an op expected for the entry that is posted now, and can a kernel be told of it?  It is judged here: what was
+ * copied of the log may be parts of two ops. */
+static bool expects(const struct ep_cuda_serve *serve, struct ep_ll_expected *e)
+{
+    const struct ep_op *op = ep_forecast_of(&serve->log, serve->period, serve->ll.number);
+    struct ep_error ignored = EP_ERROR_INIT;
+
+    if (!op || (op->kind != EP_OP_DISPATCH && op->kind != EP_OP_COMBINE)
+        || ep_op_check(&serve->map, op, &ignored) != EP_OK || ep_ll_can(op) != EP_OK)
+        return false;
+    e->args = serve->rank.base;
+    ep_ll_fill(&serve->rank, NULL, op, false, &e->args);
+    e->op = *op;
+    e->serve = serve->ll;
+    return true;
+}
+
+/* What is done when the doorbell rings. */
+static int launch(const struct ep_cuda_serve *serve, CUstream stream)
+{
+    struct ep_ll_serve ll = serve->ll;
+    struct ep_ll_expected expected;
+    int failed = 0;
+
+    if (expects(serve, &expected)) {
+        ll.expected = expected.args.blocks;
+        failed = ep_ll_expect(&expected, serve->shared_bytes, stream);
+    }
+    return failed ? failed : ep_ll_serve_one(&ll, serve->rank.dispatch_blocks, serve->shared_bytes, stream);
+}
+
 /* Under the lock; the device's context is current. */
 static ep_status enqueue(struct ep_cuda_serve *serve, uint32_t ops, struct ep_error *error)
 {
@@ -304,9 +356,10 @@ static ep_status enqueue(struct ep_cuda_serve *serve, uint32_t ops, struct ep_er
     int launched = 0;
 
     for (uint32_t i = 0; i < ops && result == CUDA_SUCCESS && launched == 0; i++) {
+        serve->ll.number++;
         result = cuStreamWaitValue32(stream, serve->doorbell, 1, CU_STREAM_WAIT_VALUE_EQ);
         if (result == CUDA_SUCCESS)
-            launched = ep_ll_serve_one(&serve->ll, serve->rank.dispatch_blocks, serve->shared_bytes, stream);
+            launched = launch(serve, stream);
     }
     if (launched != 0)
         return ep_error_set(error, EP_INTERNAL, "launch on device %u: %s", serve->device, ep_ll_error_text(launched));
@@ -325,8 +378,10 @@ static ep_status ended(struct ep_error *error)
 
 ep_status ep_cuda_serve_post(struct ep_cuda_serve *serve, uint32_t ops, struct ep_error *error)
 {
-    ep_status status = ep_cuda_enter(serve->device, NULL, error);
+    ep_status status = look_ahead(serve, error);
 
+    if (status == EP_OK)
+        status = ep_cuda_enter(serve->device, NULL, error);
     if (status != EP_OK)
         return status;
     pthread_mutex_lock(&serve->lock);
@@ -410,7 +465,8 @@ ep_status ep_cuda_serve_forget(struct ep_cuda_serve *serve, uint32_t number, uin
 ep_status ep_cuda_serve_forgotten(struct ep_cuda_serve *serve, uint64_t entry, struct ep_error *error)
 {
     uint64_t ended;
-    ep_status status = ep_cuda_read(serve->device, &ended, &serve->ll.desk->ended, sizeof ended, NULL, error);
+    const uint64_t *at = &serve->ll.desk->log.ended;
+    ep_status status = ep_cuda_read(serve->device, &ended, at, sizeof ended, NULL, error);
 
     if (status == EP_OK && ended < entry)
         return ep_error_set(error, EP_UNAVAILABLE, "rank %u on device %u: an op that uses it still runs",

@@ -160,8 +160,9 @@ static struct ep_op any_op(struct pass *pass, uint32_t i)
     return op;
 }
 
-/* Rings, and writes other ops meanwhile, and rings once more where one is not asked for. */
-static ep_status run_storm(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+/* Rings, and writes other ops meanwhile, and rings once more where one is not asked for.  repeats: for the same op, so
+ * that it is expected. */
+static ep_status storm(struct ll_passes *passes, uint32_t rank, bool repeats, struct ep_error *error)
 {
     struct world_rank *own = &passes->world->rank[rank];
     struct pass *pass = passes->pass[rank][0];
@@ -171,7 +172,7 @@ static ep_status run_storm(struct ll_passes *passes, uint32_t rank, struct ep_er
 
     pass->dispatch = pass_dispatch_op(pass, 0);
     for (uint32_t i = 0; status == EP_OK && i < STORM_OPS; i++) {
-        const struct ep_op op = any_op(pass, n++);
+        const struct ep_op op = any_op(pass, repeats ? 7 : n++);
 
         status = world_ring(own, &op, error);
         for (uint32_t j = 0; status == EP_OK && j < 3; j++) {
@@ -187,6 +188,16 @@ static ep_status run_storm(struct ll_passes *passes, uint32_t rank, struct ep_er
     return status;
 }
 
+static ep_status run_storm(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    return storm(passes, rank, false, error);
+}
+
+static ep_status run_repeated_storm(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    return storm(passes, rank, true, error);
+}
+
 /* Numbers of ranks have drifted apart.  A reset, as of a group that nobody is in, has all begin anew. */
 ep_status ll_case_storm(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
 {
@@ -197,6 +208,8 @@ ep_status ll_case_storm(const struct ll_setting *setting, const struct shape *sh
         status = world_set_timeout(passes.world, STORM_MS, error);
     if (status == EP_OK)
         status = ll_each(&passes, world_all(passes.world), run_storm, error);
+    if (status == EP_OK)
+        status = ll_each(&passes, world_all(passes.world), run_repeated_storm, error);
     if (status == EP_OK)
         status = world_reset(passes.world, setting->timeout_ms, error);
     if (status == EP_OK)

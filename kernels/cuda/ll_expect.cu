@@ -1,0 +1,130 @@
+/*
+ * Executor server: an op that is expected (forecast.h).  Its kernel has been told by value what to do, as those of
+ * executor direct are, and only has to see that it is this op that the worker rings for.  If it is not, it leaves
+ * everything as it was to the kernel behind it (ll_serve.cu), which otherwise finds nothing to do.
+ *
+ * The op was judged by the host, and what a block has compared with it nobody else can change.  A worker that changes
+ * its mailbox meanwhile has some blocks execute the op and others not, which is one of the ops that ll_serve.cu allows
+ * for.
+ * Block 0 decides whether the entry is over with it.  All blocks count in `through`, so there is a last one in any
+ * case, which sets right what a part of an op has left.
+ */
+#include "ll_serve.cuh"
+
+namespace ep {
+namespace {
+
+struct Seen {
+    uint32_t closing, spins;
+};
+
+__device__ inline bool same(Vec a, Vec b)
+{
+    return ((a.w[0] ^ b.w[0]) | (a.w[1] ^ b.w[1]) | (a.w[2] ^ b.w[2]) | (a.w[3] ^ b.w[3])) == 0;
+}
+
+/* All threads: is it the op that is in the mailbox? */
+__device__ inline bool is_there(const ep_ll_expected &e, Seen *seen)
+{
+    bool differs = false;
+
+    if (threadIdx.x < kOpVecs)
+        differs = !same(load_vec((const Vec *)&e.serve.mailbox->op + threadIdx.x), ((const Vec *)&e.op)[threadIdx.x]);
+    else if (threadIdx.x == kOpVecs)
+        seen->closing = load_u32(&e.serve.desk->closing);
+    else if (threadIdx.x == kOpVecs + 1)
+        seen->spins = load_u32(&e.serve.mailbox->spins);
+    return !__syncthreads_or(differs);
+}
+
+/* Block 0: the op is executed here and nowhere else. */
+__device__ inline void take(const ep_ll_expected &e, bool spins)
+{
+    answer_bell(e.serve, spins, gridDim.x);
+    if (threadIdx.x == 0)
+        store_u64(&e.serve.desk->taken, e.serve.number);
+    if (e.args.phases == EP_LL_SEND)
+        keep_half(e.serve, e.op);
+}
+
+/* Warp 0, when the block is through. */
+__device__ inline void end(const ep_ll_expected &e, const Seen &seen, bool there)
+{
+    uint32_t over = 0;
+
+    if (!pass(e.serve, seen.spins, there))
+        return;
+    if (threadIdx.x == 0)
+        over = load_u64(&e.serve.desk->taken) == e.serve.number;
+    if (over && !seen.spins)
+        store_u32(&e.serve.mailbox->done, 1);
+    set_right(e.args.state);
+    if (__shfl_sync(kAll, over, 0))
+        log_op(e.serve, e.op, e.op.kind);
+}
+
+template <class Run> __device__ __forceinline__ void expect(const ep_ll_expected &e, Run run)
+{
+    __shared__ Seen seen;
+    const bool there = is_there(e, &seen);
+
+    if (seen.closing)
+        return;
+    if (there) {
+        if (blockIdx.x == 0)
+            take(e, seen.spins);
+        run();
+        __syncthreads();
+    }
+    if (threadIdx.x < 32)
+        end(e, seen, there);
+}
+
+template <Cast C>
+__global__ void __launch_bounds__(kThreads, kBlocks) expect_dispatch(const __grid_constant__ ep_ll_expected e)
+{
+    extern __shared__ uint32_t shared[];
+
+    expect(e, [&] { dispatch::run<C>(e.args, shared); });
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, kBlocks) expect_combine(const __grid_constant__ ep_ll_expected e)
+{
+    expect(e, [&] { combine::run<T>(e.args); });
+}
+
+using Expect = void (*)(ep_ll_expected);
+
+Expect kernel_of(const ep_ll_args &a, uint32_t kind)
+{
+    if (kind == EP_OP_COMBINE)
+        return a.wire_dtype == EP_BF16   ? expect_combine<__nv_bfloat16>
+               : a.wire_dtype == EP_FP16 ? expect_combine<__half>
+                                         : expect_combine<float>;
+    if (a.wire_dtype == a.input_dtype)
+        return expect_dispatch<Cast::none>;
+    return a.input_dtype == EP_BF16   ? expect_dispatch<Cast::bf16>
+           : a.input_dtype == EP_FP16 ? expect_dispatch<Cast::fp16>
+                                      : expect_dispatch<Cast::fp32>;
+}
+
+} // namespace
+} // namespace ep
+
+extern "C" int ep_ll_expect_prepare(uint32_t shared_bytes, uint32_t *blocks)
+{
+    using namespace ep;
+
+    return fit<Expect>({ expect_dispatch<Cast::none>, expect_dispatch<Cast::bf16>, expect_dispatch<Cast::fp16>,
+                         expect_dispatch<Cast::fp32>, expect_combine<__nv_bfloat16>, expect_combine<__half>,
+                         expect_combine<float> },
+                       shared_bytes, blocks);
+}
+
+extern "C" int ep_ll_expect(const struct ep_ll_expected *expected, uint32_t shared_bytes, void *stream)
+{
+    ep::kernel_of(expected->args, expected->op.kind)<<<expected->args.blocks, ep::kThreads, shared_bytes,
+                                                       (cudaStream_t)stream>>>(*expected);
+    return cudaGetLastError();
+}

@@ -1,0 +1,84 @@
+/*
+ * What the kernels that serve a worker have in common: ll_serve.cu, for whatever is in its mailbox, and ll_expect.cu,
+ * for the op that is expected there.
+ */
+#ifndef EP_LL_SERVE_CUH
+#define EP_LL_SERVE_CUH
+
+#include "ll_combine.cuh"
+#include "ll_dispatch.cuh"
+#include "ll_op.h"
+
+namespace ep {
+
+constexpr uint32_t kOpVecs = sizeof(struct ep_op) / sizeof(Vec);
+
+/* One block of the op: what its complete will find. */
+__device__ inline void keep_half(const ep_ll_serve &s, const struct ep_op &op)
+{
+    if (threadIdx.x < kOpVecs)
+        ((Vec *)&s.desk->half[op.handle])[threadIdx.x] = ((const Vec *)&op)[threadIdx.x];
+}
+
+/* Block 0 of the kernel that executes or refuses the op, before it is through: pass()'s fence orders it.  So many
+ * blocks add to `through` before the entry is over. */
+__device__ inline void answer_bell(const ep_ll_serve &s, bool spins, uint32_t blocks)
+{
+    if (threadIdx.x == 0) {
+        store_u32(&s.mailbox->doorbell, 0);
+        if (spins)
+            store_u32(&s.mailbox->blocks, blocks);
+    }
+}
+
+/* Warp 0 of the last block.  All is as it should be already, unless blocks executed different ops. */
+__device__ inline void set_right(struct ep_device_state *state)
+{
+    const uint32_t lane = threadIdx.x, sequence = offsetof(struct ep_device_scratch, sequence) / 4;
+
+    if (lane != sequence && lane != sequence + 1)
+        store_u32((uint32_t *)&state->scratch + lane, 0);
+    if (lane == 0)
+        state->left_before = load_u64(&state->left);
+}
+
+/* Warp 0 of the last block: what the op was, as it was in the mailbox. */
+__device__ inline void log_op(const ep_ll_serve &s, const struct ep_op &op, uint32_t kind)
+{
+    struct ep_forecast_log *log = &s.desk->log;
+    Vec *to = (Vec *)&log->op[(s.number - 1) % EP_FORECAST_OPS];
+
+    if (threadIdx.x < kOpVecs) {
+        Vec v = ((const Vec *)&op)[threadIdx.x];
+
+        if (threadIdx.x == 0)
+            v.w[0] = kind;
+        to[threadIdx.x] = v;
+    }
+    __syncwarp();
+    if (threadIdx.x == 0) {
+        __threadfence(); /* for whoever copies the log meanwhile; forecast.c does not count on it */
+        store_u64(&log->ended, s.number);
+    }
+}
+
+/* Warp 0, when its block has written all that it writes: is it the last block?  It wrote something, or not. */
+__device__ inline bool pass(const ep_ll_serve &s, bool spins, bool wrote)
+{
+    uint32_t before = 0;
+
+    if (threadIdx.x == 0) {
+        if (wrote)
+            __threadfence(); /* release; partners: the last block's fence, and that of the worker's kernel */
+        if (spins)
+            atomicAdd(&s.mailbox->through, 1);
+        before = atomicInc(&s.desk->through, gridDim.x - 1); /* 0 again after the last one */
+        if (before == gridDim.x - 1)
+            fence_sys(); /* acquire what all blocks wrote, release it to the worker's stream */
+    }
+    return __shfl_sync(kAll, before, 0) == gridDim.x - 1;
+}
+
+} // namespace ep
+
+#endif
