@@ -7,6 +7,7 @@ namespace {
 template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks) combine_op(const __grid_constant__ ep_ll_args a)
 {
+    await_stream();
     combine::run<T>(a);
 }
 
@@ -42,8 +43,7 @@ int combine_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm)
 
 extern "C" int ep_ll_combine(const struct ep_ll_args *args, uint32_t shared_bytes, void *stream)
 {
-    ep::kernel_of(*args)<<<args->blocks, ep::kThreads, shared_bytes, (cudaStream_t)stream>>>(*args);
-    return cudaGetLastError();
+    return ep::launch(ep::kernel_of(*args), *args, shared_bytes, stream);
 }
 
 extern "C" int ep_ll_release(const struct ep_ll_args *args, void *stream)

@@ -397,6 +397,18 @@ __device__ inline bool by_expert(const ep_ll_args &a)
     return a.layout == EP_LAYOUT_EXPERT_MAJOR || a.layout == EP_LAYOUT_PACKED;
 }
 
+/* ---- between two kernels of a stream ------------------------------------------------------ */
+
+/*
+ * A kernel of executor direct comes to its multiprocessors while the kernel before it in the stream ends, which saves
+ * the way there.  Nothing is read or written before await_stream(): until then the kernel before may run, after it all
+ * of that one's writes are there.  Our own lets the next one come when no block of it has to wait for a peer any more,
+ * so that what waits in the stream never takes the place of a block that a peer waits for.  Blocks that leave without a
+ * word let it come, too.  Without the attribute, and under executor server, both do nothing.
+ */
+__device__ inline void await_stream() { asm volatile("griddepcontrol.wait;" : : : "memory"); }
+__device__ inline void let_next_come() { asm volatile("griddepcontrol.launch_dependents;" : : : "memory"); }
+
 /* ---- the end of an op -------------------------------------------------------------------- */
 
 /* All threads of a block: is it the last one that comes here?  Then it sees what the others did. */
@@ -424,6 +436,7 @@ __device__ inline bool arrive(const ep_ll_args &a, const Op &op, bool told)
     const uint32_t outside = kAll >> (EP_DEVICE_MAX_RANKS - a.ranks) & ~op.members; /* mostly nobody */
     uint32_t before = 0;
 
+    let_next_come();
     __syncwarp();
     if (threadIdx.x == 0) {
         if (outside) {
@@ -545,6 +558,24 @@ __device__ inline void op_record(const ep_ll_args &a, const Op &op, const struct
 /* ---- launching (host) -------------------------------------------------------------------- */
 
 using Kernel = void (*)(ep_ll_args);
+
+/* See await_stream(). */
+inline int launch(Kernel kernel, const ep_ll_args &args, uint32_t shared_bytes, void *stream)
+{
+    cudaLaunchAttribute early = {};
+    cudaLaunchConfig_t config = {};
+
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    config.gridDim = dim3(args.blocks);
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = (cudaStream_t)stream;
+    config.attrs = &early;
+    config.numAttrs = 1;
+    cudaLaunchKernelEx(&config, kernel, args);
+    return cudaGetLastError();
+}
 
 /*
  * How many blocks of a kernel a multiprocessor can hold.  Loads its code, too: that must not come first while

@@ -9,6 +9,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) dispatch_op(const __grid_co
 {
     extern __shared__ uint32_t shared[];
 
+    await_stream();
     dispatch::run<C>(a, shared);
 }
 
@@ -36,6 +37,5 @@ int dispatch_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm)
 
 extern "C" int ep_ll_dispatch(const struct ep_ll_args *args, uint32_t shared_bytes, void *stream)
 {
-    ep::kernel_of(*args)<<<args->blocks, ep::kThreads, shared_bytes, (cudaStream_t)stream>>>(*args);
-    return cudaGetLastError();
+    return ep::launch(ep::kernel_of(*args), *args, shared_bytes, stream);
 }
