@@ -28,7 +28,8 @@
  * new worker of the rank starts at a number that no op has reached, and old numbers tell it what to ignore.
  *
  * Who joins: each block raises `begun` to n at its start, without waiting for that, and reads `from`.  When
- * it has sent, it fences (seq_cst) and reads `from` again: whoever has come in between gets his part too.
+ * it has sent, it has fenced (seq_cst) and reads `from` again: whoever has come in between gets his part too.  The
+ * fence between its last row and that one's header is the one, if it has a row.
  * The server writes `from`, then reads `begun`.  So either all blocks of all ranks see that r takes part in
  * n, or the server sees n begun and has r begin later.
  *
@@ -139,6 +140,7 @@ __device__ inline uint64_t acquire_u64(const uint64_t *p)
     return v;
 }
 __device__ inline void fence_sys() { asm volatile("fence.acq_rel.sys;" : : : "memory"); }
+__device__ inline void fence_total() { asm volatile("fence.sc.sys;" : : : "memory"); } /* for Dekker, too */
 
 /* Rows: past the L1 cache, which peers do not keep coherent. */
 __device__ inline Vec load_row(const void *p)

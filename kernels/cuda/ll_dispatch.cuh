@@ -138,8 +138,8 @@ __device__ __forceinline__ void exchange(const ep_ll_args &a, Op *op, const Batc
             ranks = op->members;
             start = tells(a) ? now_ns() : 0;
         }
-        if (sends)
-            send<C>(a, op, batch, part, total, ranks);
+        const bool fenced = sends && send<C>(a, op, batch, part, total, ranks);
+
         if (threadIdx.x == 0)
             counted = 0;
         __syncthreads();
@@ -150,15 +150,17 @@ __device__ __forceinline__ void exchange(const ep_ll_args &a, Op *op, const Batc
             if (threadIdx.x % 32 == 0)
                 atomicAdd(&counted, 1);
         } else {
-            const uint32_t some = newcomers(a, *op);
+            const uint64_t from = sends ? ask_again(a, fenced) : 0;
 
-            if (threadIdx.x == 0)
-                joined = some;
             /* The first row's header mostly comes with the counts. */
             if (receives && by_expert(a) && blockIdx.x / a.ranks < a.max_tokens)
                 while (!__all_sync(kAll, look_at_header(a, *op, blockIdx.x % a.ranks, blockIdx.x / a.ranks, header))
                        && *(volatile uint32_t *)&counted < kWarps - 1)
                     ;
+            const uint32_t some = newcomers(a, *op, from);
+
+            if (threadIdx.x == 0)
+                joined = some;
         }
         __syncthreads();
         ranks = joined;

@@ -110,10 +110,15 @@ __device__ inline void place_token(const ep_ll_args &a, const Batch &b, uint32_t
 /* The headers of token t for the ranks in `to`, after the rows: a thread per 16 bytes. */
 __device__ inline void push_headers(const ep_ll_args &a, const Op &op, const Batch &b, uint32_t t, uint32_t to)
 {
-    const uint32_t parts = a.max_top_k + 1;
+    const uint32_t parts = a.max_top_k + 1, all = __popc(to) * parts;
 
+    /* Release; partner: take_header, find_term.  Warp 0's is newcomers()' as well. */
+    if (threadIdx.x < 32)
+        fence_total();
+    else if (threadIdx.x < all)
+        fence_sys();
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < __popc(to) * parts; i += kThreads) {
+    for (uint32_t i = threadIdx.x; i < all; i += kThreads) {
         const uint32_t d = b.to[i / parts], part = i % parts, k = part - 1;
         uint8_t *header = item_at(a, d, op.bank, a.bank.headers, a.rank, b.slot[d], a.header_bytes);
         Vec v = { { 0, 0, 0, op.wire } };
@@ -136,7 +141,6 @@ __device__ inline void push_headers(const ep_ll_args &a, const Op &op, const Bat
                 v.w[2] = b.index[k];
             }
         }
-        fence_sys(); /* release; partner: take_header, find_term */
         store_vec(header + part * 16u, v);
     }
 }
@@ -291,15 +295,15 @@ template <Cast C> __device__ void fetch(const ep_ll_args &a, const Batch &b, Par
         read_routes(a, b.route, tokens * a.top_k);
 }
 
-/* To the ranks in `ranks`. */
+/* To the ranks in `ranks`.  Returns whether warp 0 has fenced after the last row. */
 template <Cast C>
-__device__ void send(const ep_ll_args &a, Op *op, const Batch &b, Part<C> &part, uint32_t *count, uint32_t ranks)
+__device__ bool send(const ep_ll_args &a, Op *op, const Batch &b, Part<C> &part, uint32_t *count, uint32_t ranks)
 {
     const uint32_t blocks = a.blocks, from_end = blocks - 1 - blockIdx.x;
     uint32_t counted = 0, sum = 0;
 
     if (!part.counts && part.t0 >= a.tokens)
-        return;
+        return false;
     if (op->lacking & ranks) {
         if (threadIdx.x < 32)
             wait_credit(a, op, op->lacking & ranks);
@@ -325,6 +329,7 @@ __device__ void send(const ep_ll_args &a, Op *op, const Batch &b, Part<C> &part,
         push_headers(a, *op, b, t, to);
         __syncthreads();
     }
+    return part.t0 < a.tokens;
 }
 
 } // namespace ep

@@ -10,13 +10,20 @@ constexpr uint32_t kNoPlace = 0xffffffffu; /* in a row's places: this choice is 
 
 /* ---- receiving ----------------------------------------------------------------------------- */
 
-/* Warp 0: whoever has joined since the op began is a member too, and is to get his part. */
-__device__ inline uint32_t newcomers(const ep_ll_args &a, const Op &op)
+/* Warp 0 asks who takes part by now, each lane about its rank, and needs not wait for it. */
+__device__ inline uint64_t ask_again(const ep_ll_args &a, bool fenced)
 {
-    if (!(a.phases & EP_LL_SEND) || !op.members)
-        return 0;
-    asm volatile("fence.sc.sys;" : : : "memory"); /* `begun` is out; partner: the server's write of `from` */
-    return __ballot_sync(kAll, from_of_lane(a) <= op.number) & ~op.members;
+    if (!fenced)
+        fence_total(); /* `begun` is out; partner: the server's write of `from` */
+    return from_of_lane(a);
+}
+
+/* Whoever has joined since the op began is a member too, and is to get his part. */
+__device__ inline uint32_t newcomers(const ep_ll_args &a, const Op &op, uint64_t from)
+{
+    const uint32_t now = __ballot_sync(kAll, from <= op.number);
+
+    return a.phases & EP_LL_SEND && op.members ? now & ~op.members : 0;
 }
 
 /* All warps but the first: what each source sends, once it has told, to rows[s] and base[l * R + s]. */
