@@ -399,7 +399,8 @@ __device__ inline void finish(const ep_ll_args &a, const Op &op, int32_t status)
 {
     __shared__ struct ep_device_scratch s;
 
-    take_scratch(a, &s);
+    read_scratch(a, &s);
+    clear_scratch(a, &s);
     if (status == EP_OK && !counted_in(op, s))
         status = EP_DETACHED;
     op_record(a, op, s, EP_DEVICE_COMBINE, status);
@@ -430,7 +431,10 @@ template <class T> __device__ __forceinline__ void run(const ep_ll_args &a)
         }
     }
     const auto last = [&] {
-        if (arrive(a, op, tells(a)))
+        Arrival arrival;
+
+        arrive(a, op, tells(a), &arrival);
+        if (was_last(a, arrival))
             finish(a, op, begun);
     };
 

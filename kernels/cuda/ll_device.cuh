@@ -429,17 +429,23 @@ __device__ inline bool last_block(const ep_ll_args &a, uint32_t *counter)
     return last != 0;
 }
 
+/* A block's arrival at the end of its op: asked, what it asks the counter of the blocks is under way or there. */
+struct Arrival {
+    bool asked;
+    uint32_t before; /* lane 0: blocks that were there already */
+};
+
 /*
- * Warp 0 of a block that waits for nothing more.  It may still have rows under way, which is why this does
- * not wait for them: only what it tells in the scratch is there for the last one to arrive, if `told`.
+ * Warp 0 of a block that waits for nothing more, and does not wait for the answer either.  It may still have rows to
+ * write: only what it tells in the scratch is there for the last one to arrive, if `told`.
  */
-__device__ inline bool arrive(const ep_ll_args &a, const Op &op, bool told)
+__device__ inline void arrive(const ep_ll_args &a, const Op &op, bool told, Arrival *arrival)
 {
     const uint32_t outside = kAll >> (EP_DEVICE_MAX_RANKS - a.ranks) & ~op.members; /* mostly nobody */
-    uint32_t before = 0;
 
     let_next_come();
     __syncwarp();
+    arrival->asked = true;
     if (threadIdx.x == 0) {
         if (outside) {
             atomicOr(&a.state->scratch.outside, outside);
@@ -448,21 +454,32 @@ __device__ inline bool arrive(const ep_ll_args &a, const Op &op, bool told)
         if (told || outside)
             __threadfence();
         asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;"
-                     : "=r"(before) : "l"(&a.state->scratch.done) : "memory");
-        if (before == a.blocks - 1)
-            __threadfence();
+                     : "=r"(arrival->before) : "l"(&a.state->scratch.done) : "memory");
     }
-    return __shfl_sync(kAll, before, 0) == a.blocks - 1;
 }
 
-/* Warp 0 of the last block: may the blocks have counted different ranks in?  All four are read at once. */
-__device__ inline bool differed(const ep_ll_args &a)
+/* Warp 0: was it the last block?  Then it sees what the others have told. */
+__device__ inline bool was_last(const ep_ll_args &a, const Arrival &arrival)
 {
-    const struct ep_device_scratch *s = &a.state->scratch;
-    const uint32_t missed = load_u32(&s->gone) | load_u32(&s->late);
-    const uint32_t outside = load_u32(&s->outside), outsiders = load_u32(&s->outsiders);
+    if (__shfl_sync(kAll, arrival.before, 0) != a.blocks - 1)
+        return false;
+    __threadfence();
+    return true;
+}
 
-    return (missed | (outsiders ^ a.blocks * __popc(outside))) != 0;
+/* Warp 0 of the last block: what the blocks have left, to *s in shared memory. */
+__device__ inline void read_scratch(const ep_ll_args &a, struct ep_device_scratch *s)
+{
+    const uint32_t lane = threadIdx.x;
+
+    ((uint32_t *)s)[lane] = load_u32((const uint32_t *)&a.state->scratch + lane);
+    __syncwarp();
+}
+
+/* May the blocks have counted different ranks in? */
+__device__ inline bool differed(const ep_ll_args &a, const struct ep_device_scratch &s)
+{
+    return ((s.gone | s.late) | (s.outsiders ^ a.blocks * __popc(s.outside))) != 0;
 }
 
 /* Of those that the block counts in, the ones that every block has counted in. */
@@ -471,16 +488,13 @@ __device__ inline uint32_t counted_in(const Op &op, const struct ep_device_scrat
     return op.members & ~s.outside;
 }
 
-/* Warp 0 of the last block: what the blocks have left, for *s in shared memory; it is empty again then. */
-__device__ inline void take_scratch(const ep_ll_args &a, struct ep_device_scratch *s)
+/* Warp 0 of the last block has read *s: the scratch is empty again, and *s counts this op. */
+__device__ inline void clear_scratch(const ep_ll_args &a, struct ep_device_scratch *s)
 {
     const uint32_t lane = threadIdx.x, sequence = offsetof(struct ep_device_scratch, sequence) / 4;
-    uint32_t *words = (uint32_t *)&a.state->scratch;
 
-    ((uint32_t *)s)[lane] = load_u32(words + lane);
     if (lane != sequence && lane != sequence + 1)
-        words[lane] = 0;
-    __syncwarp();
+        ((uint32_t *)&a.state->scratch)[lane] = 0;
     if (lane == 0)
         a.state->scratch.sequence = ++s->sequence;
     __syncwarp();

@@ -79,14 +79,13 @@ __device__ inline void give_up_old(const ep_ll_args &a, uint64_t n)
         give_credit(a, n - a.banks);
 }
 
-/* Warp 0 of the last block.  The handle belongs to this number from here on, unless it could not be used: a
- * send-only op's has lost its bank meanwhile. */
-__device__ inline void finish(const ep_ll_args &a, const Op &op)
+/* Warp 0 of the last block, which has read the scratch.  The handle belongs to this number from here on, unless it
+ * could not be used: a send-only op's has lost its bank meanwhile. */
+__device__ inline void finish(const ep_ll_args &a, const Op &op, struct ep_device_scratch &s)
 {
-    __shared__ struct ep_device_scratch s;
     struct ep_device_handle *h = &a.state->handles[a.handle];
 
-    take_scratch(a, &s);
+    clear_scratch(a, &s);
     const int32_t status = !op.valid            ? EP_STALE_HANDLE
                            : !counted_in(op, s) ? EP_DETACHED
                            : s.overflow         ? EP_OVERFLOW
@@ -184,41 +183,51 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ll_args &a, uint3
     __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS], again;
     __shared__ float weight[EP_MAX_TOP_K];
     __shared__ Op op;
+    __shared__ struct ep_device_scratch scratch;
     const uint32_t wide = max(a.max_tokens * a.max_top_k, a.local_experts * a.ranks);
     uint32_t *base = shared, *total = shared + wide, *first = total + a.local_experts;
     const Batch batch = { (int32_t *)shared, slot, index, weight, to };
     const bool told = tells(a) || a.blocks - 1 - blockIdx.x < a.ranks;
     Share share = { blockIdx.x, a.blocks };
     Header header = {};
+    Arrival arrival = {};
     bool repeats = false;
 
     if (threadIdx.x == 0)
         again = 0; /* seen after the next barrier */
     exchange<C>(a, &op, batch, rows, base, total, &header);
     const bool receives = a.phases & EP_LL_RECEIVE && op.valid;
-    /* Warp 0 of a block that waits for nothing more. */
+    /* Warp 0 of a block that waits for nothing more; all but the row in hand is written. */
+    const auto arrives = [&] {
+        if (!arrival.asked)
+            arrive(a, op, told, &arrival);
+    };
+    /* Warp 0, when that row is written, too. */
     const auto last = [&] {
-        if (!repeats && !arrive(a, op, told))
+        if (!was_last(a, arrival))
             return;
-        if (!repeats && receives && differed(a)) {
+        read_scratch(a, &scratch);
+        if (!repeats && receives && differed(a, scratch)) {
             if (threadIdx.x == 0)
                 again = 1;
         } else {
-            finish(a, op);
+            finish(a, op, scratch);
         }
     };
 
 #pragma unroll 1
     for (;;) {
         if (receives && by_expert(a)) {
-            receive_by_expert(a, &op, share, header, rows, base, total, first, last);
+            receive_by_expert(a, &op, share, header, rows, base, total, first, arrives);
         } else {
             if (receives)
                 receive_in_place(a, &op, share, rows);
             __syncthreads();
             if (threadIdx.x < 32)
-                last();
+                arrives();
         }
+        if (threadIdx.x < 32)
+            last();
         __syncthreads();
         if (!again || repeats)
             break;

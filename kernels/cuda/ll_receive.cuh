@@ -232,11 +232,11 @@ __device__ inline bool find_row(const ep_ll_args &a, const uint32_t *rows, uint3
     return false;
 }
 
-/* The header is that of the block's first item, which may not be there.  Does last() with warp 0 when no more has
- * to be waited for: the row in hand is still on its way then. */
-template <class Last>
+/* The header is that of the block's first item, which may not be there.  Does arrives() with warp 0 when no more has to
+ * be waited for: before the last row is placed. */
+template <class Arrives>
 __device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Header header, const uint32_t *rows,
-                                  uint32_t *base, uint32_t *total, uint32_t *first, Last last)
+                                  uint32_t *base, uint32_t *total, uint32_t *first, Arrives arrives)
 {
     const uint64_t spanned = place_rows(a, rows, base, total, first);
     const bool tells = share.part == share.parts / 2;
@@ -257,19 +257,28 @@ __device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Head
         a.state->scratch.overflow = 1;
         a.state->scratch.rows_needed = spanned;
     }
-    while (find_row(a, rows, most, share, &item)) {
-        header.there = header.there && item.slot == first_slot && item.s == first_source;
-        __syncthreads(); /* the places before are done with */
+    __syncthreads(); /* all that is told is told */
+    bool more = find_row(a, rows, most, share, &item);
+
+    if (!more && threadIdx.x < 32)
+        arrives();
+#pragma unroll 1
+    while (more) {
+        const Item here = item;
+
+        header.there = header.there && here.slot == first_slot && here.s == first_source;
         if (threadIdx.x < 32)
-            take_header(a, op, base, total, first, item.s, item.slot, header, &places);
+            take_header(a, op, base, total, first, here.s, here.slot, header, &places);
         __syncthreads();
-        if (places.there)
-            place_row(a, *op, item.s, item.slot, places);
         step(a, share, &item);
+        more = find_row(a, rows, most, share, &item);
+        if (!more && threadIdx.x < 32)
+            arrives();
+        if (places.there)
+            place_row(a, *op, here.s, here.slot, places);
+        if (more)
+            __syncthreads(); /* the places are done with */
     }
-    __syncthreads();
-    if (threadIdx.x < 32)
-        last();
 }
 
 __device__ inline void write_rank_counts(const ep_ll_args &a, const uint32_t *rows)
