@@ -220,17 +220,16 @@ struct Pushed {
     uint32_t *number[kUnannounced];
 };
 
-/* All partials that were pushed, after one fence. */
-__device__ inline void announce(const Op &op, Pushed *pushed)
+/* A warp, when all have pushed: the partials are announced, after one fence. */
+__device__ inline void announce(const Op &op, const Pushed &pushed)
 {
-    __syncthreads();
-    if (threadIdx.x < pushed->n) {
+    const uint32_t lane = threadIdx.x % 32;
+
+    if (lane < pushed.n) {
         fence_sys(); /* release; partner: find_partials */
-        store_u32(pushed->number[threadIdx.x], op.wire);
+        store_u32(pushed.number[lane], op.wire);
     }
-    __syncthreads();
-    if (threadIdx.x == 0)
-        pushed->n = 0;
+    __syncwarp();
 }
 
 /* Where the number of a part of token t's partial from rank d is kept. */
@@ -263,6 +262,23 @@ __device__ inline void push_partial(const ep_ll_args &a, const Op &op, const Ite
         pushed->number[pushed->n++] = number_at(a, item.s, op.bank, a.rank, terms.token, item.part);
 }
 
+/* The last warp, when all have pushed: warp 0 looks for peers' partials already.  The last block's gives the credit. */
+__device__ inline void end_push(const ep_ll_args &a, const Op &op, const Pushed &pushed)
+{
+    uint32_t before = 0;
+
+    announce(op, pushed);
+    if (threadIdx.x % 32 == 0)
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+                     : "=r"(before) : "l"(&a.state->scratch.pushed) : "memory");
+    if (__shfl_sync(kAll, before, 0) != a.blocks - 1)
+        return;
+    if (threadIdx.x % 32 == 0)
+        a.state->handles[a.handle].combined = op.number;
+    give_credit(a, op.number);
+}
+
+/* The last warp may still be in end_push() afterwards: a barrier has to come before the block arrives. */
 template <class T>
 __device__ inline void push_partials(const ep_ll_args &a, const Op &op, uint32_t excluded, Terms *terms)
 {
@@ -301,10 +317,18 @@ __device__ inline void push_partials(const ep_ll_args &a, const Op &op, uint32_t
             __syncthreads();
         }
         push_partial<T>(a, op, item, *terms, &pushed);
-        if (++under_way % kUnannounced == 0)
-            announce(op, &pushed);
+        if (++under_way % kUnannounced == 0) {
+            __syncthreads();
+            if (threadIdx.x < 32) {
+                announce(op, pushed);
+                if (threadIdx.x == 0)
+                    pushed.n = 0;
+            }
+        }
     }
-    announce(op, &pushed);
+    __syncthreads();
+    if (threadIdx.x >= kThreads - 32)
+        end_push(a, op, pushed);
 }
 
 /* ---- summing them up -------------------------------------------------------------------- */
@@ -348,15 +372,22 @@ __device__ inline void find_partials(const ep_ll_args &a, Op *op, uint32_t t, ui
 }
 
 /* Parts of tokens are counted from the last block, as rows are from the first: with small batches no block
- * has both.  Does last() with warp 0 when no more has to be waited for. */
+ * has both.  Does arrives() with warp 0 when no more has to be waited for, before the last sum. */
 __device__ inline uint32_t first_sum(const ep_ll_args &a) { return a.blocks - 1 - blockIdx.x; }
 
-template <class T, class Last>
-__device__ inline void sum_partials(const ep_ll_args &a, Op *op, int32_t route, Terms *terms, Last last)
+template <class T, class Arrives>
+__device__ inline void sum_partials(const ep_ll_args &a, Op *op, int32_t route, Terms *terms, Arrives arrives)
 {
     const uint32_t sums = a.tokens * EP_COMBINE_PARTS;
+    uint32_t i = first_sum(a);
+    bool more = i < sums;
 
-    for (uint32_t i = first_sum(a); i < sums; i += a.blocks) {
+    if (!more) {
+        __syncthreads(); /* end_push */
+        if (threadIdx.x < 32)
+            arrives();
+    }
+    while (more) {
         const uint32_t t = i / EP_COMBINE_PARTS, part = i % EP_COMBINE_PARTS;
         const uint64_t row = (uint64_t)t * a.row_bytes;
 
@@ -366,13 +397,14 @@ __device__ inline void sum_partials(const ep_ll_args &a, Op *op, int32_t route, 
             find_partials(a, op, t, part, ranks_of(route), terms);
         }
         __syncthreads();
+        i += a.blocks;
+        more = i < sums;
+        if (!more && threadIdx.x < 32)
+            arrives();
         sum_rows<T, false>(*terms, range_of(a, part), a.bias ? a.bias + row : nullptr, a.out + row);
-        if (i + a.blocks >= sums)
-            break;
-        __syncthreads();
+        if (more)
+            __syncthreads(); /* the terms are done with */
     }
-    if (threadIdx.x < 32)
-        last();
 }
 
 /* ---- the op -------------------------------------------------------------------------------- */
@@ -422,26 +454,20 @@ template <class T> __device__ __forceinline__ void run(const ep_ll_args &a)
             begun = status;
     }
     __syncthreads();
-    if (begun == EP_OK && a.phases & EP_LL_SEND) {
+    if (begun == EP_OK && a.phases & EP_LL_SEND)
         push_partials<T>(a, op, excluded, &terms);
-        if (last_block(a, &a.state->scratch.pushed) && threadIdx.x < 32) {
-            if (threadIdx.x == 0)
-                a.state->handles[a.handle].combined = op.number;
-            give_credit(a, op.number);
-        }
+    Arrival arrival;
+    const auto arrives = [&] { arrive(a, op, tells(a), &arrival); };
+
+    if (begun == EP_OK && a.phases & EP_LL_RECEIVE) {
+        sum_partials<T>(a, &op, route, &terms, arrives);
+    } else {
+        __syncthreads(); /* end_push */
+        if (threadIdx.x < 32)
+            arrives();
     }
-    const auto last = [&] {
-        Arrival arrival;
-
-        arrive(a, op, tells(a), &arrival);
-        if (was_last(a, arrival))
-            finish(a, op, begun);
-    };
-
-    if (begun == EP_OK && a.phases & EP_LL_RECEIVE)
-        sum_partials<T>(a, &op, route, &terms, last);
-    else if (threadIdx.x < 32)
-        last();
+    if (threadIdx.x < 32 && was_last(a, arrival))
+        finish(a, op, begun);
 }
 
 /* ---- a handle is given up --------------------------------------------------------------------- */

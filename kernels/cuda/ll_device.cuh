@@ -16,8 +16,8 @@
  *     handle that held m, gives it before anything else; the stream has ended every earlier op by then;
  *   - so does a release.
  * Blocks of one op never wait for each other, only for peers, and all of them run at once; what a peer
- * needs from us (rows, headers, counts, credits) is sent before we wait for anything but its credit, and
- * credits depend on older numbers alone.  So every wait is for something of a smaller (number, phase),
+ * needs from us (rows, headers, counts, credits) is sent before we wait for anything but its credit, or by
+ * a warp that waits for nobody, and credits depend on older numbers alone.  So every wait is for something of a smaller (number, phase),
  * and the chain ends at a rank that waits for nobody.
  *
  * The combine region [d] of s's bank is written by d for n after d saw the header of a row of n from s.
@@ -412,22 +412,6 @@ __device__ inline void await_stream() { asm volatile("griddepcontrol.wait;" : : 
 __device__ inline void let_next_come() { asm volatile("griddepcontrol.launch_dependents;" : : : "memory"); }
 
 /* ---- the end of an op -------------------------------------------------------------------- */
-
-/* All threads of a block: is it the last one that comes here?  Then it sees what the others did. */
-__device__ inline bool last_block(const ep_ll_args &a, uint32_t *counter)
-{
-    __shared__ uint32_t last;
-
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        uint32_t before;
-
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-        last = before == a.blocks - 1;
-    }
-    __syncthreads();
-    return last != 0;
-}
 
 /* A block's arrival at the end of its op: asked, what it asks the counter of the blocks is under way or there. */
 struct Arrival {
