@@ -11,7 +11,7 @@
  *                  team_cuda.c's, and libepclient's when it hears that its rank is lost.
  *   ask            the beginning of dispatch: begin() of ll_dispatch.cu
  *   tell_outside   what arrive() of ll_device.cuh does with the ranks that a block leaves out; DIFFERED: differed()
- *   give_up_old, give_credit, newcomers, take_counts, receive_again, finish_dispatch, last_block, find_partials, ...
+ *   give_up_old, give_credit, newcomers, take_counts, receive_again, finish_dispatch, end_push, find_partials, ...
  *                  the functions of these names in ll_dispatch.cu, ll_combine.cu and ll_device.cuh
  *   launched       the stream: a kernel begins when all blocks of the one before have ended, all its blocks at once.
  * A token of each rank goes to all ranks, or to the next one only (SPARSE), always in one row.
@@ -27,7 +27,8 @@
  *     sources for all blocks, those that `arrived` names; and in a combine `arrived` names nobody whose part a sum lacks.
  *
  * ## What is left out
- * Memory is sequentially consistent, but for `begun`, which becomes visible at any time up to the fence in newcomers();
+ * Memory is sequentially consistent, but for `begun`, which becomes visible at any time up to the fence in newcomers(),
+ * which is before a block's last headers are out or after it;
  * that each header is fenced from its row is taken for granted (MUTANT_HEADER_FIRST is what happens otherwise).  What a
  * worker had under way when it was killed has landed before its rank is joined again.  What a rank that has left reads
  * is void (`out`): its peers may write on.  Numbers do not wrap, arithmetic on them is not modelled.
@@ -513,13 +514,18 @@ inline dispatch_last() /* the last block: sends */
         fi;
         push_rows(newly)
     }
-    atomic {
-        push_headers(newly);
-        newly = 0
 #ifdef MEMBERSHIP
+    atomic {
+        if
+        :: early = 1; m = newly; newly = 0; newcomers()
+        :: push_headers(newly); newly = 0
+        fi
     }
     atomic {
-        newcomers()
+        if
+        :: early -> push_headers(m); m = 0
+        :: !early -> newcomers()
+        fi
     }
     if
     :: newly != 0 ->
@@ -535,6 +541,9 @@ inline dispatch_last() /* the last block: sends */
     fi;
     atomic {
 #else
+    atomic {
+        push_headers(newly);
+        newly = 0
     }
     atomic {
 #endif
@@ -647,7 +656,6 @@ inline finish_combine()
 #ifndef TIMEOUTS
         assert(out[r] || (taken[2 * r] | MAY_LACK | ~GOAL & ALL) == ALL);
 #endif
-        summing[BANK(r, n)] = 0
     :: else
     fi;
     take_scratch()
@@ -665,7 +673,7 @@ inline begin()
          !(sends && h_combined[HANDLE(r, h)]);
 }
 
-inline last_block()
+inline end_push()
 {
     pushed[r] = pushed[r] + (ok && sends -> 1 : 0);
     if
@@ -708,7 +716,7 @@ inline combine_first() /* the first block: pushes partials */
         fi
     }
     atomic {
-        last_block();
+        end_push();
         arrive_combine();
         end_of_block()
     }
@@ -716,7 +724,7 @@ inline combine_first() /* the first block: pushes partials */
 
 inline combine_last() /* the last block: sums them up */
 {
-    atomic { kind == COMBINE && !first -> last_block() }
+    atomic { kind == COMBINE && !first -> end_push() }
     atomic {
         if
         :: ok && receives -> find_partials()
@@ -724,9 +732,12 @@ inline combine_last() /* the last block: sums them up */
         fi
     }
     atomic {
-        sum_partials();
         taken[2 * r] = got;
-        arrive_combine();
+        arrive_combine()
+    }
+    atomic {
+        sum_partials(); /* the last sum, after it has arrived */
+        summing[BANK(r, n)] = (ok && receives -> 0 : summing[BANK(r, n)]);
         end_of_block()
     }
 }
@@ -756,7 +767,7 @@ inline release()
 inline forget()
 {
     n = 0; m = 0; members = 0; missed = 0; got = 0; newly = 0; d = 0; h = 0;
-    sends = 0; receives = 0; ok = 0; raised = 0; last = 0; again = 0
+    sends = 0; receives = 0; ok = 0; raised = 0; last = 0; again = 0; early = 0
 }
 
 /* A kernel ends when all its blocks have; then the stream goes on. */
@@ -819,7 +830,7 @@ inline choose()
 proctype block(byte r; bit first)
 {
     byte step, kind, n, m, members, missed, got, newly, d, h;
-    bit sends, receives, ok, raised, last, again;
+    bit sends, receives, ok, raised, last, again, early;
 
 life:
     do
