@@ -182,11 +182,12 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ll_args &a, uint3
     __shared__ uint32_t slot[EP_DEVICE_MAX_RANKS], to[EP_DEVICE_MAX_RANKS], index[EP_MAX_TOP_K];
     __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS], again;
     __shared__ float weight[EP_MAX_TOP_K];
+    __shared__ alignas(16) uint32_t scales[2 * kPassScales];
     __shared__ Op op;
     __shared__ struct ep_device_scratch scratch;
     const uint32_t wide = max(a.max_tokens * a.max_top_k, a.local_experts * a.ranks);
     uint32_t *base = shared, *total = shared + wide, *first = total + a.local_experts;
-    const Batch batch = { (int32_t *)shared, slot, index, weight, to };
+    const Batch batch = { (int32_t *)shared, slot, index, weight, to, scales };
     const bool told = tells(a) || a.blocks - 1 - blockIdx.x < a.ranks;
     Share share = { blockIdx.x, a.blocks };
     Header header = {};

@@ -10,8 +10,7 @@ namespace ep {
 
 /* A thread's part of a row.  Piece i of a pass is kThreads * (kPieces * pass + i) + threadIdx.x. */
 template <Cast C> struct Row {
-    Vec v[kVecs];               /* as they are loaded; after quantise() the first kPieces are what travels */
-    uint32_t scale[kPieces<C>]; /* of the piece's block, with a cast, as it is stored */
+    Vec v[kVecs]; /* as they are loaded; after quantise() the first kPieces are what travels */
 };
 
 template <Cast C> __device__ inline uint32_t piece_of(uint32_t pass, uint32_t i)
@@ -36,8 +35,14 @@ template <Cast C> __device__ void load_token(const ep_ll_args &a, uint32_t t, ui
     }
 }
 
+/* Scales that a pass has, as they travel. */
+__device__ inline uint8_t *scales_of(const Batch &b, uint32_t pass)
+{
+    return (uint8_t *)(b.scales + pass % 2 * kPassScales);
+}
+
 /* With a cast, what was loaded to pieces.  All threads: a block of 128 elements is in 8 of them. */
-template <Cast C> __device__ inline void quantise(const ep_ll_args &a, Row<C> *row)
+template <Cast C> __device__ inline void quantise(const ep_ll_args &a, const Batch &b, uint32_t pass, Row<C> *row)
 {
     if constexpr (C != Cast::none) {
         uint32_t most = largest<C>(row->v);
@@ -50,29 +55,43 @@ template <Cast C> __device__ inline void quantise(const ep_ll_args &a, Row<C> *r
             const Scale scale = a.scale_bytes == 1 ? ue8m0_scale(amax) : fp32_scale(amax);
 
             row->v[i] = encode<C>(row->v + i * kIn<C>, scale);
-            row->scale[i] = scale.stored;
+            if (threadIdx.x % 8 == 0)
+                store_scale(a, scales_of(b, pass), (i * kThreads + threadIdx.x) / 8, scale.stored);
         }
     }
 }
 
+/* The scales of a pass: together, as each store is a packet on the wire.  Threads from the last one, which have fewer
+ * pieces.  What is beyond the row's last scale in 16 bytes is nobody's. */
 template <Cast C>
-__device__ void push_pieces(const ep_ll_args &a, const Op &op, const Row<C> &row, uint32_t pass, uint32_t d,
-                            uint32_t slot)
+__device__ inline void push_pass_scales(const ep_ll_args &a, const uint8_t *scales, uint32_t pass, uint8_t *to)
+{
+    constexpr uint32_t most = kPieces<C> * kThreads / 8;
+    const uint32_t bytes = min(a.row_scales - pass * most, most) * a.scale_bytes;
+    const uint32_t at = (kThreads - 1 - threadIdx.x) * 16;
+
+    static_assert(most <= kPassScales && kPassScales * 4 <= kThreads * 16, "a thread stores 16 bytes of them");
+    if (at < bytes)
+        store_row(to + pass * most * a.scale_bytes + at, *(const Vec *)(scales + at));
+}
+
+template <Cast C>
+__device__ void push_pieces(const ep_ll_args &a, const Op &op, const Batch &b, const Row<C> &row, uint32_t pass,
+                            uint32_t d)
 {
     const uint32_t pieces = a.row_bytes / 16;
-    uint8_t *to = item_at(a, d, op.bank, a.bank.rows, a.rank, slot, a.row_bytes);
-    uint8_t *scales = item_at(a, d, op.bank, a.bank.scales, a.rank, slot, a.scales_bytes);
+    uint8_t *to = item_at(a, d, op.bank, a.bank.rows, a.rank, b.slot[d], a.row_bytes);
 
 #pragma unroll
     for (uint32_t i = 0; i < kPieces<C>; i++) {
         const uint32_t p = piece_of<C>(pass, i);
 
-        if (p >= pieces)
-            continue;
-        store_row(to + (uint64_t)p * 16, row.v[i]);
-        if (C != Cast::none && p % 8 == 0)
-            store_scale(a, scales, p / 8, row.scale[i]);
+        if (p < pieces)
+            store_row(to + (uint64_t)p * 16, row.v[i]);
     }
+    if constexpr (C != Cast::none)
+        push_pass_scales<C>(a, scales_of(b, pass), pass,
+                            item_at(a, d, op.bank, a.bank.scales, a.rank, b.slot[d], a.scales_bytes));
 }
 
 /* ---- sending ---------------------------------------------------------------------------- */
@@ -169,16 +188,16 @@ __device__ void push_row(const ep_ll_args &a, const Op &op, const Batch &b, Row<
     for (uint32_t pass = 0; pass < passes; pass++) {
         if (pass > 0 || !fetched)
             load_token<C>(a, t, pass, &row);
-        quantise<C>(a, &row);
-        if (pass == 0)
-            __syncthreads(); /* slots */
+        quantise<C>(a, b, pass, &row);
+        if (pass == 0 || C != Cast::none)
+            __syncthreads(); /* slots; scales */
 #pragma unroll 1
         for (uint32_t i = 1; i <= a.ranks; i++) {
             const uint32_t d = a.rank + i < a.ranks ? a.rank + i : a.rank + i - a.ranks;
 
             if (!(to >> d & 1))
                 continue;
-            push_pieces<C>(a, op, row, pass, d, b.slot[d]);
+            push_pieces<C>(a, op, b, row, pass, d);
             if (C == Cast::none && a.row_scales && pass == 0)
                 push_scales(a, op, t, d, b.slot[d]);
         }

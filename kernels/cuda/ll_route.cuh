@@ -6,6 +6,8 @@
 
 namespace ep {
 
+constexpr uint32_t kPassScales = kVecs / 2 * kThreads / 8; /* of a pass of a row, at most */
+
 /* One block's view of the batch. */
 struct Batch {
     int32_t *route; /* [T * k] in shared memory, as device_state.h has them */
@@ -14,6 +16,7 @@ struct Batch {
     uint32_t *index; /* [k] */
     float *weight;   /* [k] */
     uint32_t *to;    /* the ranks it goes to */
+    uint32_t *scales; /* [2][kPassScales] with a cast: of the present pass of its row, and of the one before */
 };
 
 /* ---- routing ----------------------------------------------------------------------- */
