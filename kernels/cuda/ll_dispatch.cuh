@@ -110,7 +110,7 @@ __device__ inline void finish(const ep_ll_args &a, const Op &op, struct ep_devic
  */
 template <Cast C>
 __device__ __forceinline__ void exchange(const ep_ll_args &a, Op *op, const Batch &batch, uint32_t *rows, uint32_t *base,
-                         uint32_t *total, Header *header)
+                         uint32_t *total, Header *header, uint32_t *there)
 {
     const bool sends = a.phases & EP_LL_SEND, receives = a.phases & EP_LL_RECEIVE;
     __shared__ uint32_t counted, joined;
@@ -156,10 +156,12 @@ __device__ __forceinline__ void exchange(const ep_ll_args &a, Op *op, const Batc
                 while (!__all_sync(kAll, look_at_header(a, *op, blockIdx.x % a.ranks, blockIdx.x / a.ranks, header))
                        && *(volatile uint32_t *)&counted < kWarps - 1)
                     ;
-            const uint32_t some = newcomers(a, *op, from);
+            const uint32_t some = newcomers(a, *op, from), all = __all_sync(kAll, header->there);
 
-            if (threadIdx.x == 0)
+            if (threadIdx.x == 0) {
                 joined = some;
+                *there = all;
+            }
         }
         __syncthreads();
         ranks = joined;
@@ -180,7 +182,7 @@ __device__ __forceinline__ void exchange(const ep_ll_args &a, Op *op, const Batc
 template <Cast C> __device__ __forceinline__ void run(const ep_ll_args &a, uint32_t *shared)
 {
     __shared__ uint32_t slot[EP_DEVICE_MAX_RANKS], to[EP_DEVICE_MAX_RANKS], index[EP_MAX_TOP_K];
-    __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS], again;
+    __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS], again, there;
     __shared__ float weight[EP_MAX_TOP_K];
     __shared__ alignas(16) uint32_t scales[2 * kPassScales];
     __shared__ Op op;
@@ -196,7 +198,7 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ll_args &a, uint3
 
     if (threadIdx.x == 0)
         again = 0; /* seen after the next barrier */
-    exchange<C>(a, &op, batch, rows, base, total, &header);
+    exchange<C>(a, &op, batch, rows, base, total, &header, &there);
     const bool receives = a.phases & EP_LL_RECEIVE && op.valid;
     /* Warp 0 of a block that waits for nothing more; all but the row in hand is written. */
     const auto arrives = [&] {
@@ -219,7 +221,7 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ll_args &a, uint3
 #pragma unroll 1
     for (;;) {
         if (receives && by_expert(a)) {
-            receive_by_expert(a, &op, share, header, rows, base, total, first, arrives);
+            receive_by_expert(a, &op, share, header, there && !repeats, rows, base, total, first, arrives);
         } else {
             if (receives)
                 receive_in_place(a, &op, share, rows);

@@ -109,10 +109,8 @@ __device__ inline void take_header(const ep_ll_args &a, Op *op, const uint32_t *
     const uint32_t l = route ? h.v.w[0] : kAll, index = h.v.w[2];
     const bool here = there && l < a.local_experts && index < rows_between(a, base, total, l, s);
     const uint64_t at = here ? block_of(a, first, l) + base[l * a.ranks + s] + index : kNoPlace;
-    bool again = false; /* an expert that was named before has its row already */
-
-    for (uint32_t j = 1; j <= a.max_top_k; j++)
-        again |= __shfl_sync(kAll, l, j) == l && j < lane;
+    /* An expert that was named before has its row already. */
+    const bool again = __match_any_sync(kAll, l) & ((1u << lane) - 1);
     const uint32_t mine = __ballot_sync(kAll, here && !again);
 
     if (route)
@@ -127,22 +125,29 @@ __device__ inline void take_header(const ep_ll_args &a, Op *op, const uint32_t *
     __syncwarp();
 }
 
-/* The row to its places, and what stands beside it. */
-__device__ inline void place_row(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t slot,
-                                 const Places &places)
+/* A thread's part of a row, from piece `at` on: asked for, and not waited for. */
+__device__ inline void load_pieces(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t slot, uint32_t at, Vec *v)
+{
+    const uint8_t *row = item_at(a, a.rank, op.bank, a.bank.rows, s, slot, a.row_bytes);
+
+#pragma unroll
+    for (uint32_t i = 0; i < kVecs; i++)
+        if (at + i * kThreads < a.row_bytes / 16)
+            v[i] = load_row(row + (uint64_t)(at + i * kThreads) * 16);
+}
+
+/* The row to its places, and what stands beside it.  fetched: its first pieces are in v. */
+__device__ inline void place_row(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t slot, const Places &places,
+                                 bool fetched, Vec *v)
 {
     const uint32_t pieces = a.row_bytes / 16, n = places.n;
-    const uint8_t *row = item_at(a, a.rank, op.bank, a.bank.rows, s, slot, a.row_bytes);
     const uint8_t *scales = item_at(a, a.rank, op.bank, a.bank.scales, s, slot, a.scales_bytes);
 
 #pragma unroll 1
     for (uint32_t at = threadIdx.x; at < pieces; at += kVecs * kThreads) {
-        Vec v[kVecs];
-
-#pragma unroll
-        for (uint32_t i = 0; i < kVecs; i++)
-            if (at + i * kThreads < pieces)
-                v[i] = load_row(row + (uint64_t)(at + i * kThreads) * 16);
+        if (!fetched)
+            load_pieces(a, op, s, slot, at, v);
+        fetched = false;
 #pragma unroll 1
         for (uint32_t j = 0; j < n; j++) {
             uint8_t *to = a.out + places.at[j] * a.row_bytes;
@@ -232,18 +237,23 @@ __device__ inline bool find_row(const ep_ll_args &a, const uint32_t *rows, uint3
     return false;
 }
 
-/* The header is that of the block's first item, which may not be there.  Does arrives() with warp 0 when no more has to
- * be waited for: before the last row is placed. */
+/* The header is that of the block's first item, which may not be there; `there`: it is, and so is the row.  Does
+ * arrives() with warp 0 when no more has to be waited for: before the last row is placed. */
 template <class Arrives>
-__device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Header header, const uint32_t *rows,
-                                  uint32_t *base, uint32_t *total, uint32_t *first, Arrives arrives)
+__device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Header header, bool there,
+                                  const uint32_t *rows, uint32_t *base, uint32_t *total, uint32_t *first,
+                                  Arrives arrives)
 {
-    const uint64_t spanned = place_rows(a, rows, base, total, first);
     const bool tells = share.part == share.parts / 2;
     __shared__ Places places;
     Item item = { share.part % a.ranks, share.part / a.ranks };
     const uint32_t first_slot = item.slot, first_source = item.s;
     uint32_t most = 0;
+    Vec v[kVecs];
+
+    if (there)
+        load_pieces(a, *op, first_source, first_slot, threadIdx.x, v);
+    const uint64_t spanned = place_rows(a, rows, base, total, first);
 
     if (tells)
         write_expert_counts(a, total, first, spanned);
@@ -265,8 +275,9 @@ __device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Head
 #pragma unroll 1
     while (more) {
         const Item here = item;
+        const bool is_first = here.slot == first_slot && here.s == first_source;
 
-        header.there = header.there && here.slot == first_slot && here.s == first_source;
+        header.there = header.there && is_first;
         if (threadIdx.x < 32)
             take_header(a, op, base, total, first, here.s, here.slot, header, &places);
         __syncthreads();
@@ -275,7 +286,7 @@ __device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Head
         if (!more && threadIdx.x < 32)
             arrives();
         if (places.there)
-            place_row(a, *op, here.s, here.slot, places);
+            place_row(a, *op, here.s, here.slot, places, there && is_first, v);
         if (more)
             __syncthreads(); /* the places are done with */
     }
