@@ -43,7 +43,7 @@ int combine_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm)
 
 extern "C" int ep_ll_combine(const struct ep_ll_args *args, uint32_t shared_bytes, void *stream)
 {
-    return ep::launch(ep::kernel_of(*args), *args, shared_bytes, stream);
+    return ep::launch(ep::kernel_of(*args), args->blocks, ep::kThreads, shared_bytes, true, stream, *args);
 }
 
 extern "C" int ep_ll_release(const struct ep_ll_args *args, void *stream)

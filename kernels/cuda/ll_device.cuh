@@ -406,7 +406,7 @@ __device__ inline bool by_expert(const ep_ll_args &a)
  * the way there.  Nothing is read or written before await_stream(): until then the kernel before may run, after it all
  * of that one's writes are there.  Our own lets the next one come when no block of it has to wait for a peer any more,
  * so that what waits in the stream never takes the place of a block that a peer waits for.  Blocks that leave without a
- * word let it come, too.  Without the attribute, and under executor server, both do nothing.
+ * word let it come, too.  Where a kernel is not launched `early`, both do nothing.
  */
 __device__ inline void await_stream() { asm volatile("griddepcontrol.wait;" : : : "memory"); }
 __device__ inline void let_next_come() { asm volatile("griddepcontrol.launch_dependents;" : : : "memory"); }
@@ -559,21 +559,23 @@ __device__ inline void op_record(const ep_ll_args &a, const Op &op, const struct
 
 using Kernel = void (*)(ep_ll_args);
 
-/* See await_stream(). */
-inline int launch(Kernel kernel, const ep_ll_args &args, uint32_t shared_bytes, void *stream)
+/* early: see await_stream(). */
+template <class... P, class... A>
+inline int launch(void (*kernel)(P...), uint32_t blocks, uint32_t threads, uint32_t shared_bytes, bool early,
+                  void *stream, const A &...args)
 {
-    cudaLaunchAttribute early = {};
+    cudaLaunchAttribute attribute = {};
     cudaLaunchConfig_t config = {};
 
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    config.gridDim = dim3(args.blocks);
-    config.blockDim = dim3(kThreads);
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = early;
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = (cudaStream_t)stream;
-    config.attrs = &early;
+    config.attrs = &attribute;
     config.numAttrs = 1;
-    cudaLaunchKernelEx(&config, kernel, args);
+    cudaLaunchKernelEx(&config, kernel, args...);
     return cudaGetLastError();
 }
 

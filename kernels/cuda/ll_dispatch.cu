@@ -37,5 +37,5 @@ int dispatch_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm)
 
 extern "C" int ep_ll_dispatch(const struct ep_ll_args *args, uint32_t shared_bytes, void *stream)
 {
-    return ep::launch(ep::kernel_of(*args), *args, shared_bytes, stream);
+    return ep::launch(ep::kernel_of(*args), args->blocks, ep::kThreads, shared_bytes, true, stream, *args);
 }

@@ -124,7 +124,6 @@ extern "C" int ep_ll_expect_prepare(uint32_t shared_bytes, uint32_t *blocks)
 
 extern "C" int ep_ll_expect(const struct ep_ll_expected *expected, uint32_t shared_bytes, void *stream)
 {
-    ep::kernel_of(expected->args, expected->op.kind)<<<expected->args.blocks, ep::kThreads, shared_bytes,
-                                                       (cudaStream_t)stream>>>(*expected);
-    return cudaGetLastError();
+    return ep::launch(ep::kernel_of(expected->args, expected->op.kind), expected->args.blocks, ep::kThreads, shared_bytes,
+                      false, stream, *expected);
 }

@@ -39,8 +39,6 @@
 namespace ep {
 namespace {
 
-__device__ inline void await_stream() { asm volatile("griddepcontrol.wait;" : : : "memory"); }
-
 /* ---- an op is taken ------------------------------------------------------------------------ */
 
 /* What a block knows of its entry. */
@@ -269,6 +267,7 @@ __device__ inline void wait_until_done(struct ep_mailbox *mailbox)
 
 template <bool Spins> __global__ void gate(const __grid_constant__ struct ep_op op, struct ep_mailbox *mailbox)
 {
+    await_stream();
     const bool closed = !Spins && load_u32(&mailbox->closed); /* set before `done`, which this stream has seen then */
 
     if (threadIdx.x < kOpVecs)
@@ -279,8 +278,10 @@ template <bool Spins> __global__ void gate(const __grid_constant__ struct ep_op 
     if (threadIdx.x == 0) {
         __threadfence(); /* release; partner: the server's wait for the doorbell, on this GPU too */
         store_u32(closed ? &mailbox->done : &mailbox->doorbell, 1);
-        if (Spins)
+        if (Spins) {
             wait_until_done(mailbox);
+            let_next_come(); /* no thread before: it could take the place of blocks of the op */
+        }
     }
 }
 
@@ -302,19 +303,7 @@ extern "C" int ep_ll_serve_prepare(uint32_t shared_bytes, uint32_t *blocks)
 
 extern "C" int ep_ll_serve_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, void *stream)
 {
-    cudaLaunchAttribute early = {};
-    cudaLaunchConfig_t config = {};
-
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = serve->expected != 0;
-    config.gridDim = dim3(blocks);
-    config.blockDim = dim3(ep::kThreads);
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = (cudaStream_t)stream;
-    config.attrs = &early;
-    config.numAttrs = 1;
-    cudaLaunchKernelEx(&config, ep::serve, *serve);
-    return cudaGetLastError();
+    return ep::launch(ep::serve, blocks, ep::kThreads, shared_bytes, serve->expected != 0, stream, *serve);
 }
 
 extern "C" int ep_ll_gate_prepare(void)
@@ -327,9 +316,6 @@ extern "C" int ep_ll_gate_prepare(void)
 
 extern "C" int ep_ll_gate(struct ep_mailbox *mailbox, const struct ep_op *op, int spins, void *stream)
 {
-    if (spins)
-        ep::gate<true><<<1, 32, 0, (cudaStream_t)stream>>>(*op, mailbox);
-    else
-        ep::gate<false><<<1, 32, 0, (cudaStream_t)stream>>>(*op, mailbox);
-    return cudaGetLastError();
+    return spins ? ep::launch(ep::gate<true>, 1, 32, 0, true, stream, *op, mailbox)
+                 : ep::launch(ep::gate<false>, 1, 32, 0, false, stream, *op, mailbox);
 }
