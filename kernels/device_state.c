@@ -46,8 +46,6 @@ ep_status ep_device_check(const struct ep_limits *l, struct ep_error *error)
     if (l->ranks > EP_DEVICE_MAX_RANKS)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "ranks is %u: the cuda backend has at most %u in a group",
                             l->ranks, EP_DEVICE_MAX_RANKS);
-    if (!(l->modes >> EP_MODE_LL & 1))
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "modes: the cuda backend has ll only");
     if (too_many_experts(l))
         return ep_error_set(error, EP_INVALID_ARGUMENT,
                             "experts is %u, up to %u on a rank, with %u ranks: where their rows begin takes more than "
@@ -61,11 +59,60 @@ ep_status ep_device_check(const struct ep_limits *l, struct ep_error *error)
     return EP_OK;
 }
 
+/* A warp's counters, and the routes of 32 tokens.  One warp's fit with all experts that ep_device_check() lets be. */
+static uint64_t counting_bytes(const struct ep_limits *l)
+{
+    return (ep_ht_columns(l->ranks, l->local_experts) + 32ull * EP_MAX_TOP_K) * sizeof(uint32_t);
+}
+
+uint32_t ep_device_ht_counting_warps(const struct ep_limits *l)
+{
+    const uint64_t fit = EP_DEVICE_HT_COUNTING_BYTES / counting_bytes(l);
+
+    return fit < 1 ? 1 : fit < EP_DEVICE_HT_WARPS ? (uint32_t)fit : EP_DEVICE_HT_WARPS;
+}
+
+uint64_t ep_device_ht_shared_bytes(const struct ep_limits *l)
+{
+    return l->modes >> EP_MODE_HT & 1 ? ep_device_ht_counting_warps(l) * counting_bytes(l) : 0;
+}
+
 /* ---- state ------------------------------------------------------------------------- */
 
 static uint64_t align_up(uint64_t n)
 {
     return (n + TABLE_ALIGN - 1) / TABLE_ALIGN * TABLE_ALIGN;
+}
+
+static uint64_t table(uint64_t *end, uint64_t words)
+{
+    const uint64_t start = *end;
+
+    *end = align_up(start + words * sizeof(uint32_t));
+    return start;
+}
+
+/* None without HT. */
+static void lay_ht(const struct ep_limits *l, struct ep_device_ht_tables *t, uint64_t *end)
+{
+    const bool has = l->modes >> EP_MODE_HT & 1;
+    const uint64_t columns = has ? ep_ht_columns(l->ranks, l->local_experts) : 0;
+    const uint64_t experts = has ? (uint64_t)l->ranks * l->local_experts : 0;
+    const uint64_t choices = has ? (uint64_t)l->ht_max_tokens * l->top_k : 0;
+
+    t->before = table(end, columns * EP_HT_LISTS);
+    t->totals = table(end, columns);
+    t->index = table(end, choices);
+    t->counts = table(end, experts);
+    t->bases = table(end, experts);
+    t->starts = table(end, has ? l->local_experts + 1ull : 0);
+    t->routing = table(end, choices);
+    t->weights = table(end, choices);
+    t->slots = table(end, choices);
+    t->places = table(end, l->ranks * choices);
+    t->place_weights = table(end, l->ranks * choices);
+    t->handle_stride = *end - t->routing;
+    *end = t->routing + EP_MAX_HANDLES * t->handle_stride;
 }
 
 void ep_device_state_tables(const struct ep_layout_map *map, const struct ep_placement *p,
@@ -81,6 +128,7 @@ void ep_device_state_tables(const struct ep_layout_map *map, const struct ep_pla
     t->handle_stride = align_up(choices * sizeof(uint32_t));
     t->weights = t->routing + EP_MAX_HANDLES * t->handle_stride;
     t->bytes = t->weights + EP_MAX_HANDLES * t->handle_stride;
+    lay_ht(&map->limits, &t->ht, &t->bytes);
 }
 
 uint64_t ep_device_state_bytes(const struct ep_layout_map *map, const struct ep_placement *placement)
@@ -116,7 +164,7 @@ void ep_device_state_image(const struct ep_layout_map *map, const struct ep_plac
         .timeout_ns = timeout_ms * 1000000ull,
     };
     for (uint32_t r = 0; r < EP_DEVICE_MAX_RANKS; r++)
-        state->from[r] = r < map->limits.ranks ? 1 : EP_DEVICE_NEVER;
+        state->ht_from[r] = state->from[r] = r < map->limits.ranks ? 1 : EP_DEVICE_NEVER;
     memcpy(at + t.home_first, placement->first, (placement->experts + 1ull) * sizeof(uint32_t));
     memcpy(at + t.home_rank, placement->rank, homes * sizeof(uint32_t));
     memcpy(at + t.home_local, placement->local, homes * sizeof(uint32_t));

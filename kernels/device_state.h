@@ -9,6 +9,7 @@
  *     placement                   home_first [E + 1], home_rank [homes], home_local [homes]
  *     routing of each handle      [T_ll * K] int32, see ep_device_route_make
  *     weights of each handle      [T_ll * K] fp32
+ *     HT: struct ep_device_ht_tables has the rest
  *
  * Who writes: "server" through copies, while kernels may run; "kernel" the rank's own, one op at a time.
  */
@@ -23,7 +24,7 @@ extern "C" {
 #endif
 
 #define EP_DEVICE_STATE_MAGIC 0x3154535645445045ull /* "EPDEVST1" */
-#define EP_DEVICE_STATE_VERSION 3u
+#define EP_DEVICE_STATE_VERSION 4u
 #define EP_DEVICE_MAX_RANKS 32u /* of one NVLink domain */
 
 /* First number in which nobody takes part: the rank is absent. */
@@ -37,6 +38,22 @@ struct ep_device_handle {
     uint32_t excluded;    /* mask of the sources that were lost on the way */
 };
 EP_STATIC_ASSERT(sizeof(struct ep_device_handle) == 48, "ep_device_handle is shared memory");
+
+/* HT.  As source: ranks d; as receiver: ranks s. */
+struct ep_device_ht_handle {
+    uint64_t number;      /* of its dispatch; 0: none, or one that its rank could not take part in */
+    uint64_t rows;        /* of `out`, padding included */
+    uint32_t generation, tokens, top_k, layout;
+    uint32_t alignment;
+    uint32_t routed;      /* it may be combined */
+    uint32_t arrived;     /* mask of the s whose rows came */
+    uint32_t sent;        /* mask of the d that all rows went to */
+    uint32_t first[EP_DEVICE_MAX_RANKS];     /* where the partials of d begin here */
+    uint32_t from[EP_DEVICE_MAX_RANKS];      /* rows of s */
+    uint32_t from_first[EP_DEVICE_MAX_RANKS]; /* the first of them among all that came */
+    uint32_t back[EP_DEVICE_MAX_RANKS];      /* where their partials begin at s */
+};
+EP_STATIC_ASSERT(sizeof(struct ep_device_ht_handle) == 560, "ep_device_ht_handle is shared memory");
 
 struct ep_device_counters {
     uint64_t count, errors, timeouts, tokens, wire_bytes, busy_ns, wait_ns, max_wait_ns;
@@ -57,6 +74,27 @@ struct ep_device_scratch {
     uint64_t reserved[5];
 };
 EP_STATIC_ASSERT(sizeof(struct ep_device_scratch) == 128, "ep_device_scratch is read by 32 lanes at once");
+
+/* The running HT op: what its blocks tell each other.  All 0 between ops. */
+struct ep_device_ht_run {
+    uint64_t tag, number; /* that it has, and of the dispatch that it belongs to */
+    uint64_t deadline;    /* of its waits */
+    uint64_t timeout_ns, start_ns, wait_ns, dropped, wire_bytes, rows, rows_needed;
+    int32_t status;
+    uint32_t members;     /* mask */
+    uint32_t barrier;     /* blocks that came to one, ever since the op began */
+    uint32_t over;        /* blocks that are through */
+    uint32_t pushed;      /* warps that push no more */
+    uint32_t next_push, next_row; /* pieces of work that somebody took */
+    uint32_t late, gone;  /* masks: peers that were missed */
+    uint32_t first_late;  /* the first of the late, from 1, and what was waited for: phase << 16 */
+    uint32_t unsent;      /* mask: peers that did not get all */
+    uint32_t given;       /* mask: peers whose ops fit, and that were told so */
+    uint32_t mismatched;  /* mask: peers whose ops do not */
+    uint32_t roomy;       /* mask: peers that have room for what comes to them */
+    uint32_t reserved[6];
+};
+EP_STATIC_ASSERT(sizeof(struct ep_device_ht_run) == 160, "ep_device_ht_run is shared memory");
 
 struct ep_device_state {
     /* server, once */
@@ -84,6 +122,19 @@ struct ep_device_state {
 
     struct ep_device_counters counters[EP_DEVICE_PARTS];
     struct ep_device_handle handles[EP_MAX_HANDLES];
+
+    /*
+     * HT.  server: rank r takes part in dispatch n, and in combines of it, when n >= ht_from[r] and it is not absent,
+     * which from[r] says.  kernel: the rest; ht_begun is to ht_from what begun is to from.
+     */
+    uint64_t ht_from[EP_DEVICE_MAX_RANKS];
+    uint64_t ht_begun;
+    uint64_t ht_number;   /* of the last dispatch that is over */
+    uint64_t ht_combines; /* since */
+    uint64_t reserved2[5];
+    struct ep_device_ht_run ht_run;
+    struct ep_device_counters ht_counters[EP_DEVICE_PARTS];
+    struct ep_device_ht_handle ht_handles[EP_MAX_HANDLES];
 };
 EP_STATIC_ASSERT(offsetof(struct ep_device_state, from) == 128, "ep_device_state.from");
 
@@ -96,6 +147,9 @@ EP_STATIC_ASSERT(offsetof(struct ep_device_state, from) == 128, "ep_device_state
 
 /* Of a multiprocessor's shared memory, what a block of a kernel may take. */
 #define EP_DEVICE_MAX_SHARED_BYTES (96u * 1024u)
+/* Of these, what HT's warps take to count, if one is enough for it; and warps of a block. */
+#define EP_DEVICE_HT_COUNTING_BYTES (32u * 1024u)
+#define EP_DEVICE_HT_WARPS 8u
 
 /* ---- host code (device_state.c) ------------------------------------------------- */
 
@@ -111,12 +165,42 @@ ep_status ep_device_check(const struct ep_limits *limits, struct ep_error *error
 uint64_t ep_device_shared_bytes(const struct ep_limits *limits);
 
 /* Where the tables behind struct ep_device_state begin, from its start. */
+/*
+ * HT: a batch is cut into lists of tokens that follow each other, and counted list by list.  A column is what is
+ * counted: tokens to rank r [r], rows to its local expert l [R + r * L + l], choices that go there [R + R * L + r].
+ */
+#define EP_HT_LISTS 256u
+struct ep_device_ht_tables {
+    uint64_t before;   /* [EP_HT_LISTS][columns] in earlier lists */
+    uint64_t totals;   /* [columns] */
+    uint64_t index;    /* [T_ht * K] of a choice's row among those of its expert */
+    uint64_t counts;   /* [R][L] rows that come */
+    uint64_t bases;    /* [R][L] and where they begin */
+    uint64_t starts;   /* [L + 1] packed: where experts begin */
+    /* of handle 0 */
+    uint64_t routing, weights; /* [T_ht * K] */
+    uint64_t slots;            /* [T_ht * K] of a choice's token among those that go to its rank */
+    uint64_t places;           /* [R * T_ht * K] packed: rows of `out` of a row that came, one for each choice */
+    uint64_t place_weights;
+    uint64_t handle_stride;    /* from one handle's to the next one's */
+};
 struct ep_device_tables {
     uint64_t home_first, home_rank, home_local;
     uint64_t routing, weights; /* of handle 0 */
     uint64_t handle_stride;    /* from one handle's to the next one's */
+    struct ep_device_ht_tables ht;
     uint64_t bytes;            /* of the whole state */
 };
+
+/* Columns of HT's lists. */
+EP_HD static inline uint32_t ep_ht_columns(uint32_t ranks, uint32_t local_experts)
+{
+    return (2 + local_experts) * ranks;
+}
+/* Warps of a block that count at a time, and the shared memory that this takes. */
+uint32_t ep_device_ht_counting_warps(const struct ep_limits *limits);
+uint64_t ep_device_ht_shared_bytes(const struct ep_limits *limits);
+
 void ep_device_state_tables(const struct ep_layout_map *map, const struct ep_placement *placement,
                             struct ep_device_tables *tables);
 

@@ -142,23 +142,24 @@ static wide lay_bank(struct ep_layout_map *map)
     return (end + EP_REGION_ALIGN - 1) / EP_REGION_ALIGN * EP_REGION_ALIGN;
 }
 
-static wide ready_bytes(const struct ep_limits *l)
+static wide note_bytes(const struct ep_limits *l)
 {
-    wide counts = (wide)l->ranks * (1 + (wide)l->local_experts);
+    wide notes = (EP_HT_NOTE_EXPERTS + (wide)l->local_experts + 1) / 2;
 
-    return (sizeof(struct ep_ht_ready) + counts * sizeof(uint32_t) + EP_LINE - 1) / EP_LINE * EP_LINE;
+    return (notes * sizeof(struct ep_ht_note) + EP_LINE - 1) / EP_LINE * EP_LINE;
 }
 
 static void lay_ht(struct ep_layout_map *map, wide *end)
 {
     const struct ep_limits *l = &map->limits;
-    wide ready = ready_bytes(l), lines = (wide)l->ranks * EP_LINE;
+    wide note = note_bytes(l), lines = (wide)l->ranks * EP_LINE;
     wide partials = (wide)l->ht_max_tokens * map->ht_fanout;
 
-    map->ht_ready_stride = (uint64_t)ready;
-    map->ht_ready = region(end, 2 * ready * l->ranks);
+    map->ht_note_stride = (uint64_t)note;
+    map->ht_notes = region(end, 2 * note * l->ranks);
     map->ht_flags = region(end, lines);
     map->ht_closed = region(end, lines);
+    map->ht_combine_tags = region(end, partials * sizeof(uint64_t));
     map->ht_headers = region(end, (wide)l->ranks * l->ht_max_tokens * map->header_bytes);
     map->ht_combine_rows = region(end, partials * map->combine_row_bytes);
     map->ht_combine_grads = region(end, partials * l->top_k * sizeof(float));

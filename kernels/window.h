@@ -20,9 +20,10 @@
  *         dispatch rows     [R][T_ll]
  *         combine rows      [R][T_ll]   partial sums, by the source's token number
  *     HT region:
- *         ready             [2][R]      struct ep_ht_ready, by parity of the HT number
- *         data flags        [R] lines
- *         closed            [R] lines   peer d: the last HT number it has closed
+ *         notes             [2][R]      struct ep_ht_note: what peer r asks for, and what it grants; GPUs only
+ *         data flags        [R] lines   host: src s: {number, count}; GPUs: struct ep_ht_flags
+ *         closed            [R] lines   peer d: the tag of the last HT op that it takes nothing for any more; GPUs only
+ *         combine tags      [T_ht * min(K, R)]  the HT op whose partial is there; GPUs only
  *         headers           [R * T_ht]  of received rows, in flat order
  *         combine rows      [T_ht * min(K, R)]
  *         combine gradients [T_ht * min(K, R)][K] fp32
@@ -95,8 +96,9 @@ struct ep_layout_map { /* offsets from the window's start, bytes */
     uint64_t ll, bank_bytes;
     struct ep_bank_layout bank;
     uint64_t ht, ht_bytes;
-    uint64_t ht_ready, ht_ready_stride; /* one source's record; [2][R] of them */
-    uint64_t ht_flags, ht_closed, ht_headers, ht_combine_rows, ht_combine_grads;
+    uint64_t ht_notes, ht_note_stride; /* what one rank tells in one go; [2][R] of them */
+    uint64_t ht_flags, ht_closed, ht_combine_tags; /* from ht to ht_headers: all that says what is there */
+    uint64_t ht_headers, ht_combine_rows, ht_combine_grads;
     uint64_t arena;
     /* strides, bytes */
     uint32_t header_bytes;      /* struct ep_row_header with K entries, multiple of 16 */
@@ -152,23 +154,50 @@ struct ep_row_header {
 };
 EP_STATIC_ASSERT(sizeof(struct ep_row_header) == 16 && sizeof(struct ep_route) == 16, "ep_row_header");
 
-/* HT: what a rank tells its peers before data may come. */
-struct ep_ht_ready {
-    uint64_t flag;                 /* ep_flag_make(HT number, 1), written last */
-    uint64_t rows, rows_bytes;     /* where its rows go in its window, how many bytes are there */
-    uint64_t scales, scales_bytes; /* fp8 */
-    uint32_t op;                   /* enum ep_op_kind */
-    uint32_t layout;
-    uint32_t dtype;
-    uint32_t alignment;
-    uint32_t tokens;               /* T of this op at this rank */
-    uint32_t scale_format;
-    uint32_t reserved[4];
-    /* fresh dispatch: tokens this rank sends to rank d at [d], routes it sends to local expert l of
-     * rank d at [R + d * L + l] */
-    uint32_t counts[];
+/*
+ * HT on GPUs.  A rank numbers its dispatches as all ranks do; an op's tag is that number with the combines that
+ * followed it: all ranks that make the same calls count alike, and a later op has the larger tag.
+ */
+#define EP_HT_TAG_SHIFT 24u
+EP_HD static inline uint64_t ep_ht_tag(uint64_t dispatch, uint32_t combines)
+{
+    return dispatch << EP_HT_TAG_SHIFT | combines;
+}
+
+/*
+ * What a rank tells a peer before data may come: words, two with the op's tag in each 16 bytes, which are written at
+ * once.  A dispatch asks, and is granted by each rank where its rows go; a combine asks only.
+ */
+struct ep_ht_note {
+    uint32_t word[2];
+    uint64_t tag;
 };
-EP_STATIC_ASSERT(sizeof(struct ep_ht_ready) == 80, "ep_ht_ready is part of the protocol");
+EP_STATIC_ASSERT(sizeof(struct ep_ht_note) == 16, "ep_ht_note is part of the protocol");
+enum {
+    /* what is asked for */
+    EP_HT_ASK_TRAITS, /* of the op: ranks whose ops differ in them do not fit */
+    EP_HT_ASK_ROWS,   /* dispatch: that come; combine: 1, gradients are wanted */
+    EP_HT_ASK_BACK,   /* dispatch: which of the asking rank's partials the first of them is */
+    EP_HT_ASK_ROUTING_LOW = 4, /* combine: number of the dispatch */
+    EP_HT_ASK_ROUTING_HIGH,
+    /* what is granted */
+    EP_HT_GRANT_ROW = 0, /* of headers; of `out` too when it is flat */
+    EP_HT_GRANT_BITS,
+    EP_HT_GRANT_OUT_LOW, /* from the window's start */
+    EP_HT_GRANT_OUT_HIGH,
+    EP_HT_GRANT_SCALES_LOW,
+    EP_HT_GRANT_SCALES_HIGH,
+    /* and then of each local expert: rows that come to it; its first row in a packed `out` */
+    EP_HT_NOTE_EXPERTS = 6
+};
+enum { EP_HT_GRANT_ROOM = 1, EP_HT_GRANT_PACKED = 2 };
+
+/* What rank s has told about writing to this window: tags of ops. */
+struct ep_ht_flags {
+    uint64_t begun;  /* may be writing since */
+    uint64_t done;   /* has written all */
+    uint64_t ceased; /* writes no more, and not all was written */
+};
 
 /* ---- the ring ------------------------------------------------------------------ */
 
@@ -294,14 +323,15 @@ struct ep_device_record {
     uint32_t late_rank;     /* EP_TIMEOUT: whom it waited for */
     uint32_t wait_phase;    /* EP_TIMEOUT: enum ep_wait_phase */
     uint32_t generation;    /* of the handle */
-    uint64_t number;        /* LL number */
+    uint64_t number;        /* LL or HT number */
     uint64_t sequence;      /* counts all ops of the rank; 0: no op yet */
     uint64_t rows, rows_needed, dropped, wire_bytes, logical_bytes;
     uint64_t start_ns, end_ns, wait_ns; /* the GPU's global timer */
     uint64_t arrived;       /* bit r: rank r's part is in the result */
     uint32_t layout, wire_dtype; /* dispatch */
     uint64_t timeout_ns;    /* the bound of its waits */
-    uint64_t reserved;
+    uint32_t mode;          /* EP_MODE_HT; LL: 0 */
+    uint32_t reserved;
 };
 EP_STATIC_ASSERT(sizeof(struct ep_device_record) == 128, "ep_device_record is shared memory");
 

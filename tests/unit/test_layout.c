@@ -91,9 +91,10 @@ static void regions_of_a_window_are_disjoint(void **state)
     struct extent e[] = {
         { 0, sizeof(struct ep_control) },
         { m.ll, m.ll + 2 * m.bank_bytes },
-        { m.ht_ready, m.ht_ready + 2 * 8 * m.ht_ready_stride },
+        { m.ht_notes, m.ht_notes + 2 * 8 * m.ht_note_stride },
         { m.ht_flags, m.ht_flags + 8 * EP_LINE },
         { m.ht_closed, m.ht_closed + 8 * EP_LINE },
+        { m.ht_combine_tags, m.ht_combine_tags + partials * sizeof(uint64_t) },
         { m.ht_headers, m.ht_headers + 8ull * 4096 * m.header_bytes },
         { m.ht_combine_rows, m.ht_combine_rows + partials * m.combine_row_bytes },
         { m.ht_combine_grads, m.ht_combine_grads + partials * 8 * sizeof(float) },
@@ -101,7 +102,7 @@ static void regions_of_a_window_are_disjoint(void **state)
     };
 
     check_disjoint(e, sizeof e / sizeof *e, m.total_bytes);
-    assert_true(m.ht_ready_stride >= sizeof(struct ep_ht_ready) + 4u * (8 + 8 * 32));
+    assert_true(m.ht_note_stride >= 16u * (EP_HT_NOTE_EXPERTS + 32) / 2);
 }
 
 static void modes_that_are_off_take_no_room(void **state)
