@@ -43,9 +43,11 @@
  *   announces "pushing to d" and then looks at d's `closed` word; d, giving up m, writes `closed`
  *   and then waits until nobody is announced.  (Dekker; pushes never wait, so this is bounded.)
  *
+ * On GPUs ranks agree on nothing: who receives decides alone where rows go (cuda/ht_device.cuh).
+ *
  * What decides over another rank's memory (credits, ready records, rosters, `closed`) a host team keeps
  * in the server's own memory, where no client can forge it; flags, headers and rows are in the windows.
- * The window has room for all of it, for executors that share nothing else.
+ * GPUs have it in the windows, which kernels of workers that are trusted write.
  *
  * Waits are bounded by the group's timeout; a participant that turns absent while it is waited for
  * is dropped from the op.  The result says who arrived.

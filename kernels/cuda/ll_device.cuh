@@ -156,12 +156,12 @@ __device__ inline void store_row(void *p, Vec v)
                  : : "l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
 }
 
-/* A scale as it is in memory: fp32, or a byte of UE8M0. */
-__device__ inline uint32_t load_scale(const ep_ll_args &a, const uint8_t *scales, uint32_t i)
+/* A scale as it is in memory: fp32, or a byte of UE8M0.  Args: of an LL kernel or an HT one. */
+template <class Args> __device__ inline uint32_t load_scale(const Args &a, const uint8_t *scales, uint32_t i)
 {
     return a.scale_bytes == 1 ? __ldcg(scales + i) : __ldcg((const uint32_t *)scales + i);
 }
-__device__ inline void store_scale(const ep_ll_args &a, uint8_t *scales, uint32_t i, uint32_t scale)
+template <class Args> __device__ inline void store_scale(const Args &a, uint8_t *scales, uint32_t i, uint32_t scale)
 {
     if (a.scale_bytes == 1)
         scales[i] = (uint8_t)scale;

@@ -26,8 +26,8 @@ __device__ inline uint32_t divide(uint32_t n, uint64_t inverse)
     return (uint32_t)(n * inverse >> EP_LL_INVERSE_BITS);
 }
 
-/* Of choice i of the batch. */
-__device__ inline int32_t route_of(const ep_ll_args &a, int64_t expert, uint32_t i)
+/* Of choice i of the batch.  Args: of an LL kernel or an HT one. */
+template <class Args> __device__ inline int32_t route_of(const Args &a, int64_t expert, uint32_t i)
 {
     uint32_t rank, local;
 

@@ -5,11 +5,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "ll_op.h"
+#include "ht_op.h"
 
 struct ep_cuda_rank {
-    uint32_t device, shared_bytes;
+    uint32_t device, modes;
+    uint32_t shared_bytes, ht_shared_bytes;
     struct ep_ll_rank ll;
+    struct ep_ht_rank ht;
     const struct ep_regions *regions; /* the caller's */
     /* The send-only op of a handle that its complete finishes. */
     struct ep_op half[EP_MAX_HANDLES];
@@ -74,6 +76,50 @@ void ep_cuda_rank_base(const struct ep_cuda_rank_options *o, struct ep_ll_rank *
     a->combine_row_bytes = m->combine_row_bytes;
 }
 
+/* The same rank, for HT. */
+static void ht_base(const struct ep_cuda_rank_options *o, const struct ep_ll_args *ll, struct ep_ht_rank *rank)
+{
+    const struct ep_layout_map *m = o->map;
+    uint8_t *state = (uint8_t *)o->state;
+    struct ep_ht_args *a = &rank->base;
+    struct ep_device_tables tables;
+
+    ep_device_state_tables(o->map, o->placement, &tables);
+    rank->tables = tables.ht;
+    memcpy(a->window, ll->window, sizeof a->window);
+    a->state = ll->state;
+    a->home_first = ll->home_first;
+    a->home_rank = ll->home_rank;
+    a->home_local = ll->home_local;
+    a->rank = ll->rank;
+    a->ranks = ll->ranks;
+    a->experts = ll->experts;
+    a->local_experts = ll->local_experts;
+    a->hidden = ll->hidden;
+    a->max_top_k = ll->max_top_k;
+    a->max_tokens = m->limits.ht_max_tokens;
+    a->share = ll->share;
+    a->larger = ll->larger;
+    a->per_share = ll->per_share;
+    a->per_larger = ll->per_larger;
+    a->notes = m->ht_notes;
+    a->note_stride = m->ht_note_stride;
+    a->flags = m->ht_flags;
+    a->closed = m->ht_closed;
+    a->combine_tags = m->ht_combine_tags;
+    a->headers = m->ht_headers;
+    a->combine_rows = m->ht_combine_rows;
+    a->combine_grads = m->ht_combine_grads;
+    a->header_bytes = m->header_bytes;
+    a->counting_warps = ep_device_ht_counting_warps(&m->limits);
+    a->before = (uint32_t *)(void *)(state + tables.ht.before);
+    a->totals = (uint32_t *)(void *)(state + tables.ht.totals);
+    a->index = (uint32_t *)(void *)(state + tables.ht.index);
+    a->counts_in = (uint32_t *)(void *)(state + tables.ht.counts);
+    a->bases_in = (uint32_t *)(void *)(state + tables.ht.bases);
+    a->starts_in = (uint32_t *)(void *)(state + tables.ht.starts);
+}
+
 ep_status ep_cuda_rank_sms(const struct ep_cuda_rank_options *o, int result, uint32_t blocks, uint32_t *sms,
                            struct ep_error *error)
 {
@@ -83,7 +129,7 @@ ep_status ep_cuda_rank_sms(const struct ep_cuda_rank_options *o, int result, uin
     if (status != EP_OK)
         return status;
     if (result != 0 || blocks == 0)
-        return ep_error_set(error, EP_UNIMPLEMENTED, "the LL kernels do not run on device %u (%s, sm_%u%u): %s",
+        return ep_error_set(error, EP_UNIMPLEMENTED, "the kernels do not run on device %u (%s, sm_%u%u): %s",
                             o->device, device.name, device.major, device.minor, ep_ll_error_text(result));
     *sms = o->max_sms && o->max_sms < device.sms ? o->max_sms : device.sms;
     return EP_OK;
@@ -92,17 +138,21 @@ ep_status ep_cuda_rank_sms(const struct ep_cuda_rank_options *o, int result, uin
 /* Occupancy asks the runtime, which works in the context that is current. */
 static ep_status size_grids(const struct ep_cuda_rank_options *o, struct ep_cuda_rank *rank, struct ep_error *error)
 {
-    uint32_t dispatch = 0, combine = 0;
+    uint32_t ll[2] = { 1, 1 }, ht[2] = { 1, 1 }; /* dispatch, combine */
     ep_status status = ep_cuda_enter(o->device, NULL, error);
     int result;
 
     if (status != EP_OK)
         return status;
-    result = ep_ll_prepare(rank->shared_bytes, &dispatch, &combine);
+    result = ep_ll_prepare(rank->shared_bytes, &ll[0], &ll[1]);
+    if (result == 0 && rank->modes >> EP_MODE_HT & 1)
+        result = ep_ht_prepare(rank->ht_shared_bytes, &ht[0], &ht[1]);
     ep_cuda_leave();
-    status = ep_cuda_rank_sms(o, result, dispatch < combine ? dispatch : combine, &rank->ll.sms, error);
-    rank->ll.dispatch_blocks = rank->ll.sms * dispatch;
-    rank->ll.combine_blocks = rank->ll.sms * combine;
+    status = ep_cuda_rank_sms(o, result, ll[0] && ll[1] && ht[0] && ht[1], &rank->ll.sms, error);
+    rank->ll.dispatch_blocks = rank->ll.sms * ll[0];
+    rank->ll.combine_blocks = rank->ll.sms * ll[1];
+    rank->ht.dispatch_blocks = rank->ll.sms * ht[0];
+    rank->ht.combine_blocks = rank->ll.sms * ht[1];
     return status;
 }
 
@@ -120,9 +170,12 @@ ep_status ep_cuda_rank_open(const struct ep_cuda_rank_options *options, struct e
     if (!rank)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
     rank->device = options->device;
+    rank->modes = limits->modes;
     rank->shared_bytes = (uint32_t)ep_device_shared_bytes(limits);
+    rank->ht_shared_bytes = (uint32_t)ep_device_ht_shared_bytes(limits);
     rank->regions = options->regions;
     ep_cuda_rank_base(options, &rank->ll);
+    ht_base(options, &rank->ll.base, &rank->ht);
     if (size_grids(options, rank, error) != EP_OK) {
         free(rank);
         return error->status;
@@ -143,7 +196,7 @@ void ep_cuda_rank_close(struct ep_cuda_rank *rank)
 
 /* ---- run -------------------------------------------------------------------------- */
 
-static int launch(struct ep_cuda_rank *rank, const struct ep_op *op, bool completes, CUstream stream)
+static int launch_ll(struct ep_cuda_rank *rank, const struct ep_op *op, bool completes, CUstream stream)
 {
     struct ep_ll_args args = rank->ll.base;
 
@@ -153,6 +206,32 @@ static int launch(struct ep_cuda_rank *rank, const struct ep_op *op, bool comple
     case EP_OP_COMBINE:  return ep_ll_combine(&args, rank->shared_bytes, stream);
     default:             return ep_ll_release(&args, stream);
     }
+}
+
+static int launch_ht(struct ep_cuda_rank *rank, const struct ep_op *op, CUstream stream)
+{
+    struct ep_ht_args args = rank->ht.base;
+
+    ep_ht_fill(&rank->ht, rank->regions, op, &args);
+    switch (op->kind) {
+    case EP_OP_DISPATCH: return ep_ht_dispatch(&args, rank->ht_shared_bytes, stream);
+    case EP_OP_COMBINE:  return ep_ht_combine(&args, stream);
+    default:             return 0; /* released: nothing of a handle is a peer's */
+    }
+}
+
+/* What ep_op_check() cannot know. */
+static ep_status check(const struct ep_cuda_rank *rank, const struct ep_op *op, struct ep_error *error)
+{
+    if (op->mode != EP_MODE_HT)
+        return EP_OK;
+    if (!(rank->modes >> EP_MODE_HT & 1))
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "mode is %u: the group has LL 1 only", op->mode);
+    if (!ep_ht_can_reach(op))
+        return ep_error_set(error, EP_INVALID_ARGUMENT,
+                            "out: an HT dispatch on GPUs has it, and out_scales, in the window (ep_alloc()), where "
+                            "peers write it; all else may be in registered memory");
+    return EP_OK;
 }
 
 ep_status ep_cuda_rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, void *stream, struct ep_error *error)
@@ -172,13 +251,14 @@ ep_status ep_cuda_rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, vo
             return ep_error_set(error, EP_FAILED_PRECONDITION, "handle %u has no send-only op to complete",
                                 (uint32_t)(op - rank->half));
     }
-    if (ep_ll_can(op) != EP_OK)
-        return ep_error_set(error, EP_UNIMPLEMENTED, "mode is %u: the cuda backend has LL 1 only", op->mode);
+    if (check(rank, op, error) != EP_OK)
+        return error->status;
     if (op->flags & EP_OP_SEND_ONLY && !completes)
         rank->half[op->handle] = *op;
     if (ep_cuda_enter(rank->device, &context, error) != EP_OK)
         return error->status;
-    result = launch(rank, op, completes, ep_cuda_stream(context, stream));
+    result = op->mode == EP_MODE_HT ? launch_ht(rank, op, ep_cuda_stream(context, stream))
+                                    : launch_ll(rank, op, completes, ep_cuda_stream(context, stream));
     ep_cuda_leave();
     return result == 0 ? EP_OK
                        : ep_error_set(error, EP_INTERNAL, "launch on device %u: %s", rank->device,

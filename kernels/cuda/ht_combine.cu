@@ -1,0 +1,47 @@
+/* HT combine as kernels of its own, told by value what to do. */
+#include "ht_combine.cuh"
+
+namespace ep {
+namespace ht {
+namespace {
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 2) combine_op(const __grid_constant__ ep_ht_args a)
+{
+    combine::run<T>(a);
+}
+
+using Kernel = void (*)(ep_ht_args);
+
+Kernel kernel_of(const ep_ht_args &a)
+{
+    switch (a.wire_dtype) {
+    case EP_BF16: return combine_op<__nv_bfloat16>;
+    case EP_FP16: return combine_op<__half>;
+    default:      return combine_op<float>;
+    }
+}
+
+} // namespace
+
+int combine_prepare(uint32_t *blocks_per_sm)
+{
+    return prepare({ (const void *)combine_op<__nv_bfloat16>, (const void *)combine_op<__half>,
+                     (const void *)combine_op<float> }, 0, blocks_per_sm);
+}
+
+} // namespace ht
+} // namespace ep
+
+extern "C" int ep_ht_combine(const struct ep_ht_args *args, void *stream)
+{
+    ep::ht::kernel_of(*args)<<<args->blocks, ep::kThreads, 0, (cudaStream_t)stream>>>(*args);
+    return cudaGetLastError();
+}
+
+extern "C" int ep_ht_prepare(uint32_t shared_bytes, uint32_t *dispatch_blocks, uint32_t *combine_blocks)
+{
+    const int error = ep::ht::dispatch_prepare(shared_bytes, dispatch_blocks);
+
+    return error ? error : ep::ht::combine_prepare(combine_blocks);
+}

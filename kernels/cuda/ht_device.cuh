@@ -1,0 +1,449 @@
+/*
+ * ht_device.cuh: what both HT kernels use: the protocol, tags, notes, waiting, the gate, the end of an op.
+ *
+ * ## An op
+ * The blocks of an op run at once and meet at barriers of their own (barrier()); block 0 speaks for the rank.  What a
+ * barrier waits for are blocks of the same kernel, which come to it after bounded waits only.  An op has a tag
+ * (window.h): all ranks that make the same calls give it the same one, and a later op has a larger one.
+ *
+ *   dispatch   ask     to each member: rows that go to it and to each of its experts, and where its partials are to
+ *                      lie one day
+ *              grant   to each member that asked: where its rows go here
+ *              push    each row to where its token's first expert of a rank wants it, then its header, whose tag
+ *                      says that the row is there; then `done`
+ *              lay out what came: rows of further experts are copied here, so that no row crosses NVLink twice
+ *   combine    ask     to each member of the dispatch: the memory for partials is free here
+ *              push    partials to those whose rows came, each with the tag beside it; then `done`
+ *              sum     as they land
+ *   close      and drain, if somebody was missed
+ *
+ * ## Who decides where a row goes
+ * Ranks do not agree on who takes part, as the host's team does under a mutex: the rank that receives decides alone,
+ * and nobody else needs to know.  Rank d takes the asks that came, of whoever it is, adds their counts up in the order
+ * of ranks, and tells each of them its own places.  A rank whose ask did not come has none and sends nothing.  Partials
+ * need no decision: those from d lie at s behind those of the ranks below d, by s's own counts, which it has sent with
+ * the ask.  So two ranks may count different ones in, and yet every row has one place that both of its ends know.
+ *
+ * ## Why notes are not overwritten too early
+ * A note of s at d is written again by the next op of s.  In a dispatch s goes on after d's grant (d has read the note
+ * before), or after it has given d up; then d finds a later tag and knows that s is past this op (`beyond`).  A
+ * combine's ask is awaited by those only that have rows of s; s goes on when these have pushed, or given up.  A grant
+ * of d at s is written again after the next ask of s.
+ *
+ * ## Late writers
+ * Peers write into `out`, which is the worker's again when the op is over, and to the partials, which the next combine
+ * uses; so it matters that nobody writes late.
+ *   writer w:  begun = tag, at the owner's; fence (seq_cst); then before each row: is the owner's `closed` below tag?
+ *              at the end, when all that was written is there (fence): done = tag, or ceased = tag
+ *   owner o:   closed = tag, at all; and when something did not come: fence (seq_cst); is w's begun = tag, and it is
+ *              neither done nor has ceased?  Then wait for that.
+ * (Dekker: either w sees that it is closed, or o sees that w has begun.)  What w looks at is its own memory.  When all
+ * have done what they had to, nobody has to be waited for.  Between begun and done a writer waits for grants at most,
+ * as o did, so this is short for a writer that runs; one that takes part no more (from[] of its own says so, when the
+ * server lets it go) ceases before its next row.  o waits for a writer that is there as long as for anything else, and
+ * kDrainNs for one that has left: its process may be gone, and nothing tells when its last store has landed.  What this
+ * leaves is a GPU that stood still for so long between a look and the stores of the one row that a warp had in hand.
+ *
+ * ## Waits
+ * For an ask: whoever is waited for needs nothing to send it, it begins the op with it.  For a grant: it follows asks.
+ * For rows: they follow grants.  Each wait ends when the peer is absent, has closed this tag (what it sent before is
+ * there: fence and look once more), has ceased, or the op's time is over.  A rank that cannot run its op (a stale
+ * handle, no member any more, asks that did not come in time) closes it, and its peers go on.
+ *
+ * ## Who joins
+ * ht_begun is raised to n, fence (seq_cst), then ht_from is read, once for all blocks.  The server writes ht_from, then
+ * reads ht_begun: either the op counts r in, or r is told a later number.
+ *
+ * ## Executor server
+ * is not served by this yet: grants and asks lie in windows, which a worker can write, and become addresses at its
+ * peers.  Where workers are not trusted they must lie in the states.
+ */
+#ifndef EP_HT_DEVICE_CUH
+#define EP_HT_DEVICE_CUH
+
+#include "ht.h"
+#include "ll_combine.cuh" /* formats of rows */
+#include "ll_route.cuh"
+
+namespace ep {
+namespace ht {
+
+constexpr uint64_t kDrainNs = 20000000; /* for writers that are gone; more than a time slice of a GPU */
+
+/* ---- places ------------------------------------------------------------------------ */
+
+enum Note { kAsk, kGrant };
+
+__device__ inline uint8_t *note_at(const ep_ht_args &a, uint32_t where, Note kind, uint32_t from)
+{
+    return a.window[where] + a.notes + ((uint64_t)kind * a.ranks + from) * a.note_stride;
+}
+__device__ inline uint32_t note_vecs(const ep_ht_args &a) { return (EP_HT_NOTE_EXPERTS + a.local_experts + 1) / 2; }
+
+__device__ inline struct ep_ht_flags *flags_at(const ep_ht_args &a, uint32_t where, uint32_t from)
+{
+    return (struct ep_ht_flags *)(a.window[where] + a.flags + (uint64_t)from * EP_LINE);
+}
+__device__ inline uint64_t *closed_at(const ep_ht_args &a, uint32_t where, uint32_t whose)
+{
+    return (uint64_t *)(a.window[where] + a.closed + (uint64_t)whose * EP_LINE);
+}
+__device__ inline uint8_t *header_at(const ep_ht_args &a, uint32_t where, uint64_t row)
+{
+    return a.window[where] + a.headers + row * a.header_bytes;
+}
+__device__ inline uint64_t *partial_tag_at(const ep_ht_args &a, uint32_t where, uint64_t partial)
+{
+    return (uint64_t *)(a.window[where] + a.combine_tags) + partial;
+}
+__device__ inline uint8_t *partial_at(const ep_ht_args &a, uint32_t where, uint64_t partial)
+{
+    return a.window[where] + a.combine_rows + partial * a.row_bytes;
+}
+__device__ inline float *partial_grads_at(const ep_ht_args &a, uint32_t where, uint64_t partial)
+{
+    return (float *)(a.window[where] + a.combine_grads) + partial * a.max_top_k;
+}
+
+__device__ inline uint64_t tag_of(const Vec &v) { return (uint64_t)v.w[3] << 32 | v.w[2]; }
+__device__ inline Vec tagged(uint32_t first, uint32_t second, uint64_t tag)
+{
+    return { { first, second, (uint32_t)tag, (uint32_t)(tag >> 32) } };
+}
+
+/* ---- an op ------------------------------------------------------------------------- */
+
+/* A block's copy of what block 0 has found; in shared memory. */
+struct Op {
+    uint64_t tag, number, deadline;
+    uint32_t members; /* that take part, as this rank sees it */
+    int32_t status;   /* not EP_OK: nothing is done */
+};
+
+__device__ inline struct ep_device_ht_run &run_of(const ep_ht_args &a) { return a.state->ht_run; }
+
+/* Does rank r take part in dispatch n? */
+__device__ inline bool present(const ep_ht_args &a, uint64_t n, uint32_t r)
+{
+    return load_u64(&a.state->from[r]) != EP_DEVICE_NEVER && load_u64(&a.state->ht_from[r]) <= n;
+}
+
+/* All threads, of all blocks; what each did before is there for those who have waited.  *met: how often they have. */
+__device__ inline void arrive(const ep_ht_args &a, uint32_t *met)
+{
+    __syncthreads();
+    ++*met;
+    if (threadIdx.x == 0)
+        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" : : "l"(&run_of(a).barrier) : "memory");
+}
+__device__ inline void wait_for_all(const ep_ht_args &a, uint32_t met)
+{
+    if (threadIdx.x == 0) {
+        uint32_t there;
+
+        do
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(&run_of(a).barrier) : "memory");
+        while (there < met * a.blocks);
+    }
+    __syncthreads();
+}
+__device__ inline void barrier(const ep_ht_args &a, uint32_t *met)
+{
+    arrive(a, met);
+    wait_for_all(a, *met);
+}
+
+/* All threads of a block, after a barrier that block 0 came to with the op begun. */
+__device__ inline void take_op(const ep_ht_args &a, Op *op)
+{
+    if (threadIdx.x == 0) {
+        const struct ep_device_ht_run &run = run_of(a);
+
+        *op = { run.tag, run.number, run.deadline, run.members, run.status };
+    }
+    __syncthreads();
+}
+
+/* Warp 0 of block 0.  n: the dispatch's number. */
+__device__ inline void begin(const ep_ht_args &a, Op *op, uint64_t tag, uint64_t n, int32_t status)
+{
+    const uint32_t lane = threadIdx.x;
+    uint32_t members = __ballot_sync(kAll, lane < a.ranks && present(a, n, lane));
+
+    if (!(members >> a.rank & 1))
+        members = 0; /* who is out himself sends nothing */
+    if (lane == 0) {
+        struct ep_device_ht_run &run = run_of(a);
+        const uint64_t now = now_ns(), timeout = load_u64(&a.state->timeout_ns);
+
+        status = status == EP_OK && !members ? EP_DETACHED : status;
+        *op = { tag, n, now + timeout, members, status };
+        run.tag = tag;
+        run.number = n;
+        run.deadline = now + timeout;
+        run.timeout_ns = timeout;
+        run.start_ns = now;
+        run.members = members;
+        run.status = status;
+    }
+    __syncwarp();
+}
+
+/* ---- waiting ----------------------------------------------------------------------- */
+
+/* Until there() holds, `peer` is absent, has closed the op or given_up(), or the op's time is over. */
+template <class There, class GivenUp>
+__device__ inline Wait wait_for(const ep_ht_args &a, const Op &op, uint32_t peer, There there, GivenUp given_up)
+{
+    for (uint32_t look = 1;; look++) {
+        if (there())
+            return Wait::there;
+        if (look % kLooks)
+            continue;
+        if (!present(a, op.number, peer) || load_u64(closed_at(a, a.rank, peer)) >= op.tag || given_up()) {
+            fence_sys(); /* acquire: what it did before is there by now */
+            return there() ? Wait::there : Wait::gone;
+        }
+        if (now_ns() > op.deadline)
+            return Wait::late;
+    }
+}
+
+/* The op goes on without `peer`. */
+__device__ inline void miss(const ep_ht_args &a, uint32_t peer, Wait why, uint32_t phase)
+{
+    struct ep_device_ht_run &run = run_of(a);
+
+    if (why == Wait::late) {
+        atomicCAS(&run.first_late, 0u, phase << 16 | (peer + 1)); /* those after it may have waited for it, too */
+        atomicOr(&run.late, 1u << peer);
+    } else {
+        atomicOr(&run.gone, 1u << peer);
+    }
+}
+
+__device__ inline uint32_t missed(const ep_ht_args &a)
+{
+    return load_u32(&run_of(a).late) | load_u32(&run_of(a).gone);
+}
+
+/* Word pair i of a note; false: it will not come, which has been noted. */
+__device__ inline bool take_note(const ep_ht_args &a, const Op &op, Note kind, uint32_t from, uint32_t i, Vec *v)
+{
+    const uint8_t *at = note_at(a, a.rank, kind, from) + i * sizeof *v;
+    const Wait end = wait_for(
+        a, op, from,
+        [&] {
+            *v = load_vec(at);
+            return tag_of(*v) == op.tag;
+        },
+        [&] { return tag_of(*v) > op.tag; }); /* beyond */
+
+    if (end != Wait::there) {
+        miss(a, from, end, EP_WAIT_READY);
+        *v = { { 0, 0, 0, 0 } };
+    }
+    return end == Wait::there;
+}
+
+/* ---- the gate ----------------------------------------------------------------------- */
+
+/* Warp 0 of block 0, before the barrier that pushing follows: this rank may write to the ranks of the mask. */
+__device__ inline void announce(const ep_ht_args &a, const Op &op, uint32_t ranks)
+{
+    const uint32_t lane = threadIdx.x;
+
+    if (ranks >> lane & 1)
+        store_u64(&flags_at(a, lane, a.rank)->begun, op.tag);
+    asm volatile("fence.sc.sys;" : : : "memory"); /* partner: close */
+    __syncwarp();
+}
+
+/* A warp, before it writes: those of `ranks` that still take it.  Lane r has rank r's. */
+__device__ inline uint32_t open_of(const ep_ht_args &a, const Op &op, uint32_t ranks)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    bool open = ranks >> lane & 1;
+
+    if (open)
+        open = load_u64(closed_at(a, a.rank, lane)) < op.tag /* partner: close */
+               && present(a, op.number, lane);
+    return __ballot_sync(kAll, open);
+}
+
+/* A warp that pushes no more, and whose rows are fenced.  The last one tells who got all. */
+__device__ inline void pushed(const ep_ht_args &a, const Op &op)
+{
+    struct ep_device_ht_run &run = run_of(a);
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t before = 0;
+
+    __syncwarp();
+    if (lane == 0)
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(&run.pushed) : "memory");
+    if (__shfl_sync(kAll, before, 0) != a.blocks * kWarps - 1)
+        return;
+    if (lane < a.ranks && op.members >> lane & 1) {
+        const bool all = !(load_u32(&run.unsent) >> lane & 1);
+        struct ep_ht_flags *flags = flags_at(a, lane, a.rank);
+
+        fence_sys(); /* release; partner: arrived, drain */
+        store_u64(all ? &flags->done : &flags->ceased, op.tag);
+    }
+    __syncwarp();
+}
+
+/* Until nobody writes, when it is closed. */
+__device__ inline void drain(const ep_ht_args &a, const Op &op)
+{
+    const uint32_t lane = threadIdx.x;
+    const struct ep_ht_flags *flags = flags_at(a, a.rank, lane < a.ranks ? lane : 0);
+    const uint64_t start = now_ns(), bound = load_u64(&run_of(a).timeout_ns);
+
+    asm volatile("fence.sc.sys;" : : : "memory"); /* partner: announce */
+    while (lane < a.ranks && lane != a.rank && load_u64(&flags->begun) == op.tag && acquire_u64(&flags->done) != op.tag
+           && acquire_u64(&flags->ceased) != op.tag) {
+        const uint64_t waited = now_ns() - start;
+
+        if (waited > bound || (waited > kDrainNs && !present(a, op.number, lane)))
+            break;
+    }
+    __syncwarp();
+}
+
+/* Warp 0 of block 0: nobody is to write for this op any more, and if anything that was to come did not, nobody does. */
+__device__ inline void close(const ep_ht_args &a, const Op &op)
+{
+    const uint32_t lane = threadIdx.x;
+
+    __syncwarp();
+    fence_sys(); /* what this rank has told comes before */
+    if (lane < a.ranks)
+        store_u64(closed_at(a, lane, a.rank), op.tag);
+    if (op.status != EP_OK || missed(a))
+        drain(a, op);
+}
+
+/* A warp: the next piece of work of those that the counter counts. */
+__device__ inline uint32_t take_work(uint32_t *counter)
+{
+    uint32_t piece = 0;
+
+    if (threadIdx.x % 32 == 0)
+        piece = atomicAdd(counter, 1);
+    return __shfl_sync(kAll, piece, 0);
+}
+
+/* ---- rows ------------------------------------------------------------------------------ */
+
+constexpr uint32_t kRowVecs = 8; /* 16 bytes of a row that a lane has under way */
+
+/* A warp: `pieces` times 16 bytes, in batches that each(first piece of the lane, v) stores. */
+template <class Each> __device__ inline void walk_row(const uint8_t *from, uint32_t pieces, Each each)
+{
+    const uint32_t lane = threadIdx.x % 32;
+
+#pragma unroll 1
+    for (uint32_t base = 0; base < pieces; base += kRowVecs * 32) { /* all lanes, as each() may need them */
+        const uint32_t at = base + lane;
+        Vec v[kRowVecs];
+
+#pragma unroll
+        for (uint32_t i = 0; i < kRowVecs; i++)
+            if (at + i * 32 < pieces)
+                v[i] = load_row(from + (uint64_t)(at + i * 32) * 16);
+        each(at, v);
+    }
+}
+
+__device__ inline void store_pieces(uint8_t *to, uint32_t at, uint32_t pieces, const Vec *v)
+{
+#pragma unroll
+    for (uint32_t i = 0; i < kRowVecs; i++)
+        if (at + i * 32 < pieces)
+            store_row(to + (uint64_t)(at + i * 32) * 16, v[i]);
+}
+
+/* ---- the end of an op ----------------------------------------------------------------- */
+
+/* One thread. */
+__device__ inline void fill_record(const ep_ht_args &a, const Op &op, int32_t status, uint32_t arrived, bool dispatch,
+                                   struct ep_device_record *r)
+{
+    const struct ep_device_ht_run &run = run_of(a);
+
+    *r = {};
+    r->status = status;
+    r->late_rank = run.late ? (run.first_late & 0xffff) - 1 : 0;
+    r->wait_phase = run.late ? run.first_late >> 16 : EP_WAIT_NONE;
+    r->generation = a.generation;
+    r->number = op.number;
+    r->sequence = ++a.state->scratch.sequence;
+    r->rows = run.rows;
+    r->rows_needed = run.rows_needed;
+    r->dropped = run.dropped;
+    r->wire_bytes = run.wire_bytes;
+    r->logical_bytes = (uint64_t)a.tokens * a.top_k * a.row_bytes;
+    r->start_ns = run.start_ns;
+    r->end_ns = now_ns();
+    r->wait_ns = run.wait_ns;
+    r->arrived = arrived;
+    r->layout = a.layout;
+    r->wire_dtype = a.wire_dtype;
+    r->timeout_ns = run.timeout_ns;
+    r->mode = EP_MODE_HT;
+    count(&a.state->ht_counters[dispatch ? EP_DEVICE_DISPATCH : EP_DEVICE_COMBINE], *r, a.tokens);
+}
+
+/* All threads of all blocks, after their last barrier; last(&status, &arrived) with thread 0 of the block that comes
+ * last, then the record.  True for that block. */
+template <class Last> __device__ inline bool finish(const ep_ht_args &a, const Op &op, bool dispatch, Last last)
+{
+    struct ep_device_ht_run &run = run_of(a);
+    const uint32_t part = dispatch ? EP_DEVICE_DISPATCH : EP_DEVICE_COMBINE;
+    struct ep_device_report *report = &((struct ep_control *)a.window[a.rank])->gpu.report;
+    __shared__ struct ep_device_record record;
+    __shared__ uint32_t before;
+
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        uint32_t over;
+
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(over) : "l"(&run.over) : "memory");
+        before = over;
+        if (over == a.blocks - 1) {
+            int32_t status = op.status;
+            uint32_t arrived = 0;
+
+            last(&status, &arrived);
+            fill_record(a, op, status, arrived, dispatch, &record);
+            report->records[a.handle][part] = record;
+            if (status != EP_OK && report->failures++ == 0) {
+                report->failure = record;
+                report->failure_op = part;
+            }
+            run = {};
+        }
+    }
+    __syncthreads();
+    return before == a.blocks - 1;
+}
+
+/* Warps of a block that push from the beginning, one to all but one, when `enough` in all keep the wire busy: were
+ * there more, each would end its rows later, and whoever waits for rows would begin later. */
+__device__ inline uint32_t pushers_of(const ep_ht_args &a, uint32_t enough)
+{
+    return min(max((enough + a.blocks - 1) / a.blocks, 1u), kWarps - 1);
+}
+
+/* ---- launching (host) -------------------------------------------------------------------- */
+
+/* As fit() for LL's. */
+int prepare(std::initializer_list<const void *> kernels, uint32_t shared_bytes, uint32_t *blocks_per_sm);
+int dispatch_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm);
+int combine_prepare(uint32_t *blocks_per_sm);
+
+} // namespace ht
+} // namespace ep
+
+#endif

@@ -1,0 +1,173 @@
+/*
+ * HT dispatch.  ht_device.cuh has the protocol.
+ *
+ * All blocks count the batch and find each row's number; block 0 asks and grants meanwhile.  Then some warps of each
+ * block take rows as they land, and the others push; who has pushed all of his takes rows too.
+ */
+#ifndef EP_HT_DISPATCH_CUH
+#define EP_HT_DISPATCH_CUH
+
+#include "ht_push.cuh"
+#include "ht_receive.cuh"
+
+namespace ep {
+namespace ht {
+namespace dispatch {
+
+constexpr uint32_t kPushers = 264; /* warps, when others copy rows meanwhile */
+
+/* Warp 0 of block 0. */
+__device__ inline void start(const ep_ht_args &a, Op *op)
+{
+    const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
+    const uint64_t n = a.state->ht_number + 1;
+    const bool usable = !a.cached || (h.number && h.generation == a.generation && h.tokens == a.tokens
+                                      && h.top_k == a.top_k);
+
+    if (threadIdx.x == 0) {
+        atomicMax((unsigned long long *)&a.state->ht_begun, (unsigned long long)n);
+        asm volatile("fence.sc.sys;" : : : "memory"); /* partner: the server's write of ht_from */
+    }
+    __syncwarp();
+    begin(a, op, ep_ht_tag(n, 0), n, usable ? EP_OK : EP_STALE_HANDLE);
+}
+
+/* From what is granted to what has come. */
+template <Cast C> __device__ inline void move(const ep_ht_args &a, const Op &op, const Grants &g)
+{
+    const uint32_t warp = threadIdx.x / 32;
+    const uint64_t rows = run_of(a).rows;
+
+    if (blockIdx.x == 0 && warp == 0) {
+        pushed(a, op);
+        await_rows(a, op);
+        return;
+    }
+    if (a.layout == EP_LAYOUT_PACKED && warp < kWarps - pushers_of(a, kPushers))
+        pushed(a, op);
+    else
+        push_tokens<C>(a, op, g);
+    if (a.layout == EP_LAYOUT_PACKED && rows <= a.out_rows)
+        zero_padding(a, warp * a.blocks + blockIdx.x - 1, a.blocks * kWarps - 1);
+    receive_rows(a, op, rows);
+}
+
+__device__ inline void keep_handle(const ep_ht_args &a, const Op &op, int32_t status, uint32_t arrived, uint32_t sent)
+{
+    struct ep_device_ht_handle *h = &a.state->ht_handles[a.handle];
+
+    if (status == EP_STALE_HANDLE)
+        return;
+    h->number = op.number;
+    h->generation = a.generation;
+    h->tokens = a.tokens;
+    h->top_k = a.top_k;
+    h->layout = a.layout;
+    h->alignment = a.alignment;
+    h->routed = status == EP_OK || status == EP_OVERFLOW; /* peers' combines need this rank even after that */
+    h->arrived = arrived;
+    h->sent = sent;
+}
+
+/* One thread: what went where. */
+__device__ inline uint32_t sum_up(const ep_ht_args &a, const Op &op, uint32_t roomy)
+{
+    struct ep_device_ht_run &run = run_of(a);
+    uint32_t sent = 0;
+
+    for (uint32_t d = 0; d < a.ranks; d++) {
+        const bool all = op.status == EP_OK && (op.members & ~run.unsent) >> d & 1;
+
+        sent |= all << d;
+        if (!all)
+            run.dropped += a.totals[choice_column(a, d)];
+        else if (d != a.rank && roomy >> d & 1)
+            run.wire_bytes += (uint64_t)a.totals[d] * (a.row_bytes + a.row_scales * a.scale_bytes);
+    }
+    return sent;
+}
+
+__device__ inline int32_t status_of(const ep_ht_args &a, const Op &op)
+{
+    const struct ep_device_ht_run &run = run_of(a);
+
+    if (op.status != EP_OK)
+        return op.status;
+    if (run.late)
+        return EP_TIMEOUT;
+    if (run.mismatched)
+        return EP_FAILED_PRECONDITION;
+    if (!present(a, op.number, a.rank))
+        return EP_DETACHED;
+    return run.rows_needed ? EP_OVERFLOW : EP_OK;
+}
+
+/* shared: ep_device_ht_shared_bytes() */
+template <Cast C> __device__ __forceinline__ void run(const ep_ht_args &a, uint32_t *shared)
+{
+    __shared__ Op op;
+    __shared__ Grants grants;
+    __shared__ Exchange x;
+    const Counting counting = counting_of(a, shared);
+    const uint32_t first = a.blocks > 1 ? 1 : 0; /* of the blocks that number rows: block 0 has no time for it */
+    uint32_t met = 0, roomy = 0;
+
+    if (blockIdx.x == 0 && threadIdx.x < 32)
+        start(a, &op);
+    each_list(a, 0, [&](uint32_t list) { count_list(a, counting, list); });
+    barrier(a, &met);
+    take_op(a, &op);
+    if (blockIdx.x == 0 && op.status == EP_OK)
+        ask(a, op, &x);
+    add_all_up(a, first);
+    arrive(a, &met);
+    if (blockIdx.x >= first) {
+        wait_for_all(a, met);
+        each_list(a, first, [&](uint32_t list) { place_list(a, counting, list); });
+        __syncthreads();
+    }
+    if (blockIdx.x == 0) {
+        if (op.status == EP_OK)
+            grant(a, &op, shared, &x);
+        wait_for_all(a, met);
+    }
+    barrier(a, &met);
+    take_op(a, &op);
+    if (op.status == EP_OK) {
+        take_grants(a, op, shared, &grants);
+        if (threadIdx.x < 32)
+            roomy = __ballot_sync(kAll, grants.mask >> threadIdx.x & 1 && grants.bits[threadIdx.x] & EP_HT_GRANT_ROOM);
+        move<C>(a, op, grants);
+    }
+    barrier(a, &met);
+    if (blockIdx.x == 0 && threadIdx.x < 32)
+        close(a, op);
+    const uint32_t lost = missed(a);
+
+    if (lost && op.status == EP_OK) {
+        barrier(a, &met);
+        for (uint32_t s = 0; s < a.ranks; s++)
+            if (lost >> s & 1)
+                zero_source(a, s, run_of(a).rows, threadIdx.x / 32 * a.blocks + blockIdx.x, a.blocks * kWarps);
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        run_of(a).roomy = roomy;
+    const bool last = finish(a, op, true, [&](int32_t *status, uint32_t *arrived) {
+        const uint32_t sent = sum_up(a, op, run_of(a).roomy);
+
+        *arrived = op.status == EP_OK ? run_of(a).given & ~lost : 0;
+        *status = status_of(a, op);
+        keep_handle(a, op, *status, *arrived, sent);
+        a.state->ht_number = op.number;
+        a.state->ht_combines = 0;
+    });
+
+    if (last)
+        clear_totals(a);
+}
+
+} // namespace dispatch
+} // namespace ht
+} // namespace ep
+
+#endif

@@ -1,0 +1,266 @@
+/* ht_exchange.cuh: a dispatch's asks and grants, block 0's work. */
+#ifndef EP_HT_EXCHANGE_CUH
+#define EP_HT_EXCHANGE_CUH
+
+#include "ht_count.cuh"
+
+namespace ep {
+namespace ht {
+
+/* What ranks' ops must have in common. */
+__device__ inline uint32_t traits_of(const ep_ht_args &a, uint32_t kind)
+{
+    return kind | a.wire_dtype << 8 | a.scale_format << 16;
+}
+
+/* Block 0's; ranks as in struct ep_device_ht_handle. */
+struct Exchange {
+    uint32_t first[EP_DEVICE_MAX_RANKS];  /* own tokens to ranks below */
+    uint32_t from[EP_DEVICE_MAX_RANKS], from_first[EP_DEVICE_MAX_RANKS], back[EP_DEVICE_MAX_RANKS];
+    uint32_t given;      /* mask: who is granted */
+    uint32_t mismatched; /* mask: whose op is another one */
+    uint64_t rows;       /* that `out` is to have */
+};
+
+/* ---- asks -------------------------------------------------------------------------------- */
+
+__device__ inline uint32_t ask_word(const ep_ht_args &a, const Exchange &x, uint32_t d, uint32_t word)
+{
+    switch (word) {
+    case EP_HT_ASK_TRAITS: return traits_of(a, EP_OP_DISPATCH);
+    case EP_HT_ASK_ROWS: return a.totals[d];
+    case EP_HT_ASK_BACK: return x.first[d];
+    }
+    const uint32_t l = word - EP_HT_NOTE_EXPERTS;
+
+    return word >= EP_HT_NOTE_EXPERTS && l < a.local_experts ? a.totals[expert_column(a, d, l)] : 0;
+}
+
+__device__ inline void ask_all(const ep_ht_args &a, const Op &op, const Exchange &x)
+{
+    const uint32_t vecs = note_vecs(a);
+
+    for (uint32_t i = threadIdx.x; i < a.ranks * vecs; i += kThreads) {
+        const uint32_t d = i / vecs, v = i % vecs;
+
+        if (op.members >> d & 1)
+            store_vec(note_at(a, d, kAsk, a.rank) + v * sizeof(Vec),
+                      tagged(ask_word(a, x, d, 2 * v), ask_word(a, x, d, 2 * v + 1), op.tag));
+    }
+}
+
+/* No source sends more than its tokens, and to an expert no more than that: a bound for whatever stands there. */
+__device__ inline void keep_asked(const ep_ht_args &a, Exchange *x, uint32_t s, uint32_t word, uint32_t value)
+{
+    const uint32_t l = word - EP_HT_NOTE_EXPERTS;
+
+    if (word == EP_HT_ASK_TRAITS && value != traits_of(a, EP_OP_DISPATCH))
+        atomicOr(&x->mismatched, 1u << s);
+    else if (word == EP_HT_ASK_ROWS)
+        x->from[s] = min(value, a.max_tokens);
+    else if (word == EP_HT_ASK_BACK)
+        x->back[s] = value;
+    else if (word >= EP_HT_NOTE_EXPERTS && l < a.local_experts)
+        a.counts_in[s * a.local_experts + l] = min(value, a.max_tokens);
+}
+
+__device__ inline void take_asks(const ep_ht_args &a, const Op &op, Exchange *x)
+{
+    const uint32_t vecs = note_vecs(a);
+
+    for (uint32_t i = threadIdx.x; i < a.ranks * vecs; i += kThreads) {
+        const uint32_t s = i / vecs, v = i % vecs;
+        Vec got;
+
+        if (!(op.members >> s & 1) || !take_note(a, op, kAsk, s, v, &got))
+            continue;
+        keep_asked(a, x, s, 2 * v, got.w[0]);
+        keep_asked(a, x, s, 2 * v + 1, got.w[1]);
+    }
+}
+
+/* ---- where rows go ------------------------------------------------------------------------- */
+
+/* counts_in of the granted to bases_in, from the beginning of each expert; returns the sum of expert l. */
+__device__ inline uint32_t base_expert(const ep_ht_args &a, const Exchange &x, uint32_t l)
+{
+    uint32_t sum = 0;
+
+#pragma unroll 1
+    for (uint32_t s = 0; s < a.ranks; s++) {
+        uint32_t *count = &a.counts_in[s * a.local_experts + l];
+
+        if (!(x.given >> s & 1))
+            *count = 0;
+        a.bases_in[s * a.local_experts + l] = sum;
+        sum += *count;
+    }
+    return sum;
+}
+
+/* Warp 0: experts one after the other, each at a multiple of the alignment. */
+__device__ inline void place_experts(const ep_ht_args &a, const uint32_t *total, Exchange *x)
+{
+    const uint32_t lane = threadIdx.x, mask = a.alignment - 1;
+    uint64_t start = 0;
+
+#pragma unroll 1
+    for (uint32_t base = 0; base < a.local_experts; base += 32) {
+        const uint32_t l = base + lane, n = l < a.local_experts ? total[l] : 0;
+        const uint64_t own = ((uint64_t)n + mask) & ~(uint64_t)mask;
+        uint64_t upto = own;
+
+        for (uint32_t step = 1; step < 32; step *= 2) {
+            const uint64_t other = __shfl_up_sync(kAll, upto, step);
+
+            upto += lane >= step ? other : 0;
+        }
+        if (l < a.local_experts) {
+            a.counts[l] = (int32_t)n;
+            a.starts_in[l] = (uint32_t)(start + upto - own);
+        }
+        start += __shfl_sync(kAll, upto, 31);
+    }
+    if (lane == 0) {
+        a.starts_in[a.local_experts] = (uint32_t)start;
+        x->rows = start;
+    }
+}
+
+/* All threads; shared: a word for each expert. */
+__device__ inline void place_rows(const ep_ht_args &a, const Op &op, uint32_t *shared, Exchange *x)
+{
+    if (threadIdx.x == 0) {
+        uint32_t sum = 0;
+
+        x->given = op.members & ~missed(a) & ~x->mismatched;
+        for (uint32_t s = 0; s < a.ranks; s++) {
+            x->from[s] = x->given >> s & 1 ? x->from[s] : 0;
+            x->from_first[s] = sum;
+            sum += x->from[s];
+            if (a.layout != EP_LAYOUT_PACKED)
+                a.counts[s] = (int32_t)x->from[s];
+        }
+        x->rows = sum;
+    }
+    __syncthreads();
+    if (a.layout != EP_LAYOUT_PACKED)
+        return;
+    for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads)
+        shared[l] = base_expert(a, *x, l);
+    __syncthreads();
+    if (threadIdx.x < 32)
+        place_experts(a, shared, x);
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < a.ranks * a.local_experts; i += kThreads)
+        a.bases_in[i] += a.starts_in[i % a.local_experts];
+    for (uint32_t l = threadIdx.x; l <= a.local_experts; l += kThreads)
+        a.offsets[l] = (int32_t)a.starts_in[l];
+    __syncthreads();
+}
+
+/* ---- grants --------------------------------------------------------------------------------- */
+
+__device__ inline uint32_t grant_word(const ep_ht_args &a, const Exchange &x, uint32_t s, uint32_t word)
+{
+    const uint8_t *own = a.window[a.rank];
+    const uint64_t out = a.out ? a.out - own : 0, scales = a.out_scales ? a.out_scales - own : 0;
+    const uint32_t l = word - EP_HT_NOTE_EXPERTS;
+
+    switch (word) {
+    case EP_HT_GRANT_ROW: return x.from_first[s];
+    case EP_HT_GRANT_BITS:
+        return (x.rows <= a.out_rows ? EP_HT_GRANT_ROOM : 0) | (a.layout == EP_LAYOUT_PACKED ? EP_HT_GRANT_PACKED : 0);
+    case EP_HT_GRANT_OUT_LOW: return (uint32_t)out;
+    case EP_HT_GRANT_OUT_HIGH: return (uint32_t)(out >> 32);
+    case EP_HT_GRANT_SCALES_LOW: return (uint32_t)scales;
+    case EP_HT_GRANT_SCALES_HIGH: return (uint32_t)(scales >> 32);
+    default: return a.layout == EP_LAYOUT_PACKED && l < a.local_experts ? a.bases_in[s * a.local_experts + l] : 0;
+    }
+}
+
+__device__ inline void grant_all(const ep_ht_args &a, const Op &op, const Exchange &x)
+{
+    const uint32_t vecs = note_vecs(a);
+
+    for (uint32_t i = threadIdx.x; i < a.ranks * vecs; i += kThreads) {
+        const uint32_t s = i / vecs, v = i % vecs;
+
+        if (x.given >> s & 1)
+            store_vec(note_at(a, s, kGrant, a.rank) + v * sizeof(Vec),
+                      tagged(grant_word(a, x, s, 2 * v), grant_word(a, x, s, 2 * v + 1), op.tag));
+    }
+}
+
+/* ---- all of it -------------------------------------------------------------------------------- */
+
+__device__ inline void keep_handle(const ep_ht_args &a, const Exchange &x)
+{
+    struct ep_device_ht_handle *h = &a.state->ht_handles[a.handle];
+    const uint32_t r = threadIdx.x;
+
+    if (r >= a.ranks)
+        return;
+    h->first[r] = x.first[r];
+    h->from[r] = x.from[r];
+    h->from_first[r] = x.from_first[r];
+    h->back[r] = x.back[r];
+    if (r == 0)
+        h->rows = x.rows;
+}
+
+/* Block 0, when the batch is counted. */
+__device__ inline void ask(const ep_ht_args &a, const Op &op, Exchange *x)
+{
+    if (threadIdx.x == 0) {
+        uint32_t sum = 0;
+
+        x->given = x->mismatched = 0;
+        for (uint32_t r = 0; r < a.ranks; r++) {
+            x->first[r] = sum;
+            sum += a.totals[r];
+            x->from[r] = x->back[r] = 0;
+        }
+    }
+    __syncthreads();
+    ask_all(a, op, *x);
+}
+
+/* And then.  The op takes place if all members have asked in time; who is gone is left out.  shared: a word for each
+ * local expert. */
+__device__ inline void grant(const ep_ht_args &a, Op *op, uint32_t *shared, Exchange *exchange)
+{
+    struct ep_device_ht_run &run = run_of(a);
+    Exchange &x = *exchange;
+    const uint64_t start = now_ns();
+
+    take_asks(a, *op, &x);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        run.wait_ns += now_ns() - start;
+        if (load_u32(&run.late))
+            run.status = op->status = EP_TIMEOUT;
+        if (x.mismatched) {
+            atomicOr(&run.gone, x.mismatched);
+            run.mismatched = x.mismatched;
+        }
+    }
+    __syncthreads();
+    if (op->status != EP_OK)
+        return;
+    place_rows(a, *op, shared, &x);
+    grant_all(a, *op, x);
+    keep_handle(a, x);
+    if (threadIdx.x < 32)
+        announce(a, *op, op->members);
+    if (threadIdx.x == 0) {
+        run.given = x.given;
+        run.rows = x.rows;
+        run.rows_needed = x.rows > a.out_rows ? x.rows : 0;
+    }
+}
+
+} // namespace ht
+} // namespace ep
+
+#endif
