@@ -208,12 +208,10 @@ static ep_status settle_modes(struct ep_settled *settled, const struct ep_spec_b
 
     if (status)
         return status;
-    if (has_mode(limits, EP_MODE_HT) && is_cuda(bounds))
-        return ep_error_set(error, EP_UNIMPLEMENTED,
-                            "modes has ht: it is not there yet on the cuda backend; ask for ll, or leave it out");
     if (!limits->modes && is_cuda(bounds)) {
         limits->modes = 1u << EP_MODE_LL;
-        note(settled, "modes: none asked, ll settled: ht is not there yet on the cuda backend");
+        note(settled, "modes: none asked, ll settled: on the cuda backend ht is for workers that run their own ops, and "
+             "takes memory of the GPUs that is worth asking for");
     } else if (!limits->modes) {
         limits->modes = 1u << EP_MODE_LL | 1u << EP_MODE_HT;
         note(settled, "modes: none asked, ll and ht settled: default");

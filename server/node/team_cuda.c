@@ -14,8 +14,11 @@
  *          between two looks of ours; so n is raised by more than they went on, until it holds.  A rank that
  *          has been told a lower number meanwhile stops waiting when it looks again.
  *          r's own begun counts too: what it sent in an earlier life bears those numbers.
- *   reset  starts numbers again at 1.  Rows of the old numbers would pass for new ones: the banks are
- *          cleared.  Nothing runs then.
+ *          HT counts for itself: ht_from and ht_begun are held against each other in the same way and at the same
+ *          time.  ht_from counts where from says that a rank is not absent, so leave() leaves it alone, and
+ *          tell_from() writes it first.
+ *   reset  starts numbers again at 1.  What bears old numbers would pass for new: the banks, and all of HT's region
+ *          that says what is there, are cleared.  Nothing runs then.
  *
  * Copies go through a stream of the backend's own and wait for no kernel.
  */
@@ -29,6 +32,7 @@
 
 /* A state that says more was overwritten by its worker: this many ops take longer than a machine lives. */
 #define MAX_NUMBER (1ull << 56)
+#define MAX_HT_NUMBER (MAX_NUMBER >> EP_HT_TAG_SHIFT)
 
 static struct cuda_team *cuda(struct ep_team *team)
 {
@@ -37,9 +41,10 @@ static struct cuda_team *cuda(struct ep_team *team)
 
 /* ---- states ------------------------------------------------------------------------ */
 
-/* The beginning of the rank's state, as of a rank whose last op was `number`. */
-static ep_status write_state(struct cuda_team *team, uint32_t rank, uint64_t number, struct ep_error *error)
+/* The beginning of the rank's state, as of a rank that has done all before it takes part. */
+static ep_status write_state(struct cuda_team *team, uint32_t rank, struct ep_error *error)
 {
+    const uint64_t number = team->from[rank] - 1;
     const uint64_t bytes = ep_device_state_image_bytes(team->map, team->placement);
     struct ep_device_state *image = calloc(1, bytes);
     ep_status status;
@@ -48,7 +53,9 @@ static ep_status write_state(struct cuda_team *team, uint32_t rank, uint64_t num
         return ep_error_set(error, EP_NO_MEMORY, "state of rank %u: out of memory", rank);
     ep_device_state_image(team->map, team->placement, rank, team->epoch, team->timeout_ms, image);
     memcpy(image->from, team->from, sizeof image->from);
+    memcpy(image->ht_from, team->ht_from, sizeof image->ht_from);
     image->begun = image->number = number;
+    image->ht_begun = image->ht_number = team->ht_from[rank] - 1;
     for (uint32_t bank = 0; bank < EP_MAX_LL_BANKS; bank++)
         image->released[bank] = number;
     status = cuda_write(team, rank, cuda_state(team, rank), image, bytes, error);
@@ -56,41 +63,73 @@ static ep_status write_state(struct cuda_team *team, uint32_t rank, uint64_t num
     if (status)
         return ep_error_prefix(error, "state of rank %u", rank);
     memset(team->ranks[rank].seen, 0, sizeof team->ranks[rank].seen);
+    memset(team->ranks[rank].ht_seen, 0, sizeof team->ranks[rank].ht_seen);
     return EP_OK;
 }
 
-/* team->from[rank] into every state.  One that cannot be reached must not keep it from the others. */
+static bool has_ht(const struct cuda_team *team)
+{
+    return team->map->limits.modes >> EP_MODE_HT & 1;
+}
+
+static ep_status tell(struct cuda_team *team, uint32_t i, uint32_t rank, struct ep_error *error)
+{
+    struct ep_device_state *state = cuda_state(team, i);
+
+    if (has_ht(team) && team->from[rank] != EP_DEVICE_NEVER
+        && cuda_write(team, i, &state->ht_from[rank], &team->ht_from[rank], sizeof team->ht_from[rank], error))
+        return error->status;
+    return cuda_write(team, i, &state->from[rank], &team->from[rank], sizeof team->from[rank], error);
+}
+
+/* The numbers of the rank into every state.  One that cannot be reached must not keep it from the others. */
 static ep_status tell_from(struct cuda_team *team, uint32_t rank, struct ep_error *error)
 {
     struct ep_error why = EP_ERROR_INIT;
     ep_status status = EP_OK;
 
     for (uint32_t i = 0; i < team->n; i++)
-        if (cuda_write(team, i, &cuda_state(team, i)->from[rank], &team->from[rank], sizeof team->from[rank],
-                       &why) &&
-            !status)
+        if (tell(team, i, rank, &why) && !status)
             status = ep_error_set(error, why.status, "state of rank %u: %.340s", i, why.text);
     return status;
 }
 
-/* The highest number that any rank has begun. */
-static ep_status read_begun(const struct cuda_team *team, uint64_t *out, struct ep_error *error)
+/* The highest numbers that any rank has begun. */
+struct begun {
+    uint64_t ll, ht;
+};
+
+static ep_status read_word(const struct cuda_team *team, uint32_t rank, const uint64_t *word, uint64_t most,
+                           uint64_t *highest, struct ep_error *error)
 {
-    uint64_t highest = 0, begun;
+    uint64_t begun;
+    ep_status status = cuda_read(team, rank, &begun, word, sizeof begun, error);
 
-    for (uint32_t i = 0; i < team->n; i++) {
-        ep_status status = cuda_read(team, i, &begun, &cuda_state(team, i)->begun, sizeof begun, error);
-
-        if (status)
-            return ep_error_prefix(error, "state of rank %u", i);
-        if (begun > MAX_NUMBER)
-            return ep_error_set(error, EP_INTERNAL,
-                                "state of rank %u says that op %llu has begun: its worker has overwritten it", i,
-                                (unsigned long long)begun);
-        highest = begun > highest ? begun : highest;
-    }
-    *out = highest;
+    if (status)
+        return ep_error_prefix(error, "state of rank %u", rank);
+    if (begun > most)
+        return ep_error_set(error, EP_INTERNAL,
+                            "state of rank %u says that op %llu has begun: its worker has overwritten it", rank,
+                            (unsigned long long)begun);
+    *highest = begun > *highest ? begun : *highest;
     return EP_OK;
+}
+
+static ep_status read_begun(const struct cuda_team *team, struct begun *out, struct ep_error *error)
+{
+    struct begun highest = { 0, 0 };
+    ep_status status = EP_OK;
+
+    for (uint32_t i = 0; !status && i < team->n; i++) {
+        const struct ep_device_state *state = cuda_state(team, i);
+
+        status = read_word(team, i, &state->begun, MAX_NUMBER, &highest.ll, error);
+        if (!status && has_ht(team))
+            status = read_word(team, i, &state->ht_begun, MAX_HT_NUMBER, &highest.ht, error);
+    }
+    if (!status)
+        *out = highest;
+    return status;
 }
 
 /* ---- membership -------------------------------------------------------------------- */
@@ -132,22 +171,27 @@ static void leave_all(struct ep_team *base)
         cut(team, i);
 }
 
-/* from[rank] is a number that nobody has begun, in every state. */
+/* from[rank] and ht_from[rank] are numbers that nobody has begun, in every state. */
 static ep_status agree(struct cuda_team *team, uint32_t rank, struct ep_error *error)
 {
-    uint64_t begun, before, *from = &team->from[rank];
+    uint64_t *from = &team->from[rank], *ht_from = &team->ht_from[rank];
+    struct begun begun, before;
     ep_status status = read_begun(team, &begun, error);
 
     if (status)
         return status;
-    *from = begun + 1;
+    *from = begun.ll + 1;
+    *ht_from = begun.ht + 1;
     for (;;) {
         before = begun;
         if ((status = tell_from(team, rank, error)) || (status = read_begun(team, &begun, error)))
             return status;
-        if (begun < *from)
+        if (begun.ll < *from && begun.ht < *ht_from)
             return EP_OK;
-        *from = begun + 1 + 2 * (begun - before);
+        if (begun.ll >= *from)
+            *from = begun.ll + 1 + 2 * (begun.ll - before.ll);
+        if (begun.ht >= *ht_from)
+            *ht_from = begun.ht + 1 + 2 * (begun.ht - before.ht);
     }
 }
 
@@ -157,17 +201,21 @@ static ep_status join(struct ep_team *base, uint32_t rank, struct ep_error *erro
     ep_status status = agree(team, rank, error);
 
     if (!status)
-        status = write_state(team, rank, team->from[rank] - 1, error);
+        status = write_state(team, rank, error);
     if (status)
         leave(base, rank);
     return status;
 }
 
+/* And what is like them in HT's region. */
 static ep_status clear_banks(struct cuda_team *team, uint32_t rank, struct ep_error *error)
 {
     ep_status status = cuda_clear(team, rank, team->ranks[rank].window + team->map->ll,
                                   team->map->bank_bytes * team->map->limits.ll_banks, error);
 
+    if (!status && has_ht(team))
+        status = cuda_clear(team, rank, team->ranks[rank].window + team->map->ht,
+                            team->map->ht_combine_rows - team->map->ht, error);
     return status ? ep_error_prefix(error, "window of rank %u", rank) : EP_OK;
 }
 
@@ -179,9 +227,9 @@ static ep_status reset(struct ep_team *base, struct ep_error *error)
     for (uint32_t i = 0; !status && i < team->n; i++)
         status = clear_banks(team, i, error);
     for (uint32_t i = 0; i < team->n; i++)
-        team->from[i] = 1;
+        team->from[i] = team->ht_from[i] = 1;
     for (uint32_t i = 0; !status && i < team->n; i++)
-        status = write_state(team, i, 0, error);
+        status = write_state(team, i, error);
     if (status)
         leave_all(base);
     return status;
@@ -344,7 +392,7 @@ static ep_status make_state(struct cuda_team *team, uint32_t rank, struct ep_err
 
     if (status)
         return ep_error_prefix(error, "state of rank %u", rank);
-    return write_state(team, rank, 0, error);
+    return write_state(team, rank, error);
 }
 
 /* Kernels write into their peers' windows. */
@@ -389,7 +437,7 @@ static void fill(struct cuda_team *team, const struct ep_team_options *options)
     team->region_bytes = options->node->region_bytes;
     team->n = options->map->limits.ranks;
     for (uint32_t i = 0; i < EP_DEVICE_MAX_RANKS; i++)
-        team->from[i] = i < team->n ? 1 : EP_DEVICE_NEVER;
+        team->ht_from[i] = team->from[i] = i < team->n ? 1 : EP_DEVICE_NEVER;
     for (uint32_t i = 0; i < team->n; i++)
         team->ranks[i].ordinal = options->node->devices[options->devices[i]].ordinal;
 }

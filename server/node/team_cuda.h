@@ -10,6 +10,7 @@ struct cuda_rank {
     struct ep_cuda_memory *state;
     uint8_t *window; /* on the GPU */
     struct ep_device_counters seen[EP_DEVICE_PARTS]; /* of the state: what has been counted already */
+    struct ep_device_counters ht_seen[EP_DEVICE_PARTS];
     bool used; /* a worker has had the window since it was clean */
     bool stuck; /* a kernel of ours has not ended, see ep_team_stuck() */
 };
@@ -24,6 +25,7 @@ struct cuda_team {
     uint32_t timeout_ms;
     uint64_t region_bytes;              /* of workers' own memory that are mapped for a rank, at most */
     uint64_t from[EP_DEVICE_MAX_RANKS]; /* as it is in every state: nobody else writes it */
+    uint64_t ht_from[EP_DEVICE_MAX_RANKS];
     uint32_t n;
     struct cuda_rank ranks[EP_DEVICE_MAX_RANKS];
 };

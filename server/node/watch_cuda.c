@@ -17,6 +17,10 @@ static const enum ep_op_class classes[EP_DEVICE_PARTS] = {
     [EP_DEVICE_DISPATCH] = EP_CLASS_LL_DISPATCH,
     [EP_DEVICE_COMBINE] = EP_CLASS_LL_COMBINE,
 };
+static const enum ep_op_class ht_classes[EP_DEVICE_PARTS] = {
+    [EP_DEVICE_DISPATCH] = EP_CLASS_HT_DISPATCH,
+    [EP_DEVICE_COMBINE] = EP_CLASS_HT_COMBINE,
+};
 
 /* ---- counters ----------------------------------------------------------------------- */
 
@@ -43,11 +47,12 @@ static void count(struct ep_op_counters *sum, const struct ep_device_counters *n
 
 static void tell_timeout(struct cuda_watch *watch, const struct ep_device_report *report)
 {
+    const uint32_t part = report->failure_op == EP_DEVICE_COMBINE ? EP_DEVICE_COMBINE : EP_DEVICE_DISPATCH;
     const struct ep_engine_timeout timeout = {
         .number = report->failure.number,
         .waited_us = report->failure.wait_ns / EP_NS_PER_US,
         .time_us = ep_clock_wall_us(),
-        .op_class = classes[report->failure_op == EP_DEVICE_COMBINE ? EP_DEVICE_COMBINE : EP_DEVICE_DISPATCH],
+        .op_class = (report->failure.mode == EP_MODE_HT ? ht_classes : classes)[part],
         .wait_phase = report->failure.wait_phase,
         .late_rank = report->failure.late_rank,
     };
@@ -63,21 +68,32 @@ static struct ep_device_report *report_of(const struct cuda_watch *watch)
     return &control->gpu.report;
 }
 
-static ep_status take_counters(struct cuda_watch *watch, struct ep_error *error)
+/* Those of one mode; *seen: what has been counted already. */
+static ep_status take_mode(struct cuda_watch *watch, const struct ep_device_counters *from,
+                           const enum ep_op_class *of, struct ep_device_counters *seen, struct ep_error *error)
 {
-    const uint32_t rank = watch->options.rank;
-    struct cuda_rank *r = &watch->team->ranks[rank];
     struct ep_device_counters now[EP_DEVICE_PARTS];
-    ep_status status = cuda_read(watch->team, rank, now, cuda_state(watch->team, rank)->counters, sizeof now, error);
+    ep_status status = cuda_read(watch->team, watch->options.rank, now, from, sizeof now, error);
 
     if (status)
         return status;
     for (int part = 0; part < EP_DEVICE_PARTS; part++) {
-        count(&watch->options.counters->op[classes[part]], &now[part], &r->seen[part]);
-        add_new(&watch->options.counters->dropped_routes, now[part].dropped, r->seen[part].dropped);
-        r->seen[part] = now[part];
+        count(&watch->options.counters->op[of[part]], &now[part], &seen[part]);
+        add_new(&watch->options.counters->dropped_routes, now[part].dropped, seen[part].dropped);
+        seen[part] = now[part];
     }
     return EP_OK;
+}
+
+static ep_status take_counters(struct cuda_watch *watch, struct ep_error *error)
+{
+    struct cuda_rank *r = &watch->team->ranks[watch->options.rank];
+    const struct ep_device_state *state = cuda_state(watch->team, watch->options.rank);
+    ep_status status = take_mode(watch, state->counters, classes, r->seen, error);
+
+    if (!status && watch->team->map->limits.modes >> EP_MODE_HT & 1)
+        status = take_mode(watch, state->ht_counters, ht_classes, r->ht_seen, error);
+    return status;
 }
 
 /*

@@ -312,21 +312,35 @@ static void on_gpus_it_is_ll_and_several_ranks_share_one(void **state)
     assert_int_equal(s.spec->modes[0], MODE(LL));
     assert_int_equal(s.spec->ht_max_tokens, 0);
     assert_int_equal(s.spec->direct, EP__V1__DIRECT__DIRECT_SAME_UID);
-    assert_true(has_note(&s, "modes: none asked, ll settled: ht is not there yet on the cuda backend"));
+    assert_true(has_note(&s, "modes: none asked, ll settled: on the cuda backend ht is for workers that run their own ops"));
     assert_true(has_note(&s, "ranks: 4 on 2 GPUs"));
     ep_settled_clear(&s);
+}
+
+static void gpus_have_the_modes_that_are_asked_for(void **state)
+{
+    Ep__V1__Mode modes[] = { MODE(LL), MODE(HT) };
+    struct ep_error error = EP_ERROR_INIT;
+
+    (void)state;
+    for (size_t first = 0; first < 2; first++) { /* both, and ht alone */
+        Ep__V1__GroupSpec spec = good();
+        struct ep_settled s;
+
+        spec.modes = modes + first;
+        spec.n_modes = 2 - first;
+        assert_int_equal(ep_spec_settle(&spec, &gpus, &s, &error), EP_OK);
+        assert_int_equal(s.spec->n_modes, 2 - first);
+        assert_int_equal(s.spec->ht_max_tokens, EP_DEFAULT_HT_MAX_TOKENS);
+        ep_settled_clear(&s);
+    }
 }
 
 static void what_gpus_cannot_do_is_refused(void **state)
 {
     Ep__V1__GroupSpec spec = good();
-    Ep__V1__Mode modes[] = { MODE(LL), MODE(HT) };
 
     (void)state;
-    spec.modes = modes;
-    spec.n_modes = 2;
-    refused_on_gpus(&spec, EP_UNIMPLEMENTED, "modes has ht: it is not there yet on the cuda backend");
-    spec = good();
     spec.backend = EP__V1__BACKEND__BACKEND_HOST;
     refused_on_gpus(&spec, EP_FAILED_PRECONDITION, "backend is host: node n1 runs with backend cuda");
     spec = good();
@@ -611,6 +625,7 @@ int main(void)
         cmocka_unit_test(backends_are_those_of_the_node),
         cmocka_unit_test(direct_is_one_of_its_names),
         cmocka_unit_test(on_gpus_it_is_ll_and_several_ranks_share_one),
+        cmocka_unit_test(gpus_have_the_modes_that_are_asked_for),
         cmocka_unit_test(what_gpus_cannot_do_is_refused),
         cmocka_unit_test(memory_of_a_rank_is_its_window_and_its_state),
         cmocka_unit_test(every_gpu_must_hold_its_ranks),

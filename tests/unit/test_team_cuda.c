@@ -38,7 +38,8 @@ struct fixture {
 static int setup(void **state)
 {
     const struct ep_limits limits = { .ranks = RANKS, .experts = 8, .local_experts = 2, .top_k = 2, .hidden = 64,
-                                      .modes = 1u << EP_MODE_LL, .dtypes = 1u << EP_BF16, .ll_max_tokens = 8,
+                                      .modes = 1u << EP_MODE_LL | 1u << EP_MODE_HT,
+                                      .dtypes = 1u << EP_BF16, .ll_max_tokens = 8, .ht_max_tokens = 16,
                                       .ll_banks = 2, .arena_bytes = 1 << 16 };
     const uint32_t devices[RANKS] = { 0, 1, 0, 1 };
     struct fixture *f = calloc(1, sizeof *f);
@@ -222,6 +223,31 @@ static void who_joins_takes_part_after_what_anybody_has_begun(void **state)
     assert_int_equal(s->handles[3].number, 0);
 }
 
+/* HT counts for itself. */
+static void and_after_every_ht_dispatch_that_has_begun(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_device_state *s = state_of(f, 1);
+
+    ep_team_leave(f->team, 1);
+    assert_int_equal(state_of(f, 0)->ht_from[1], 1); /* from says that it is absent */
+    state_of(f, 0)->begun = 41;
+    state_of(f, 2)->ht_begun = 7;
+    s->ht_begun = 3;
+    s->ht_combines = 2;
+    s->ht_handles[5].number = 3;
+    assert_int_equal(ep_team_join(f->team, 1, NULL), EP_OK);
+    for (uint32_t r = 0; r < RANKS; r++) {
+        assert_int_equal(state_of(f, r)->from[1], 42);
+        assert_int_equal(state_of(f, r)->ht_from[1], 8);
+    }
+    assert_int_equal(s->ht_begun, 7);
+    assert_int_equal(s->ht_number, 7);
+    assert_int_equal(s->ht_combines, 0);
+    assert_int_equal(s->ht_from[0], 1);
+    assert_int_equal(s->ht_handles[5].number, 0);
+}
+
 /* What it sent in its last life bears those numbers. */
 static void its_own_last_number_counts_too(void **state)
 {
@@ -280,6 +306,35 @@ static void a_number_that_was_begun_meanwhile_is_raised(void **state)
     assert_int_equal(state_of(f, 1)->begun, 14);
 }
 
+static void run_ht_on(const void *gpu, void *user)
+{
+    struct runner *runner = user;
+
+    if (gpu != &cuda_state((struct cuda_team *)runner->f->team, 0)->ht_begun || runner->steps == 0)
+        return;
+    runner->steps--;
+    state_of(runner->f, 0)->ht_begun += runner->step;
+}
+
+static void an_ht_number_that_was_begun_meanwhile_is_raised(void **state)
+{
+    struct fixture *f = *state;
+    struct runner runner = { .f = f, .step = 1, .steps = 2 };
+
+    ep_team_leave(f->team, 1);
+    state_of(f, 0)->begun = 5;
+    state_of(f, 0)->ht_begun = 10;
+    cuda_fixture.on_read = run_ht_on;
+    cuda_fixture.user = &runner;
+    assert_int_equal(ep_team_join(f->team, 1, NULL), EP_OK);
+    assert_int_equal(state_of(f, 0)->ht_begun, 12);
+    for (uint32_t r = 0; r < RANKS; r++) {
+        assert_int_equal(state_of(f, r)->ht_from[1], 15);
+        assert_int_equal(state_of(f, r)->from[1], 6);
+    }
+    assert_int_equal(state_of(f, 1)->ht_begun, 14);
+}
+
 static void a_rank_that_never_rests_is_caught_up_with(void **state)
 {
     struct fixture *f = *state;
@@ -326,8 +381,9 @@ static void a_reset_forgets_rows_and_numbers(void **state)
     const struct ep_layout_map *m = &f->map;
 
     for (uint32_t r = 0; r < RANKS; r++) {
-        state_of(f, r)->begun = 30 + r;
+        state_of(f, r)->begun = state_of(f, r)->ht_begun = 30 + r;
         memset(window_of(f, r) + m->ll, 0xee, m->bank_bytes * 2);
+        memset(window_of(f, r) + m->ht, 0xee, m->ht_combine_rows - m->ht);
     }
     leave_all(f);
     assert_int_equal(ep_team_reset(f->team, NULL), EP_OK);
@@ -338,6 +394,9 @@ static void a_reset_forgets_rows_and_numbers(void **state)
         assert_int_equal(state_of(f, r)->released[1], 0);
         for (uint64_t i = 0; i < m->bank_bytes * 2; i += 16)
             assert_int_equal(window_of(f, r)[m->ll + i], 0);
+        assert_int_equal(state_of(f, r)->ht_begun, 0);
+        for (uint64_t i = m->ht; i < m->ht_combine_rows; i += 8)
+            assert_int_equal(window_of(f, r)[i], 0);
     }
 }
 
@@ -404,6 +463,23 @@ static void stop(struct fixture *f)
     assert_false(f->stopped); /* later, from the loop */
     while (!f->stopped)
         uv_run(&f->loop, UV_RUN_ONCE);
+}
+
+static void counters_of_ht_are_ht_s(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_device_counters *c = state_of(f, 1)->ht_counters;
+
+    start(f, 1);
+    c[EP_DEVICE_DISPATCH] = (struct ep_device_counters){ .count = 5, .tokens = 500, .dropped = 2 };
+    c[EP_DEVICE_COMBINE] = (struct ep_device_counters){ .count = 4, .wire_bytes = 64 };
+    ep_executor_refresh(f->executor);
+    assert_int_equal(f->counters.op[EP_CLASS_HT_DISPATCH].count, 5);
+    assert_int_equal(f->counters.op[EP_CLASS_HT_DISPATCH].tokens, 500);
+    assert_int_equal(f->counters.op[EP_CLASS_HT_COMBINE].wire_bytes, 64);
+    assert_int_equal(f->counters.op[EP_CLASS_LL_DISPATCH].count, 0);
+    assert_int_equal(f->counters.dropped_routes, 2);
+    stop(f);
 }
 
 static void counters_of_kernels_are_added_up(void **state)
@@ -1069,14 +1145,17 @@ int main(void)
         TEST(a_broken_gpu_does_not_keep_it_from_the_others),
         TEST(all_leave_at_once),
         TEST(who_joins_takes_part_after_what_anybody_has_begun),
+        TEST(and_after_every_ht_dispatch_that_has_begun),
         TEST(its_own_last_number_counts_too),
         TEST(who_is_absent_stays_so_for_who_joins),
         TEST(a_number_that_was_begun_meanwhile_is_raised),
+        TEST(an_ht_number_that_was_begun_meanwhile_is_raised),
         TEST(a_rank_that_never_rests_is_caught_up_with),
         TEST(a_state_that_was_overwritten_is_named),
         TEST(who_cannot_join_stays_absent),
         TEST(a_reset_forgets_rows_and_numbers),
         TEST(a_reset_that_fails_leaves_all_absent),
+        TEST(counters_of_ht_are_ht_s),
         TEST(counters_of_kernels_are_added_up),
         TEST(a_late_rank_is_told_of_once),
         TEST(the_next_worker_reads_nothing_of_the_last_one),
