@@ -61,7 +61,8 @@
  * mapped into it: no hand-over, and nothing that checks.  A fault in such a worker can spoil the memory of its
  * group, so a server hands windows out to workers of its own user only, unless it was told otherwise.
  *
- * Ranks of one group may differ in it, and a program need not know which it has.
+ * Ranks of one group may differ in it, and a program need not know which it has; but that HT on cuda is there under
+ * executor direct only: EP_UNIMPLEMENTED otherwise.
  *
  * ## Every rank, in the same order
  * Dispatch and combine are collective: the k-th LL dispatch of each rank belong together, likewise
@@ -272,7 +273,8 @@ typedef struct ep_source_row {
 
 /*
  * Shapes as in ep_types.h; T tokens of this rank, k choices each; L is the group's max_local_experts,
- * on every rank.  Pointers lie in memory of ep_alloc() or ep_register() of the same rank and are multiples of 16.
+ * on every rank.  Pointers lie in memory of ep_alloc() or ep_register() of the same rank and are multiples of 16;
+ * what an HT dispatch on cuda delivers (out, out_scales) lies in that of ep_alloc(), because peers write it.
  * An expert number outside [-1, experts) is counted as dropped, never followed.
  */
 typedef struct ep_dispatch_args {

@@ -17,24 +17,33 @@ static const enum op_part parts[EP_DEVICE_PARTS] = { [EP_DEVICE_DISPATCH] = PART
 static void describe(const struct ep_rank *rank, const struct ep_device_record *record, uint32_t part,
                      char *text, size_t size)
 {
+    const uint32_t mode = record->mode == EP_MODE_HT ? EP_MODE_HT : EP_MODE_LL;
+    const char *name = mode == EP_MODE_HT ? "HT" : "LL", *verb = part == EP_DEVICE_DISPATCH ? "use again" : "combine";
+
     switch (record->status) {
     case EP_TIMEOUT:
-        ep_op_late_text(text, size, record->late_rank, EP_MODE_LL, record->number,
-                        record->timeout_ns / EP_NS_PER_MS, record->wait_phase);
+        ep_op_late_text(text, size, record->late_rank, mode, record->number, record->timeout_ns / EP_NS_PER_MS,
+                        record->wait_phase);
         return;
     case EP_OVERFLOW:
-        snprintf(text, size, "%s holds fewer rows than LL %llu needs: %llu",
-                 part == EP_DEVICE_DISPATCH ? "out" : "rows", (unsigned long long)record->number,
+        snprintf(text, size, "%s holds fewer rows than %s %llu needs: %llu",
+                 part == EP_DEVICE_DISPATCH ? "out" : "rows", name, (unsigned long long)record->number,
                  (unsigned long long)record->rows_needed);
         return;
     case EP_STALE_HANDLE:
-        snprintf(text, size, "the handle has no routing to %s: dispatch anew, and combine before %u further "
-                 "LL dispatches of this rank", part == EP_DEVICE_DISPATCH ? "use again" : "combine",
-                 rank->shape.map.limits.ll_banks);
+        if (mode == EP_MODE_HT)
+            snprintf(text, size, "the handle has no routing to %s: dispatch anew", verb);
+        else
+            snprintf(text, size, "the handle has no routing to %s: dispatch anew, and combine before %u further "
+                     "LL dispatches of this rank", verb, rank->shape.map.limits.ll_banks);
+        return;
+    case EP_FAILED_PRECONDITION:
+        snprintf(text, size, "a peer runs another dtype, scale format or dispatch as HT %llu: ranks must make the same "
+                 "calls", (unsigned long long)record->number);
         return;
     default:
-        snprintf(text, size, "the GPU's %s LL %llu ended with: %s",
-                 part == EP_DEVICE_DISPATCH ? "dispatch" : "combine", (unsigned long long)record->number,
+        snprintf(text, size, "the GPU's %s %s %llu ended with: %s",
+                 part == EP_DEVICE_DISPATCH ? "dispatch" : "combine", name, (unsigned long long)record->number,
                  ep_status_text((ep_status)record->status));
     }
 }
