@@ -261,7 +261,9 @@ static ep_status rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, voi
 {
     struct ep_op resolved = *op;
 
-    (void)error;
+    if (op->kind <= EP_OP_COMBINE && op->mode != EP_MODE_LL)
+        return ep_error_set(error, EP_UNIMPLEMENTED, "mode is %u: the module that computes on CPUs has LL 1 only",
+                            op->mode);
     resolve(&rank->rank, rank->regions, &resolved);
     pthread_mutex_lock(&lock);
     put_or_capture(&rank->queue, &resolved, stream);

@@ -21,6 +21,7 @@ enum { TIMEOUT_MS = 20000 }; /* passes are compared on slow hosts too */
 #define EM     EP_LAYOUT_EXPERT_MAJOR
 #define RM     EP_LAYOUT_RANK_MAJOR
 #define PACKED EP_LAYOUT_PACKED
+#define FLAT   EP_LAYOUT_FLAT
 
 /* Defaults of all of them; what is named again differs. */
 #define SHAPE(...)                                                                                           \
@@ -44,6 +45,10 @@ enum { TIMEOUT_MS = 20000 }; /* passes are compared on slow hosts too */
 #define EACH_LAYOUT(...)                                                                                     \
     CASE(.layout = EM, __VA_ARGS__), CASE(.layout = RM, __VA_ARGS__), CASE(.layout = PACKED, __VA_ARGS__),   \
         CASE(.layout = PACKED, .alignment = 16, __VA_ARGS__)
+
+#define EACH_HT(...)                                                                                         \
+    CASE(.ht = true, .layout = FLAT, __VA_ARGS__), CASE(.ht = true, .layout = PACKED, __VA_ARGS__),          \
+        CASE(.ht = true, .layout = PACKED, .alignment = 16, .grads = true, __VA_ARGS__)
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Woverride-init" /* SHAPE's defaults */
@@ -153,6 +158,87 @@ static const struct ll_case cases[] = {
     NAMED("1000 replays of a graph, other inputs each time, packed", ll_case_graph, 1, .tokens = 16,
           .experts = 32, .top_k = 4, .layout = PACKED),
 
+    /* HT: formats */
+    EACH_HT(.dtype = BENCH_BF16, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_HT(.dtype = BENCH_FP16, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_HT(.dtype = BENCH_FP32, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_HT(.dtype = BENCH_FP8, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_HT(.dtype = BENCH_FP16_TO_FP8, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_HT(.dtype = BENCH_FP32_TO_FP8, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_HT(.dtype = BENCH_FP8_GIVEN, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_HT(.dtype = BENCH_FP8, .scales = EP_SCALE_UE8M0, .tokens = 33, .experts = 32, .top_k = 4),
+    EACH_HT(.dtype = BENCH_FP8_GIVEN, .scales = EP_SCALE_UE8M0, .tokens = 33, .experts = 32, .top_k = 4),
+
+    /* HT: tokens */
+    EACH_HT(.tokens = 0),
+    EACH_HT(.tokens = 1),
+    EACH_HT(.tokens = 7, .max_tokens = 128),
+    EACH_HT(.tokens = 500, .experts = 256),
+    EACH_HT(.tokens = 50, .ragged = true),
+    EACH_HT(.tokens = 50, .empty_rank = true),
+    CASE(.ht = true, .layout = FLAT, .tokens = 8192, .hidden = 16, .experts = 256, .grads = true),
+    CASE(.ht = true, .layout = PACKED, .tokens = 9001, .hidden = 16, .experts = 256, .top_k = 6),
+    CASE(.ht = true, .layout = FLAT, .tokens = 600, .hidden = 7168, .experts = 256),
+    CASE(.ht = true, .layout = PACKED, .tokens = 600, .hidden = 7168, .experts = 256, .alignment = 128),
+    CASE(.ht = true, .layout = PACKED, .tokens = 300, .hidden = 7168, .experts = 256, .dtype = BENCH_FP8),
+    EACH_HT(.hidden = 2880, .tokens = 40),
+    EACH_HT(.hidden = 1040, .tokens = 20, .dtype = BENCH_FP8), /* the last block of a row is a part of one */
+    EACH_HT(.hidden = 1040, .tokens = 20, .dtype = BENCH_FP8_GIVEN, .scales = EP_SCALE_UE8M0),
+
+    /* HT: choices and experts */
+    EACH_HT(.top_k = 1),
+    EACH_HT(.top_k = 3, .max_top_k = 8),
+    EACH_HT(.top_k = 16, .tokens = 40),
+    EACH_HT(.experts = 37, .top_k = 5),
+    EACH_HT(.experts = 300, .top_k = 6),
+    EACH_HT(.experts = 3000, .top_k = 6, .tokens = 40),
+    EACH_HT(.experts = 40, .redundant = true),
+    EACH_HT(.drop = 0.3),
+    EACH_HT(.drop = 1.0, .tokens = 5),
+    EACH_HT(.bad_ids = true, .index_bytes = 8),
+    EACH_HT(.repeats = true),
+    EACH_HT(.no_weights = true),
+    EACH_HT(.bias = true),
+    EACH_HT(.bias = true, .dtype = BENCH_FP32),
+    EACH_HT(.routing = "zipf:1.2", .tokens = 200),
+    EACH_HT(.experts = 37, .redundant = true, .repeats = true, .bad_ids = true, .drop = 0.1, .ragged = true),
+
+    /* HT: orders */
+    NAMED("HT: two handles interleaved", ll_case_interleaved, 1, .ht = true, .tokens = 40, .layout = FLAT),
+    NAMED("HT: two handles interleaved, packed fp8", ll_case_interleaved, 1, .ht = true, .tokens = 40,
+          .layout = PACKED, .dtype = BENCH_FP8),
+    NAMED("HT and LL interleaved in one group", ll_case_interleaved, 1, .ht = true, .both = true, .tokens = 40,
+          .layout = PACKED),
+    NAMED("HT: packed rows do not fit", ll_case_overflow, 1, .ht = true, .tokens = 40, .layout = PACKED),
+    NAMED("HT: flat rows do not fit", ll_case_overflow, 1, .ht = true, .tokens = 40, .layout = FLAT),
+
+    /* HT: membership */
+    NAMED("HT: a rank is absent and returns", ll_case_absent, 2, .ht = true, .tokens = 40, .layout = FLAT),
+    NAMED("HT: a rank is absent and returns, packed fp8", ll_case_absent, 2, .ht = true, .tokens = 40,
+          .layout = PACKED, .dtype = BENCH_FP8),
+    NAMED("HT: a rank leaves while others wait for its dispatch", ll_case_leaves_dispatch, 2, .ht = true,
+          .tokens = 40, .layout = FLAT),
+    NAMED("HT: a rank leaves while others wait for its dispatch, packed", ll_case_leaves_dispatch, 2, .ht = true,
+          .tokens = 40, .layout = PACKED),
+    NAMED("HT: a rank leaves while others wait for its combine", ll_case_leaves_combine, 2, .ht = true,
+          .tokens = 40, .layout = FLAT),
+    NAMED("HT: a rank leaves while others wait for its combine, packed", ll_case_leaves_combine, 2, .ht = true,
+          .tokens = 40, .layout = PACKED),
+    NAMED("HT: a rank leaves in the middle of a dispatch", ll_case_leaves_in_dispatch, 2, .ht = true, .tokens = 100,
+          .layout = FLAT),
+    NAMED("HT: a rank leaves in the middle of a dispatch, packed", ll_case_leaves_in_dispatch, 2, .ht = true,
+          .tokens = 100, .layout = PACKED),
+    NAMED("HT: a rank leaves in the middle of a combine", ll_case_leaves_in_combine, 2, .ht = true, .tokens = 200,
+          .top_k = 2, .hidden = 512, .layout = PACKED),
+    NAMED("HT: a rank's dispatch is late", ll_case_late_dispatch, 2, .ht = true, .tokens = 40, .layout = FLAT),
+    NAMED("HT: a rank's dispatch is late, packed", ll_case_late_dispatch, 2, .ht = true, .tokens = 40,
+          .layout = PACKED),
+    NAMED("HT: a rank's combine is late", ll_case_late_combine, 2, .ht = true, .tokens = 40, .layout = FLAT),
+
+    /* HT: graphs */
+    NAMED("HT: 1000 replays of a graph, other inputs each time", ll_case_graph, 1, .ht = true, .tokens = 16,
+          .experts = 32, .top_k = 4, .layout = PACKED),
+
     /* a worker that is not trusted */
     SERVED("memory and groups come and go while doorbells are waited for", ll_case_churn, 1, .tokens = 40),
     SERVED("ops that are none", ll_case_wrong_ops, 1, .tokens = 40),
@@ -188,10 +274,12 @@ static void describe(const struct shape *s, char *text, size_t size)
         { s->repeats, " repeats" },
         { s->no_weights, " no-weights" },
         { s->bias, " bias" },
+        { s->grads, " gradients" },
+        { s->routing != NULL, " skewed" },
         { s->index_bytes == 8, " int64" },
         { s->banks > 2, " more-banks" },
     };
-    int n = snprintf(text, size, "%s %s T=%u K=%u E=%u H=%u", bench_layout_name(s->layout),
+    int n = snprintf(text, size, "%s%s %s T=%u K=%u E=%u H=%u", s->ht ? "HT " : "", bench_layout_name(s->layout),
                      s->scales == EP_SCALE_UE8M0 ? bench_dtypes[s->dtype].powers : bench_dtypes[s->dtype].name,
                      s->tokens, s->top_k, s->experts, s->hidden);
 
@@ -205,7 +293,7 @@ static void describe(const struct shape *s, char *text, size_t size)
 struct options {
     uint32_t ranks, gpus; /* 0: as many as there are */
     const char *filter;
-    bool served;
+    bool served, ht;
     uint32_t timeout_ms;
     uint64_t seed, soak;
 };
@@ -234,6 +322,7 @@ static void run_cases(const struct ll_setting *setting, const struct options *o,
 {
     char name[256];
     bool go_on = true;
+    bool has_ht = !setting->served; /* nor has it a module that stands in for GPUs */
 
     for (size_t i = 0; go_on && i < sizeof cases / sizeof *cases; i++) {
         const struct ll_case *c = &cases[i];
@@ -245,9 +334,17 @@ static void run_cases(const struct ll_setting *setting, const struct options *o,
         else
             describe(&c->shape, name, sizeof name);
         if (setting->ranks < c->least_ranks || (c->served && !setting->served)
-            || (o->filter && !strstr(name, o->filter)))
+            || (c->shape.ht && !has_ht) || (o->filter && !strstr(name, o->filter)))
             continue;
-        go_on = report(tally, name, start, c->run(setting, &c->shape, &error), &error);
+
+        const ep_status status = c->run(setting, &c->shape, &error);
+
+        if (c->shape.ht && status == EP_UNIMPLEMENTED) {
+            has_ht = false;
+            printf("skip all of HT: %s\n", error.text);
+        } else {
+            go_on = report(tally, name, start, status, &error);
+        }
     }
     if (!go_on)
         printf("stopped after %u failures\n", tally->failed);
@@ -259,8 +356,9 @@ static void run_soak(const struct ll_setting *setting, const struct options *o, 
     const uint64_t start = ep_clock_ns();
     char name[64];
 
-    snprintf(name, sizeof name, "soak of %llu random ops", (unsigned long long)o->soak);
-    report(tally, name, start, ll_soak(setting, o->soak, &error), &error);
+    snprintf(name, sizeof name, "soak of %llu random ops%s", (unsigned long long)o->soak,
+             o->ht ? " of both modes" : "");
+    report(tally, name, start, ll_soak(setting, o->soak, o->ht, &error), &error);
 }
 
 /* ---- the command line ---------------------------------------------------------------- */
@@ -268,7 +366,7 @@ static void run_soak(const struct ll_setting *setting, const struct options *o, 
 static void usage(FILE *to)
 {
     fputs("usage: ll_device [--ranks N] [--gpus N] [--executor direct|server] [--filter TEXT] [--seed N]\n"
-          "                 [--soak N] [--timeout-ms N]\n"
+          "                 [--soak N] [--ht] [--timeout-ms N]\n"
           "\n"
           "  --ranks N       ranks of the group (default: one per GPU, four on a single one)\n"
           "  --gpus N        GPUs to use (default: all)\n"
@@ -277,6 +375,7 @@ static void usage(FILE *to)
           "  --filter TEXT   only cases whose name has TEXT in it\n"
           "  --seed N        of all inputs (default 1)\n"
           "  --soak N        N random ops instead of the cases\n"
+          "  --ht            HT ops among them (executor direct)\n"
           "  --timeout-ms N  bound of a wait for a rank (default 20000); more where kernels are slow\n",
           to);
 }
@@ -289,6 +388,7 @@ static bool parse(int argc, char **argv, struct options *o)
                                            { "filter", required_argument, NULL, 'f' },
                                            { "seed", required_argument, NULL, 's' },
                                            { "soak", required_argument, NULL, 'o' },
+                                           { "ht", no_argument, NULL, 'h' + 256 },
                                            { "timeout-ms", required_argument, NULL, 't' },
                                            { "help", no_argument, NULL, 'h' },
                                            { NULL, 0, NULL, 0 } };
@@ -307,6 +407,7 @@ static bool parse(int argc, char **argv, struct options *o)
         case 'f': o->filter = optarg; break;
         case 's': o->seed = strtoull(optarg, NULL, 10); break;
         case 'o': o->soak = strtoull(optarg, NULL, 10); break;
+        case 'h' + 256: o->ht = true; break;
         case 't': o->timeout_ms = (uint32_t)strtoul(optarg, NULL, 10); break;
         case 'h': usage(stdout); exit(0);
         default: return false;

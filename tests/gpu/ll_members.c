@@ -216,7 +216,12 @@ static ep_status dispatch_or_leave(struct ll_passes *passes, uint32_t rank, stru
         return leave_by_chance(passes, rank, error);
     if (status == EP_OK)
         status = ask_record(passes, pass, EP_DEVICE_DISPATCH, &in, error);
-    return status == EP_OK ? pass_received(pass, error) : status;
+    /* HT: rows that it announced and did not send are counted, and zero */
+    pass->changing = passes->shape->ht;
+    if (status == EP_OK && (in || !passes->shape->ht))
+        status = pass_received(pass, error);
+    pass->changing = false;
+    return status;
 }
 
 static ep_status combine_or_leave(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
@@ -292,13 +297,15 @@ ep_status ll_case_leaves_in_combine(const struct ll_setting *setting, const stru
 static ep_status check_blame(const struct ll_passes *passes, const struct ep_device_record *record,
                              struct ep_error *error)
 {
+    /* HT asks first */
+    const uint32_t phase = passes->shape->ht ? EP_WAIT_READY : EP_WAIT_ARRIVAL;
     uint64_t ms = (record->end_ns - record->start_ns) / EP_NS_PER_MS;
 
     if (record->late_rank != odd_one(passes))
         return ep_error_set(error, EP_VERIFY_FAILED, "rank %u is named as late, not %u", record->late_rank,
                             odd_one(passes));
-    if (record->wait_phase != EP_WAIT_ARRIVAL)
-        return ep_error_set(error, EP_VERIFY_FAILED, "phase %u is named, not arrival", record->wait_phase);
+    if (record->wait_phase != phase)
+        return ep_error_set(error, EP_VERIFY_FAILED, "phase %u is named, not %u", record->wait_phase, phase);
     if (ms + 1 < SHORT_MS || ms > SLACK_MS)
         return ep_error_set(error, EP_VERIFY_FAILED, "the op took %llu ms with a timeout of %u",
                             (unsigned long long)ms, SHORT_MS);
@@ -340,12 +347,14 @@ static ep_status dispatch_late(struct ll_passes *passes, uint32_t rank, struct e
     return status == EP_OK ? world_wait(pass->rank, error) : status;
 }
 
-/* All partials have come meanwhile. */
+/* All partials have come meanwhile; in HT they are sent to who asks in time, and he did not. */
 static ep_status combine_late(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
 {
     struct pass *pass = passes->pass[rank][0];
     ep_status status = pass_combine(pass, 0, false, error);
 
+    if (passes->shape->ht)
+        return status == EP_OK ? world_wait(pass->rank, error) : status;
     return status == EP_OK ? pass_result(pass, error) : status;
 }
 

@@ -87,7 +87,7 @@ ep_status ll_case_halves(const struct ll_setting *setting, const struct shape *s
 static ep_status run_skipped(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
 {
     struct pass *pass = passes->pass[rank][0];
-    const uint32_t skipped = 2 * passes->world->map.limits.ll_banks + 1;
+    const uint32_t skipped = 2 * passes->world->map.limits.ll_banks + 1; /* HT: nothing is stale for that */
     ep_status status = EP_OK;
 
     for (pass->handle = 0; status == EP_OK && pass->handle < skipped; pass->handle++)

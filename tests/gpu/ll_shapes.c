@@ -27,7 +27,7 @@ static ep_status open_passes(struct ll_passes *passes, uint32_t rank, struct ep_
     ep_status status = EP_OK;
 
     for (uint32_t p = 0; status == EP_OK && p < passes->places; p++)
-        status = pass_open(&passes->world->rank[rank], passes->shape, p, p, passes->seed + p,
+        status = pass_open(&passes->world->rank[rank], p ? &passes->second : passes->shape, p, p, passes->seed + p,
                            &passes->pass[rank][p], error);
     return status;
 }
@@ -40,8 +40,9 @@ ep_status ll_open(const struct ll_setting *setting, const struct shape *shape, u
         shape_options(shape, setting->ranks, setting->gpus, places, setting->timeout_ms, &options, error);
 
     *passes = (struct ll_passes){
-        .shape = shape, .places = places, .timeout_ms = setting->timeout_ms, .seed = setting->seed
+        .shape = shape, .second = *shape, .places = places, .timeout_ms = setting->timeout_ms, .seed = setting->seed
     };
+    passes->second.ht = shape->ht != shape->both;
     options.served = setting->served;
     if (status == EP_OK)
         status = world_open(setting->api, &options, &passes->world, error);
@@ -103,7 +104,8 @@ static ep_status run_shape(struct ll_passes *passes, uint32_t rank, struct ep_er
     if (status == EP_OK)
         status = run_again(pass, 0, hash, "again", error);
     if (status == EP_OK)
-        status = run_again(pass, EP_OP_CACHED | EP_OP_SEND_ONLY, hash, "cached, in halves", error);
+        status = run_again(pass, EP_OP_CACHED | (pass->shape->ht ? 0 : EP_OP_SEND_ONLY), hash,
+                           pass->shape->ht ? "cached" : "cached, in halves", error);
     if (status == EP_OK)
         status = pass_reseed(pass, pass->config.seed + 1, false, error);
     if (status == EP_OK && (status = pass_run(pass, EP_OP_CACHED, false, error)) != EP_OK)

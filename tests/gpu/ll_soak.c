@@ -30,7 +30,14 @@ enum {
     PLACES = 2,     /* a delayed combine's buffers stay while the next op uses others */
     POISON = 0xa5
 };
-static const ep_layout layouts[] = { EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_RANK_MAJOR, EP_LAYOUT_PACKED };
+static const struct kind { /* the first ones are for a soak of LL alone */
+    ep_mode mode;
+    ep_layout layout;
+} kinds[] = {
+    { EP_MODE_LL, EP_LAYOUT_EXPERT_MAJOR }, { EP_MODE_LL, EP_LAYOUT_RANK_MAJOR }, { EP_MODE_LL, EP_LAYOUT_PACKED },
+    { EP_MODE_HT, EP_LAYOUT_PACKED },       { EP_MODE_HT, EP_LAYOUT_FLAT },
+};
+enum { LL_KINDS = 3, ALL_KINDS = sizeof kinds / sizeof *kinds };
 
 struct place { /* of the arena; inputs lie side by side and are written at once */
     uint64_t x, topk, weights, inputs_bytes;
@@ -40,6 +47,7 @@ struct place { /* of the arena; inputs lie side by side and are written at once 
 struct soak {
     struct world *world;
     uint64_t seed, first, end; /* ops of this chapter */
+    uint32_t kinds;
     uint32_t members;
     struct place place[PLACES];
 };
@@ -57,6 +65,7 @@ struct worker {
 
 struct step {
     uint64_t number, routes; /* the op whose routing it has */
+    ep_mode mode;
     ep_layout layout;
     bool cached, skipped, delayed, halves;
     uint32_t handle;
@@ -94,14 +103,16 @@ static bool cached(const struct soak *soak, uint64_t i)
 static struct step step_of(const struct soak *soak, uint64_t i)
 {
     const uint64_t routes = cached(soak, i) ? i - 1 : i;
+    const struct kind *kind = &kinds[draw(soak, routes, DRAW_STEP, 2, 0) % soak->kinds];
 
     return (struct step){ .number = i,
                           .routes = routes,
-                          .layout = layouts[draw(soak, routes, DRAW_STEP, 2, 0) % 3],
+                          .mode = kind->mode,
+                          .layout = kind->layout,
                           .cached = routes != i,
                           .skipped = skipped(soak, i),
                           .delayed = delayed(soak, i),
-                          .halves = draw(soak, i, DRAW_STEP, 3, 0) % 4 == 0,
+                          .halves = kind->mode == EP_MODE_LL && draw(soak, i, DRAW_STEP, 3, 0) % 4 == 0,
                           .handle = (uint32_t)(routes % HANDLES) };
 }
 
@@ -175,6 +186,12 @@ static void fill_row(uint64_t seed, float factor, uint16_t *row)
         row[h] = codes[value_at(seed, h)];
 }
 
+/* Rows of a rank once, and its counts are by source. */
+static bool counts_ranks(const struct step *step)
+{
+    return step->layout == EP_LAYOUT_RANK_MAJOR || step->layout == EP_LAYOUT_FLAT;
+}
+
 /* What the token's result is a multiple of it by. */
 static float factor_of(const struct soak *soak, const struct step *step, uint32_t rank, uint32_t token)
 {
@@ -189,7 +206,7 @@ static float factor_of(const struct soak *soak, const struct step *step, uint32_
         sum += c.weight;
         ranks |= 1u << home;
     }
-    return step->layout == EP_LAYOUT_RANK_MAJOR ? (float)__builtin_popcount(ranks) : sum;
+    return counts_ranks(step) ? (float)__builtin_popcount(ranks) : sum;
 }
 
 /* ---- ops ----------------------------------------------------------------------------- */
@@ -222,7 +239,7 @@ static ep_status write_inputs(struct worker *w, const struct step *step, struct 
 static struct ep_op bare_op(const struct worker *w, const struct step *step, enum ep_op_kind kind)
 {
     return (struct ep_op){ .kind = kind,
-                           .mode = EP_MODE_LL,
+                           .mode = step->mode,
                            .layout = step->layout,
                            .flags = step->halves && kind != EP_OP_COMPLETE ? EP_OP_SEND_ONLY : 0,
                            .input_dtype = EP_BF16,
@@ -316,9 +333,9 @@ static void expect_counts(const struct worker *w, const struct step *step, int32
                 if (home_of(soak, choice_of(soak, step, s, t, k).expert, &home, &local) &&
                     home == w->rank->rank)
                     experts |= 1ull << local;
-            if (step->layout == EP_LAYOUT_RANK_MAJOR)
+            if (counts_ranks(step))
                 counts[s] += experts != 0;
-            for (uint32_t l = 0; step->layout != EP_LAYOUT_RANK_MAJOR && experts >> l; l++)
+            for (uint32_t l = 0; !counts_ranks(step) && experts >> l; l++)
                 counts[l] += (int32_t)(experts >> l & 1);
         }
     }
@@ -328,7 +345,7 @@ static ep_status check_counts(struct worker *w, const struct step *step, int32_t
                               struct ep_error *error)
 {
     const struct ep_limits *l = &w->soak->world->map.limits;
-    const uint32_t n = step->layout == EP_LAYOUT_RANK_MAJOR ? l->ranks : l->local_experts;
+    const uint32_t n = counts_ranks(step) ? l->ranks : l->local_experts;
     int32_t counts[64];
     ep_status status =
         world_get(w->rank, place_of(w, step)->counts.offset, counts, n * sizeof *counts, error);
@@ -375,17 +392,19 @@ static ep_status check_rows(struct worker *w, const struct step *step, const str
     const struct ep_layout_map *map = &w->soak->world->map;
     const uint64_t row = HIDDEN * sizeof(uint16_t), slots = (uint64_t)MOST_TOKENS * map->limits.ranks;
     const bool by_rank = step->layout == EP_LAYOUT_RANK_MAJOR;
-    const uint32_t n = by_rank ? map->limits.ranks : map->limits.local_experts;
+    const uint32_t n = counts_ranks(step) ? map->limits.ranks : map->limits.local_experts;
+    const uint32_t alignment = step->layout == EP_LAYOUT_FLAT ? 1 : 8;
+    const bool follow = step->layout == EP_LAYOUT_PACKED || step->layout == EP_LAYOUT_FLAT;
     const uint64_t rows =
         by_rank ? map->ll + record->number % map->limits.ll_banks * map->bank_bytes + map->bank.rows
                 : place_of(w, step)->out.offset;
-    uint64_t packed = 0, first;
+    uint64_t next = 0, first;
     ep_status status = EP_OK;
 
     for (uint32_t i = 0; status == EP_OK && i < n; i++) {
-        first = step->layout == EP_LAYOUT_PACKED ? packed : i * (by_rank ? (uint64_t)MOST_TOKENS : slots);
+        first = follow ? next : i * (by_rank ? (uint64_t)MOST_TOKENS : slots);
         status = check_block(w, step, rows + first * row, first, (uint32_t)counts[i], error);
-        packed += ((uint32_t)counts[i] + 7u) / 8u * 8u;
+        next += ((uint32_t)counts[i] + alignment - 1) / alignment * alignment;
     }
     return status;
 }
@@ -459,7 +478,8 @@ static ep_status run_steps(struct worker *w, struct ep_error *error)
 
         status = run_step(w, &step, &before, error);
         if (status != EP_OK)
-            ep_error_prefix(error, "op %llu (%s%s%s, before it %s)", (unsigned long long)i,
+            ep_error_prefix(error, "op %llu (%s%s%s%s, before it %s)", (unsigned long long)i,
+                            step.mode == EP_MODE_HT ? "HT " : "",
                             bench_layout_name(step.layout), step.cached ? ", cached" : "",
                             step.halves ? ", halves" : "", before.delayed ? "a delayed one" : "none");
         before = step;
@@ -555,7 +575,7 @@ static uint64_t lay_place(const struct ep_limits *l, uint64_t start, struct plac
     return end;
 }
 
-static ep_status open_soak(const struct ll_setting *setting, struct soak *soak, struct ep_error *error)
+static ep_status open_soak(const struct ll_setting *setting, bool ht, struct soak *soak, struct ep_error *error)
 {
     struct world_options options = { .gpus = setting->gpus, .served = setting->served,
                                      .timeout_ms = setting->timeout_ms };
@@ -566,9 +586,10 @@ static ep_status open_soak(const struct ll_setting *setting, struct soak *soak, 
                              .experts = 5 * setting->ranks + 3,
                              .top_k = TOP_K,
                              .hidden = HIDDEN,
-                             .modes = 1u << EP_MODE_LL,
+                             .modes = 1u << EP_MODE_LL | (ht ? 1u << EP_MODE_HT : 0u),
                              .dtypes = 1u << EP_BF16,
                              .ll_max_tokens = MOST_TOKENS,
+                             .ht_max_tokens = ht ? MOST_TOKENS : 0,
                              .ll_banks = 2 };
     status = ep_placement_contiguous(l->ranks, l->experts, &options.placement, error);
     if (status != EP_OK)
@@ -584,12 +605,12 @@ static ep_status open_soak(const struct ll_setting *setting, struct soak *soak, 
     return EP_OK;
 }
 
-ep_status ll_soak(const struct ll_setting *setting, uint64_t pairs, struct ep_error *error)
+ep_status ll_soak(const struct ll_setting *setting, uint64_t pairs, bool ht, struct ep_error *error)
 {
-    struct soak soak = { .seed = setting->seed };
+    struct soak soak = { .seed = setting->seed, .kinds = ht ? ALL_KINDS : LL_KINDS };
     const uint64_t start = ep_clock_ns();
     uint64_t chapters = 0, partial = 0;
-    ep_status status = open_soak(setting, &soak, error);
+    ep_status status = open_soak(setting, ht, &soak, error);
 
     while (status == EP_OK && soak.end < pairs) {
         soak.first = soak.end;

@@ -41,6 +41,7 @@ enum { LL_PLACES = 2 };
 struct ll_passes {
     struct world *world;
     const struct shape *shape;
+    struct shape second; /* of the passes of place 1: of the other mode, in a group of both */
     uint32_t places, timeout_ms;
     uint64_t seed;
     uint32_t round; /* of ll_three_passes: each has inputs of its own, the same ones at all ranks */
@@ -102,7 +103,7 @@ ll_case_fn ll_case_wrong_regions;
 ll_case_fn ll_case_lost_regions;
 ll_case_fn ll_case_held_regions;
 
-/* `pairs` random dispatches, most of them with their combine. */
-ep_status ll_soak(const struct ll_setting *setting, uint64_t pairs, struct ep_error *error);
+/* `pairs` random dispatches, most of them with their combine; ht: of both modes. */
+ep_status ll_soak(const struct ll_setting *setting, uint64_t pairs, bool ht, struct ep_error *error);
 
 #endif

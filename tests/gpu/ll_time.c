@@ -2,6 +2,7 @@
 
 #include <stdlib.h>
 
+#include "pass_private.h"
 #include "roofline.h"
 
 enum {
@@ -143,11 +144,13 @@ static ep_status time_batch(struct timing *t, struct pass *pass, struct marks *m
     return status;
 }
 
-static ep_status read_counters(struct world_rank *rank, struct ep_device_counters counters[EP_DEVICE_PARTS],
-                               struct ep_error *error)
+static ep_status read_counters(const struct timing *t, struct world_rank *rank,
+                               struct ep_device_counters counters[EP_DEVICE_PARTS], struct ep_error *error)
 {
-    return rank->world->api->read(rank->device, counters, rank->state->counters, sizeof rank->state->counters,
-                                  NULL, error);
+    const bool ht = t->shape->ht;
+    const struct ep_device_counters *from = ht ? rank->state->ht_counters : rank->state->counters;
+
+    return rank->world->api->read(rank->device, counters, from, EP_DEVICE_PARTS * sizeof *from, NULL, error);
 }
 
 static ep_status time_alone(struct world_rank *rank, void *arg, struct ep_error *error)
@@ -158,11 +161,11 @@ static ep_status time_alone(struct world_rank *rank, void *arg, struct ep_error 
     ep_status status = marks_open(rank, 2 * (WARM + BATCH), &marks, error);
 
     if (status == EP_OK)
-        status = read_counters(rank, before, error);
+        status = read_counters(t, rank, before, error);
     for (uint32_t b = 0; status == EP_OK && b < BATCHES; b++)
         status = time_batch(t, t->pass[rank->rank], &marks, b, error);
     if (status == EP_OK)
-        status = read_counters(rank, after, error);
+        status = read_counters(t, rank, after, error);
     for (uint32_t p = 0; status == EP_OK && p < EP_DEVICE_PARTS; p++)
         t->kernel_us[rank->rank][p] =
             (double)(after[p].busy_ns - before[p].busy_ns) / (double)(after[p].count - before[p].count) / 1e3;
@@ -249,22 +252,30 @@ static bool goes_to(const struct pass *pass, uint32_t token, uint32_t rank)
     return false;
 }
 
-/* Each token to each other rank that it goes to, the next rank first, into our region of its first bank. */
+/* Where this rank's rows may lie at another: in our region of its first bank, or of what its ops put out. */
+static uint8_t *push_target(const struct pass *pass, uint32_t d, uint32_t token, uint64_t row_bytes)
+{
+    const struct ep_layout_map *map = &pass->rank->world->map;
+    const uint64_t slot = (uint64_t)pass->rank->rank * shape_most_tokens(&map->limits, pass->shape) + token;
+    uint8_t *window = pass->rank->world->rank[d].window;
+
+    return window + (pass->shape->ht ? pass->at.out.offset : map->ll + map->bank.rows) + slot * row_bytes;
+}
+
+/* Each token to each other rank that it goes to, the next rank first. */
 static uint32_t list_rows(const struct pass *pass, uint64_t row_bytes, struct roofline_row *rows)
 {
     const struct world *world = pass->rank->world;
-    const struct ep_layout_map *map = &world->map;
     uint32_t n = 0;
 
     for (uint32_t t = 0; t < pass->tokens; t++) {
         for (uint32_t i = 1; i < world->ranks; i++) {
             const uint32_t d = (pass->rank->rank + i) % world->ranks;
-            const uint64_t slot = (uint64_t)pass->rank->rank * map->limits.ll_max_tokens + t;
 
             if (goes_to(pass, t, d))
                 rows[n++] = (struct roofline_row){
                     .from = pass->rank->window + pass->at.x.offset + t * row_bytes,
-                    .to = world->rank[d].window + map->ll + map->bank.rows + slot * row_bytes,
+                    .to = push_target(pass, d, t, row_bytes),
                 };
         }
     }

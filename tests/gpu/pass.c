@@ -66,7 +66,7 @@ static ep_status open_inputs(struct pass *pass, struct ep_error *error)
                                          .seed = pass->config.seed,
                                          .drop = s->drop };
     const struct bench_case of = {
-        .mode = EP_MODE_LL, .layout = s->layout, .dtype = s->dtype, .tokens = s->tokens, .scales = s->scales
+        .mode = s->ht ? EP_MODE_HT : EP_MODE_LL, .layout = s->layout, .dtype = s->dtype, .tokens = s->tokens, .scales = s->scales
     };
     struct routing *routing;
     ep_status status = routing_parse(s->routing ? s->routing : "uniform", &spec, error);
@@ -179,9 +179,11 @@ static bool allocate(struct pass *pass)
     pass->sources = malloc(b->sources.bytes + 1);
     pass->rows = malloc(b->rows.bytes + 1);
     pass->result = malloc(b->result.bytes + 1);
+    pass->row_grads = malloc(b->row_grads.bytes + 1);
+    pass->topk_grads = malloc(b->topk_grads.bytes + 1);
     pass->bias = malloc(b->bias.bytes + 1);
     return pass->out && pass->out_scales && pass->counts && pass->offsets && pass->out_topk &&
-           pass->out_weights && pass->sources && pass->rows && pass->result && pass->bias;
+           pass->out_weights && pass->sources && pass->rows && pass->result && pass->row_grads && pass->topk_grads && pass->bias;
 }
 
 static void configure(struct pass *pass, uint64_t seed)
@@ -248,6 +250,8 @@ void pass_close(struct pass *pass)
     free(pass->sources);
     free(pass->rows);
     free(pass->result);
+    free(pass->row_grads);
+    free(pass->topk_grads);
     free(pass->bias);
     free(pass);
 }

@@ -13,6 +13,9 @@
 
 /* What the ops of a test are like. */
 struct shape {
+    bool ht;                        /* mode HT; the group has LL too if `both` */
+    bool both;
+    bool grads;                     /* HT: combines carry gradients of the weights */
     ep_layout layout;
     enum bench_dtype dtype;
     ep_scale_format scales; /* fp8 */
@@ -30,6 +33,7 @@ struct shape {
     bool redundant;                 /* every third expert has two homes, every fifth three */
     bool bias;
     bool empty_rank;                /* the last rank has no tokens */
+    uint32_t sms;                   /* multiprocessors of a rank, at most; 0: all, or its share of a GPU */
 };
 
 /* What a group for such ops is like; `passes` of them have room in an arena. */
@@ -39,6 +43,7 @@ ep_status shape_options(const struct shape *shape, uint32_t ranks, uint32_t gpus
 struct pass_buffers { /* in the arena */
     struct ep_span x, x_scales, topk, weights, bias;
     struct ep_span out, out_scales, counts, offsets, out_topk, out_weights, sources, rows, result;
+    struct ep_span row_grads, topk_grads;
 };
 
 struct pass {
@@ -54,6 +59,7 @@ struct pass {
     bool changing;         /* one of the others leaves while ops run: what found nobody is not known */
     ep_status status;      /* that the ops must end with; EP_OK */
     uint64_t out_rows;     /* packed: rows that `out` is said to hold; 0: enough */
+    bool changing;         /* somebody may have gone while the op ran: perhaps his rows came, and ours found nobody */
     bool hash_only;        /* results are hashed, and not compared with the reference */
 
     /* of the last run */
@@ -65,6 +71,7 @@ struct pass {
     float *out_weights;
     int32_t *counts, *offsets, *out_topk;
     ep_source_row *sources;
+    float *row_grads, *topk_grads;
     uint64_t hash; /* of all that came out */
     struct bench_verdict verdict;
     uint64_t progress;

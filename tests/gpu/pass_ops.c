@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bench_hash.h"
 #include "pass_private.h"
 
 enum { POISON = 0xa5 };
@@ -25,6 +26,16 @@ static uint64_t row_bytes(const struct pass *pass, ep_dtype dtype)
 static bool rank_major(const struct pass *pass)
 {
     return pass->shape->layout == EP_LAYOUT_RANK_MAJOR;
+}
+
+static uint32_t mode_of(const struct pass *pass)
+{
+    return pass->shape->ht ? EP_MODE_HT : EP_MODE_LL;
+}
+
+static bool has_tables(const struct pass *pass)
+{
+    return rank_major(pass) || pass->shape->layout == EP_LAYOUT_FLAT;
 }
 
 static bool has_scales(const struct pass *pass)
@@ -73,7 +84,7 @@ struct ep_op pass_dispatch_op(const struct pass *pass, uint32_t flags)
     const uint32_t index_bytes = pass->shape->index_bytes ? pass->shape->index_bytes : 4;
     struct ep_op op = {
         .kind = EP_OP_DISPATCH,
-        .mode = EP_MODE_LL,
+        .mode = mode_of(pass),
         .layout = pass->shape->layout,
         .flags = flags,
         .input_dtype = d->input,
@@ -133,10 +144,11 @@ struct ep_op pass_combine_op(const struct pass *pass, uint32_t flags, bool in_pl
 {
     const struct bench_dtype_info *d = dtype_of(pass);
     const uint64_t bytes = pass->tokens * row_bytes(pass, d->combine);
+    const uint64_t grads = (uint64_t)pass->tokens * pass->shape->top_k * sizeof(float);
 
     return (struct ep_op){
         .kind = EP_OP_COMBINE,
-        .mode = EP_MODE_LL,
+        .mode = mode_of(pass),
         .layout = pass->shape->layout,
         .flags = flags,
         .input_dtype = d->combine,
@@ -148,6 +160,8 @@ struct ep_op pass_combine_op(const struct pass *pass, uint32_t flags, bool in_pl
         .handle = pass->handle,
         .generation = pass->generation,
         .x = combine_rows(pass, in_place),
+        .row_grads = pass->at.row_grads,
+        .topk_grads = part(pass->at.topk_grads, pass->shape->grads ? grads ? grads : 16 : 0), /* none is no span */
         .bias = part(pass->at.bias, pass->shape->bias ? bytes : 0),
         .out = part(pass->at.result, bytes),
     };
@@ -156,7 +170,8 @@ struct ep_op pass_combine_op(const struct pass *pass, uint32_t flags, bool in_pl
 ep_status pass_combine(struct pass *pass, uint32_t flags, bool in_place, struct ep_error *error)
 {
     const struct ep_op op = pass_combine_op(pass, flags, in_place);
-    ep_status status = poison(pass, &pass->at.result, 1, error);
+    const struct ep_span outputs[] = { pass->at.result, pass->at.topk_grads };
+    ep_status status = poison(pass, outputs, 2, error);
 
     return status == EP_OK ? world_run(pass->rank, &op, error) : status;
 }
@@ -164,7 +179,7 @@ ep_status pass_combine(struct pass *pass, uint32_t flags, bool in_place, struct 
 static ep_status run_bare(struct pass *pass, enum ep_op_kind kind, struct ep_error *error)
 {
     const struct ep_op op = { .kind = kind,
-                              .mode = EP_MODE_LL,
+                              .mode = mode_of(pass),
                               .layout = pass->shape->layout,
                               .tokens = pass->tokens,
                               .top_k = pass->shape->top_k,
@@ -207,10 +222,10 @@ static ep_status move(struct pass *pass, const struct rows_of *buffer, uint64_t 
 static ep_status move_rows(struct pass *pass, const struct rows_of *buffer, bool out, struct ep_error *error)
 {
     const struct ep_limits *l = limits_of(pass);
-    const uint64_t slots = l->ll_max_tokens;
+    const uint64_t slots = shape_most_tokens(l, pass->shape);
     ep_status status = EP_OK;
 
-    if (pass->shape->layout == EP_LAYOUT_PACKED)
+    if (pass->shape->layout == EP_LAYOUT_PACKED || pass->shape->layout == EP_LAYOUT_FLAT)
         return move(pass, buffer, 0, pass->plan.positions, out, error);
     for (uint32_t i = 0; status == EP_OK && i < pass->plan.n_counts; i++) {
         const uint64_t block = rank_major(pass) ? slots : slots * l->ranks;
@@ -255,7 +270,7 @@ static struct rows_of received_scales_of(const struct pass *pass)
 
 static ep_status copy_rows(struct pass *pass, struct ep_error *error)
 {
-    const uint64_t choices = rank_major(pass) ? pass->shape->top_k : 0;
+    const uint64_t choices = has_tables(pass) ? pass->shape->top_k : 0;
     const struct rows_of all[] = {
         received_rows(pass),
         received_scales_of(pass),
@@ -292,7 +307,7 @@ static void describe_received(struct pass *pass)
         .hidden = pass->shape->hidden,
         .scales = pass->inputs.scales,
         .top_k = pass->shape->top_k,
-        .max_tokens = map->limits.ll_max_tokens,
+        .max_tokens = shape_most_tokens(&map->limits, pass->shape),
         .row_bytes = row,
         .base = pass->out,
         .stride = map->limits.ll_max_tokens * row,
@@ -354,7 +369,7 @@ static void check_sent(struct pass *pass)
                    scales = has_scales(pass) ? pass->inputs.scale_bytes : 0;
 
     check_number(pass, "arrived", pass->dispatched.arrived, pass->expected);
-    if (!everybody(pass))
+    if (!everybody(pass) || pass->changing)
         return;
     check_number(pass, "wire_bytes", pass->dispatched.wire_bytes,
                  ep_ref_remote_rows(&pass->inputs.routing, pass->rank->rank) * (row + scales));
@@ -383,7 +398,7 @@ static ep_status check_dispatch(struct pass *pass, struct ep_error *error)
     if (!verify_arrived(&verifier, info.arrived))
         return verdict_of(pass, "dispatch", error);
     if (!ep_ref_dispatch(&pass->inputs.routing, pass->rank->rank, pass->shape->layout, pass->config.alignment,
-                         limits_of(pass)->ll_max_tokens, &pass->plan))
+                         shape_most_tokens(limits_of(pass), pass->shape), &pass->plan))
         return ep_error_set(error, EP_NO_MEMORY, "no memory for the expected rows");
     pass->planned = true;
     status = copy_counts(pass, error);
@@ -412,6 +427,50 @@ ep_status pass_received(struct pass *pass, struct ep_error *error)
     return check_dispatch(pass, error);
 }
 
+/* ---- gradients of the weights ---------------------------------------------------------- */
+
+/* That of place `index` of rank `rank`: small numbers, which differ. */
+static float grad_at(const struct pass *pass, uint32_t rank, uint64_t index)
+{
+    return (float)(bench_hash(pass->config.seed, STREAM_PICK, rank, (uint32_t)index, 7) % 4096) - 2048;
+}
+
+static ep_status give_grads(struct pass *pass, struct ep_error *error)
+{
+    const uint64_t n = pass->plan.positions * (has_tables(pass) ? pass->shape->top_k : 1);
+
+    if (!pass->shape->grads)
+        return EP_OK;
+    for (uint64_t i = 0; i < n; i++)
+        pass->row_grads[i] = grad_at(pass, pass->rank->rank, i);
+    return world_put(pass->rank, pass->at.row_grads.offset, pass->row_grads, n * sizeof(float), error);
+}
+
+static ep_status check_grads(struct pass *pass, struct ep_error *error)
+{
+    const uint64_t n = (uint64_t)pass->tokens * pass->shape->top_k;
+    struct ep_ref_gradient *places;
+    ep_status status;
+
+    if (!pass->shape->grads)
+        return EP_OK;
+    status = world_get(pass->rank, pass->at.topk_grads.offset, pass->topk_grads, n * sizeof(float), error);
+    if (status != EP_OK)
+        return status;
+    places = calloc(n + 1, sizeof *places);
+    if (!places || !ep_ref_gradients(&pass->inputs.routing, pass->shape->layout, pass->config.alignment,
+                                     pass->rank->rank, places))
+        status = ep_error_set(error, EP_NO_MEMORY, "no memory to verify gradients");
+    for (uint64_t i = 0; status == EP_OK && i < n; i++) {
+        const float must = places[i].rank < 0 ? 0 : grad_at(pass, (uint32_t)places[i].rank, places[i].index);
+
+        verify_mismatch(&pass->verdict, pass->topk_grads[i] != must, "gradient %llu is %.9g, must be %.9g",
+                        (unsigned long long)i, (double)pass->topk_grads[i], (double)must);
+    }
+    free(places);
+    return status;
+}
+
 /* ---- experts ------------------------------------------------------------------------- */
 
 ep_status pass_experts(struct pass *pass, bool in_place, struct ep_error *error)
@@ -424,7 +483,9 @@ ep_status pass_experts(struct pass *pass, bool in_place, struct ep_error *error)
     ep_status status =
         experts_run(&pass->inputs, pass->rank->rank, &pass->received, &pass->plan, to.copy, 0, error);
 
-    return status == EP_OK ? move_rows(pass, &to, true, error) : status;
+    if (status == EP_OK)
+        status = move_rows(pass, &to, true, error);
+    return status == EP_OK ? give_grads(pass, error) : status;
 }
 
 /* ---- combine ------------------------------------------------------------------------- */
@@ -479,6 +540,8 @@ static ep_status check_combine(struct pass *pass, struct ep_error *error)
     if (!pass->hash_only)
         status = pass->shape->bias ? check_biased(pass, error)
                                    : verify_combine(&verifier, pass->result, info.arrived, error);
+    if (status == EP_OK)
+        status = check_grads(pass, error);
     pass->hash = verify_hash(pass->hash, pass->result, bytes);
     return status == EP_OK ? verdict_of(pass, "combine", error) : status;
 }

@@ -11,6 +11,9 @@ uint32_t shape_homes(const struct shape *shape, uint32_t ranks, struct ep_ref_ho
 uint64_t shape_buffers(const struct ep_limits *limits, const struct shape *shape, uint64_t start,
                        struct pass_buffers *buffers);
 
+/* Tokens of a rank, at most, in the shape's mode. */
+uint32_t shape_most_tokens(const struct ep_limits *limits, const struct shape *shape);
+
 void pass_forget_plan(struct pass *pass);
 
 #endif

@@ -98,6 +98,8 @@ if wanted kernels; then
 fi
 if wanted soak && ((soak > 0)); then
     run soak "$soak_limit_s" "$gpu_bin/ll_device" --ranks "$ranks" --gpus "$gpus" --soak "$soak" --seed 4
+    run soak-both-modes "$soak_limit_s" "$gpu_bin/ll_device" --ranks "$ranks" --gpus "$gpus" --soak "$soak" --ht \
+        --seed 10
     run served-soak "$soak_limit_s" "$gpu_bin/ll_device" --ranks "$ranks" --gpus "$gpus" --soak "$soak" --seed 7 \
         --executor server
 fi

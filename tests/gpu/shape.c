@@ -61,14 +61,20 @@ static ep_status place_experts(const struct shape *s, uint32_t ranks, struct ep_
 
 /* ---- the arena ----------------------------------------------------------------------- */
 
+uint32_t shape_most_tokens(const struct ep_limits *l, const struct shape *s)
+{
+    return s->ht ? l->ht_max_tokens : l->ll_max_tokens;
+}
+
 static uint64_t most_rows(const struct ep_limits *l, const struct shape *s)
 {
-    const uint64_t slots = (uint64_t)l->ranks * l->ll_max_tokens;
+    const uint64_t slots = (uint64_t)l->ranks * shape_most_tokens(l, s);
     const uint32_t alignment = s->alignment ? s->alignment : 1;
 
     switch (s->layout) {
     case EP_LAYOUT_EXPERT_MAJOR: return slots * l->local_experts;
-    case EP_LAYOUT_RANK_MAJOR: return slots;
+    case EP_LAYOUT_RANK_MAJOR:
+    case EP_LAYOUT_FLAT: return slots;
     default:
         return slots * (l->top_k < l->local_experts ? l->top_k : l->local_experts) +
                (uint64_t)l->local_experts * (alignment - 1);
@@ -86,9 +92,10 @@ uint64_t shape_buffers(const struct ep_limits *l, const struct shape *s, uint64_
                        struct pass_buffers *b)
 {
     const struct bench_dtype_info *d = &bench_dtypes[s->dtype];
-    const uint64_t t = l->ll_max_tokens, h = l->hidden, k = s->top_k, rows = most_rows(l, s);
+    const uint64_t t = shape_most_tokens(l, s), h = l->hidden, k = s->top_k, rows = most_rows(l, s);
     const uint64_t scales = ep_row_scale_bytes(l->hidden, s->scales);
     const bool rank_major = s->layout == EP_LAYOUT_RANK_MAJOR, fp8 = d->wire == EP_FP8_E4M3;
+    const bool tables = rank_major || s->layout == EP_LAYOUT_FLAT;
     const uint32_t most = l->local_experts > l->ranks ? l->local_experts : l->ranks;
     uint64_t end = start;
 
@@ -102,8 +109,10 @@ uint64_t shape_buffers(const struct ep_limits *l, const struct shape *s, uint64_
     take(&end, fp8 && !rank_major ? rows * scales : 0, &b->out_scales);
     take(&end, most * sizeof(int32_t), &b->counts);
     take(&end, s->layout == EP_LAYOUT_PACKED ? (l->local_experts + 1ull) * sizeof(int32_t) : 0, &b->offsets);
-    take(&end, rank_major ? rows * k * sizeof(int32_t) : 0, &b->out_topk);
-    take(&end, rank_major ? rows * k * sizeof(float) : 0, &b->out_weights);
+    take(&end, tables ? rows * k * sizeof(int32_t) : 0, &b->out_topk);
+    take(&end, tables ? rows * k * sizeof(float) : 0, &b->out_weights);
+    take(&end, s->grads ? rows * (tables ? k : 1) * sizeof(float) : 0, &b->row_grads);
+    take(&end, s->grads ? t * k * sizeof(float) : 0, &b->topk_grads);
     take(&end, rows * sizeof(struct ep_source), &b->sources);
     take(&end, fp8 || rank_major ? rows * h * ep_ref_bytes(d->combine) : 0, &b->rows);
     return take(&end, t * h * ep_ref_bytes(d->combine), &b->result);
@@ -118,15 +127,22 @@ ep_status shape_options(const struct shape *shape, uint32_t ranks, uint32_t gpus
     *options = (struct world_options){
         .gpus = gpus,
         .timeout_ms = timeout_ms,
+        .max_sms = shape->sms,
         .limits = { .ranks = ranks,
                     .experts = shape->experts,
                     .top_k = shape->max_top_k ? shape->max_top_k : shape->top_k,
                     .hidden = shape->hidden,
-                    .modes = 1u << EP_MODE_LL,
-                    .dtypes = dtype_bits(shape),
-                    .ll_max_tokens = max_tokens(shape),
-                    .ll_banks = shape->banks ? shape->banks : 2 },
+                    .dtypes = dtype_bits(shape) },
     };
+    if (!shape->ht || shape->both) {
+        options->limits.modes |= 1u << EP_MODE_LL;
+        options->limits.ll_max_tokens = max_tokens(shape);
+        options->limits.ll_banks = shape->banks ? shape->banks : 2;
+    }
+    if (shape->ht || shape->both) {
+        options->limits.modes |= 1u << EP_MODE_HT;
+        options->limits.ht_max_tokens = max_tokens(shape);
+    }
     status = place_experts(shape, ranks, &options->placement, error);
     if (status != EP_OK)
         return status;

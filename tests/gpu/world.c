@@ -129,7 +129,7 @@ static ep_status open_ops(struct world_rank *rank, struct ep_error *error)
         return status;
     for (uint32_t r = 0; r < world->ranks; r++)
         windows[r] = world->rank[r].window;
-    options.max_sms = sharing > 1 ? device.sms / sharing : 0;
+    options.max_sms = sharing > 1 ? device.sms / sharing : world->max_sms;
     return world->served ? open_serve(rank, &options, error) : world->api->rank_open(&options, &rank->ops, error);
 }
 
@@ -150,12 +150,13 @@ ep_status world_open(const struct ep_cuda_api *api, const struct world_options *
     world->gpus = options->gpus;
     world->served = options->served;
     world->waits = options->waits;
+    world->max_sms = options->max_sms;
     world->stuck_ns = STUCK_TIMEOUTS * options->timeout_ms * EP_NS_PER_MS;
     world->placement = options->placement;
     status = ep_layout_compute(&options->limits, &world->map, error);
     for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++) {
         world->rank[r] = (struct world_rank){ .world = world, .rank = r, .device = r % world->gpus };
-        world->from[r] = 1;
+        world->from[r] = world->ht_from[r] = 1;
         status = open_memory(&world->rank[r], options->timeout_ms, error);
     }
     for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++)
@@ -268,6 +269,10 @@ static void print_state(const struct world_rank *rank)
     fprintf(stderr, " failures %llu released", (unsigned long long)report.failures);
     for (uint32_t b = 0; b < rank->world->map.limits.ll_banks; b++)
         fprintf(stderr, " %llu", (unsigned long long)s.released[b]);
+    fprintf(stderr, " HT number %llu begun %llu run %#llx status %d barrier %u pushed %u gone %#x late %#x phase %u",
+            (unsigned long long)s.ht_number, (unsigned long long)s.ht_begun, (unsigned long long)s.ht_run.tag,
+            s.ht_run.status, s.ht_run.barrier, s.ht_run.pushed, s.ht_run.gone, s.ht_run.late,
+            s.ht_run.first_late >> 16);
     fprintf(stderr, " from");
     for (uint32_t r = 0; r < rank->world->ranks; r++)
         fprintf(stderr, s.from[r] == EP_DEVICE_NEVER ? " never" : " %llu", (unsigned long long)s.from[r]);
@@ -376,12 +381,14 @@ ep_status world_set_timeout(struct world *world, uint32_t timeout_ms, struct ep_
     return status;
 }
 
-/* Everybody learns from which number on `rank` takes part. */
+/* Everybody learns from which numbers on `rank` takes part: that of HT counts when it is not absent. */
 static ep_status set_from(struct world *world, uint32_t rank, uint64_t number, struct ep_error *error)
 {
     ep_status status = EP_OK;
 
     world->from[rank] = number;
+    for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++)
+        status = write_word(&world->rank[r], &world->rank[r].state->ht_from[rank], world->ht_from[rank], error);
     for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++)
         status = write_word(&world->rank[r], &world->rank[r].state->from[rank], number, error);
     return status;
@@ -404,31 +411,49 @@ ep_status world_leave(struct world *world, uint32_t rank, struct ep_error *error
     return status == EP_OK ? cut(&world->rank[rank], error) : status;
 }
 
-/* The rank's own count goes on where its peers' is; its handles belong to nobody. */
+/* The rank's own counts go on where its peers' are; its handles belong to nobody. */
 static ep_status start_at(struct world_rank *rank, uint64_t number, struct ep_error *error)
 {
     static const struct ep_device_handle none[EP_MAX_HANDLES];
-    ep_status status =
-        rank->world->api->write(rank->device, rank->state->handles, none, sizeof none, NULL, error);
+    static const struct ep_device_ht_handle ht_none[EP_MAX_HANDLES];
+    struct ep_device_state *state = rank->state;
+    const uint64_t ht = rank->world->ht_from[rank->rank] - 1;
+    ep_status status = rank->world->api->write(rank->device, state->handles, none, sizeof none, NULL, error);
 
-    for (uint32_t r = 0; status == EP_OK && r < rank->world->ranks; r++)
-        status = write_word(rank, &rank->state->from[r], rank->world->from[r], error);
     if (status == EP_OK)
-        status = write_word(rank, &rank->state->number, number - 1, error);
-    return status == EP_OK ? write_word(rank, &rank->state->begun, number - 1, error) : status;
+        status = rank->world->api->write(rank->device, state->ht_handles, ht_none, sizeof ht_none, NULL, error);
+    for (uint32_t r = 0; status == EP_OK && r < rank->world->ranks; r++) {
+        status = write_word(rank, &state->ht_from[r], rank->world->ht_from[r], error);
+        if (status == EP_OK)
+            status = write_word(rank, &state->from[r], rank->world->from[r], error);
+    }
+    if (status == EP_OK)
+        status = write_word(rank, &state->number, number - 1, error);
+    if (status == EP_OK)
+        status = write_word(rank, &state->begun, number - 1, error);
+    if (status == EP_OK)
+        status = write_word(rank, &state->ht_number, ht, error);
+    if (status == EP_OK)
+        status = write_word(rank, &state->ht_combines, 0, error);
+    return status == EP_OK ? write_word(rank, &state->ht_begun, ht, error) : status;
 }
 
 /* What the rank began in an earlier life counts too: peers may have got some of it. */
 ep_status world_join(struct world *world, uint32_t rank, struct ep_error *error)
 {
-    uint64_t number = 0, begun = 0;
+    uint64_t number = 0, ht_number = 0, begun = 0;
     ep_status status = EP_OK;
 
     for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++) {
         status = read_state(&world->rank[r], &world->rank[r].state->begun, &begun, sizeof begun, error);
         if (begun >= number)
             number = begun + 1;
+        if (status == EP_OK)
+            status = read_state(&world->rank[r], &world->rank[r].state->ht_begun, &begun, sizeof begun, error);
+        if (begun >= ht_number)
+            ht_number = begun + 1;
     }
+    world->ht_from[rank] = ht_number;
     if (status == EP_OK)
         status = start_at(&world->rank[rank], number, error);
     return status == EP_OK ? set_from(world, rank, number, error) : status;
@@ -444,8 +469,10 @@ ep_status world_reset(struct world *world, uint32_t timeout_ms, struct ep_error 
     for (uint32_t r = 0; r < world->ranks; r++)
         close_serve(&world->rank[r]);
     for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++) {
-        world->from[r] = 1;
+        world->from[r] = world->ht_from[r] = 1;
         status = world_fill(&world->rank[r], map->ll, 0, map->limits.ll_banks * map->bank_bytes, error);
+        if (status == EP_OK && map->ht_bytes)
+            status = world_fill(&world->rank[r], map->ht, 0, map->ht_combine_rows - map->ht, error);
         if (status == EP_OK)
             status = world_fill(&world->rank[r], offsetof(struct ep_control, wake), 0,
                                 sizeof(struct ep_control) - offsetof(struct ep_control, wake), error);

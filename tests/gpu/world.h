@@ -40,15 +40,18 @@ struct world {
     uint32_t ranks, gpus;
     bool served;
     enum world_waits waits;
+    uint32_t max_sms;
     uint64_t stuck_ns; /* a stream that is not empty after so long never will be */
     struct ep_layout_map map;
     struct ep_placement placement;
-    uint64_t from[WORLD_MAX_RANKS]; /* the number that each rank takes part from */
+    uint64_t from[WORLD_MAX_RANKS];    /* the number that each rank takes part from */
+    uint64_t ht_from[WORLD_MAX_RANKS]; /* and the HT number */
     struct world_rank rank[WORLD_MAX_RANKS];
 };
 
 struct world_options {
     uint32_t gpus, timeout_ms;
+    uint32_t max_sms; /* of a rank; 0: all, or its share of a GPU */
     bool served; /* executor server */
     enum world_waits waits;
     struct ep_limits limits;
