@@ -41,7 +41,7 @@ while (($#)); do
     shift
 done
 count_gpus
-need "$gpu_bin/ll_bench" "$gin_bin/gin_conformance" "$bin/ep-bench" "$bin/ep-server" "$bin/ep-admin"
+need "$gpu_bin/ll_bench" "$gpu_bin/ht_bench" "$gin_bin/gin_conformance" "$bin/ep-bench" "$bin/ep-server" "$bin/ep-admin"
 open_logs
 json=${json:-/dev/null}
 code=0
@@ -225,6 +225,9 @@ kernels() {
     printf '\nThe kernels alone, all ranks in one process\n'
     timeout --kill-after=10 "$kernels_limit_s" "$gpu_bin/ll_bench" --gpus "$gpus" --json "$json" "${flags[@]}" \
         2>"$logs/ll_bench.err" || fail ll_bench $? "$kernels_limit_s" "$logs/ll_bench.err"
+    # The reference is slow with so many tokens: run.sh looks at HT's results, in smaller shapes.
+    timeout --kill-after=10 "$kernels_limit_s" "$gpu_bin/ht_bench" --gpus "$gpus" --no-verify \
+        2>"$logs/ht_bench.err" || fail ht_bench $? "$kernels_limit_s" "$logs/ht_bench.err"
 }
 
 gin() {
