@@ -56,7 +56,6 @@ struct pass {
     struct ep_op dispatch; /* of the last one */
     uint32_t handle, generation;
     uint32_t expected;     /* mask of the ranks that take part; all */
-    bool changing;         /* one of the others leaves while ops run: what found nobody is not known */
     ep_status status;      /* that the ops must end with; EP_OK */
     uint64_t out_rows;     /* packed: rows that `out` is said to hold; 0: enough */
     bool changing;         /* somebody may have gone while the op ran: perhaps his rows came, and ours found nobody */
