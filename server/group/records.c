@@ -203,39 +203,57 @@ static void be_ready(struct ep_groups *groups, const struct ep_error *error)
     group_later(groups);
 }
 
+/* Some groups' epochs, in one commit: no more than that takes. */
+struct batch {
+    struct ep_groups *groups;
+    size_t first, n;
+    struct ep_store_write writes[EP_STORE_MAX_WRITES];
+    struct keys keys[EP_STORE_MAX_WRITES];
+};
+
+static void store_epochs(struct ep_groups *groups, size_t first);
+
 /* No group has changed meanwhile: changes are refused until all is ready. */
 static void on_epochs_stored(const struct ep_error *error, uint64_t revision, void *user)
 {
     static const struct ep_error none = EP_ERROR_INIT;
-    struct ep_groups *groups = user;
+    struct batch *batch = user;
+    struct ep_groups *groups = batch->groups;
+    size_t first = batch->first, end = first + batch->n;
 
+    free(batch);
     groups->commits--;
-    for (size_t i = 0; i < groups->n && !error->status; i++)
+    for (size_t i = first; i < end && !error->status; i++)
         groups->list[i]->status_revision = revision;
     if (error->status)
         EP_WARN("group", "epochs of this start are not stored", EP_S("error", error->text));
-    be_ready(groups, &none);
+    if (end < groups->n && !groups->closing)
+        store_epochs(groups, end);
+    else
+        be_ready(groups, &none);
 }
 
-static void store_epochs(struct ep_groups *groups)
+static void store_epochs(struct ep_groups *groups, size_t first)
 {
-    struct ep_store_write *writes = group_allocate(groups->n, sizeof *writes);
-    struct keys *keys = group_allocate(groups->n, sizeof *keys);
+    size_t left = groups->n - first;
+    struct batch *batch = group_allocate(1, sizeof *batch);
 
-    for (size_t i = 0; i < groups->n; i++) {
-        struct group *group = groups->list[i];
+    batch->groups = groups;
+    batch->first = first;
+    batch->n = left < EP_STORE_MAX_WRITES ? left : EP_STORE_MAX_WRITES;
+    for (size_t i = 0; i < batch->n; i++) {
+        struct group *group = groups->list[first + i];
+        struct ep_store_write *write = &batch->writes[i];
 
-        keys[i] = keys_of(group->name);
-        writes[i].key = keys[i].status;
-        writes[i].expected = EP_STORE_ANY;
-        writes[i].value = pack_status(group, group->epoch_number, group->updated_us, &writes[i].size);
+        batch->keys[i] = keys_of(group->name);
+        write->key = batch->keys[i].status;
+        write->expected = EP_STORE_ANY;
+        write->value = pack_status(group, group->epoch_number, group->updated_us, &write->size);
     }
     groups->commits++;
-    ep_store_commit(groups->store, writes, groups->n, on_epochs_stored, groups);
-    for (size_t i = 0; i < groups->n; i++)
-        free((void *)(uintptr_t)writes[i].value);
-    free(writes);
-    free(keys);
+    ep_store_commit(groups->store, batch->writes, batch->n, on_epochs_stored, batch);
+    for (size_t i = 0; i < batch->n; i++)
+        free((void *)(uintptr_t)batch->writes[i].value); /* it is copied */
 }
 
 static void on_listed(const struct ep_error *error, const struct ep_record *records, size_t n, void *user)
@@ -257,7 +275,7 @@ static void on_listed(const struct ep_error *error, const struct ep_record *reco
     for (size_t i = 0; i < groups->n; i++)
         form_again(groups->list[i]);
     if (groups->n)
-        store_epochs(groups);
+        store_epochs(groups, 0);
     else
         be_ready(groups, error);
 }

@@ -30,17 +30,43 @@ static const char schema[] =
     "INSERT INTO clock VALUES (0, 0);"
     "PRAGMA application_id = " STR(APPLICATION_ID) "; PRAGMA user_version = " STR(SCHEMA_VERSION) "; COMMIT;";
 
-enum { Q_BEGIN, Q_COMMIT, Q_ROLLBACK, Q_REVISION, Q_PUT, Q_DELETE, Q_TICK, Q_LIST, QUERIES };
+/* Records of sessions: they end with the process, so that they need not outlive this connection. */
+static const char bound_schema[] =
+    "PRAGMA temp_store = MEMORY;"
+    "CREATE TEMP TABLE bound (key TEXT PRIMARY KEY, value BLOB NOT NULL, revision INTEGER NOT NULL,"
+    "                         session INTEGER NOT NULL) WITHOUT ROWID;";
+
+enum {
+    Q_BEGIN,
+    Q_COMMIT,
+    Q_ROLLBACK,
+    Q_REVISION,
+    Q_PUT,
+    Q_PUT_BOUND,
+    Q_DELETE,
+    Q_DELETE_BOUND,
+    Q_TICK,
+    Q_CLOCK,
+    Q_LIST,
+    Q_LIST_SESSION,
+    QUERIES
+};
 static const char *const queries[QUERIES] = {
     [Q_BEGIN] = "BEGIN IMMEDIATE",
     [Q_COMMIT] = "COMMIT",
     [Q_ROLLBACK] = "ROLLBACK",
-    [Q_REVISION] = "SELECT revision FROM record WHERE key = ?1",
-    [Q_PUT] = ("INSERT INTO record VALUES (?1, ?2, (SELECT revision FROM clock))"
-               " ON CONFLICT (key) DO UPDATE SET value = excluded.value, revision = excluded.revision"),
+    [Q_REVISION] = ("SELECT revision FROM record WHERE key = ?1"
+                    " UNION ALL SELECT revision FROM bound WHERE key = ?1"),
+    [Q_PUT] = "INSERT INTO record VALUES (?1, ?2, (SELECT revision FROM clock))",
+    [Q_PUT_BOUND] = "INSERT INTO bound VALUES (?1, ?2, (SELECT revision FROM clock), ?3)",
     [Q_DELETE] = "DELETE FROM record WHERE key = ?1",
+    [Q_DELETE_BOUND] = "DELETE FROM bound WHERE key = ?1",
     [Q_TICK] = "UPDATE clock SET revision = revision + 1 RETURNING revision",
-    [Q_LIST] = "SELECT key, value, revision FROM record WHERE substr(key, 1, length(?1)) = ?1 ORDER BY key",
+    [Q_CLOCK] = "SELECT revision FROM clock",
+    [Q_LIST] = ("SELECT key, value, revision FROM record WHERE substr(key, 1, length(?1)) = ?1"
+                " UNION ALL SELECT key, value, revision FROM bound WHERE substr(key, 1, length(?1)) = ?1"
+                " ORDER BY key"),
+    [Q_LIST_SESSION] = "SELECT key, value, revision FROM bound WHERE session = ?1 ORDER BY key",
 };
 
 struct ep_sqlite_db {
@@ -200,6 +226,8 @@ static ep_status set_up(struct ep_sqlite_db *db, struct ep_error *error)
     /* Takes the lock now, not at the first change. */
     if (sqlite3_exec(db->sqlite, "BEGIN IMMEDIATE; COMMIT", NULL, NULL, NULL))
         return fail(db, error, "lock it");
+    if (sqlite3_exec(db->sqlite, bound_schema, NULL, NULL, NULL))
+        return fail(db, error, "make its tables");
     return prepare_queries(db, error);
 }
 
@@ -239,49 +267,25 @@ void ep_sqlite_db_close(struct ep_sqlite_db *db)
 
 /* ---- reading ----------------------------------------------------------------- */
 
-void ep_record_list_clear(struct ep_record_list *list)
-{
-    for (size_t i = 0; i < list->n; i++) {
-        free((void *)(uintptr_t)list->records[i].key);
-        free((void *)(uintptr_t)list->records[i].value);
-    }
-    free(list->records);
-    *list = (struct ep_record_list){ 0 };
-}
-
-static bool add_record(struct ep_record_list *list, sqlite3_stmt *row)
+static bool add_row(struct ep_record_list *list, sqlite3_stmt *row)
 {
     size_t size = (size_t)sqlite3_column_bytes(row, 1);
-    struct ep_record *records = realloc(list->records, (list->n + 1) * sizeof *records);
-    char *key = strdup((const char *)sqlite3_column_text(row, 0));
-    void *value = malloc(size ? size : 1);
+    const void *value = sqlite3_column_blob(row, 1); /* NULL when there are no bytes */
 
-    if (records)
-        list->records = records;
-    if (!records || !key || !value) {
-        free(key);
-        free(value);
-        return false;
-    }
-    if (size)
-        memcpy(value, sqlite3_column_blob(row, 1), size);
-    list->records[list->n++] = (struct ep_record){
-        .key = key, .value = value, .size = size, .revision = (uint64_t)sqlite3_column_int64(row, 2)
-    };
-    return true;
+    return ep_record_list_add(list, (const char *)sqlite3_column_text(row, 0), value ? value : "", size,
+                              (uint64_t)sqlite3_column_int64(row, 2));
 }
 
-ep_status ep_sqlite_db_list(struct ep_sqlite_db *db, const char *prefix, struct ep_record_list *out,
-                            struct ep_error *error)
+/* Runs a query whose parameters are bound. */
+static ep_status list_rows(struct ep_sqlite_db *db, sqlite3_stmt *query, struct ep_record_list *out,
+                           struct ep_error *error)
 {
-    sqlite3_stmt *query = db->query[Q_LIST];
     struct ep_record_list list = { 0 };
     ep_status status = EP_OK;
     int rc;
 
-    sqlite3_bind_text(query, 1, prefix, -1, SQLITE_STATIC);
     while ((rc = sqlite3_step(query)) == SQLITE_ROW)
-        if (!add_record(&list, query)) {
+        if (!add_row(&list, query)) {
             status = ep_error_set(error, EP_NO_MEMORY, "store %s: out of memory", db->path);
             break;
         }
@@ -293,6 +297,13 @@ ep_status ep_sqlite_db_list(struct ep_sqlite_db *db, const char *prefix, struct 
     else
         *out = list;
     return status;
+}
+
+ep_status ep_sqlite_db_list(struct ep_sqlite_db *db, const char *prefix, struct ep_record_list *out,
+                            struct ep_error *error)
+{
+    sqlite3_bind_text(db->query[Q_LIST], 1, prefix, -1, SQLITE_STATIC);
+    return list_rows(db, db->query[Q_LIST], out, error);
 }
 
 /* ---- writing ----------------------------------------------------------------- */
@@ -329,34 +340,40 @@ static ep_status check_expected(struct ep_sqlite_db *db, const struct ep_store_w
         return fail(db, error, "read it");
     if ((uint64_t)revision == write->expected)
         return EP_OK;
-    if (!revision)
-        return ep_error_set(error, EP_FAILED_PRECONDITION,
-                            "%s is not in the store, revision %" PRIu64 " was expected", write->key,
-                            write->expected);
-    if (write->expected == EP_STORE_ABSENT)
-        return ep_error_set(error, EP_FAILED_PRECONDITION, "%s is in the store already, at revision %" PRId64,
-                            write->key, revision);
-    return ep_error_set(error, EP_FAILED_PRECONDITION,
-                        "%s is at revision %" PRId64 ", revision %" PRIu64 " was expected", write->key,
-                        revision, write->expected);
+    return store_say_mismatch(write, (uint64_t)revision, error);
 }
 
-static ep_status apply(struct ep_sqlite_db *db, const struct ep_store_write *write, struct ep_error *error)
+static int put(struct ep_sqlite_db *db, const struct ep_store_write *write)
 {
-    int rc;
+    int which = write->session ? Q_PUT_BOUND : Q_PUT;
 
-    if (write->value) {
-        /* A zero-length blob needs a pointer, else it would be NULL. */
-        sqlite3_bind_blob64(db->query[Q_PUT], 2, write->size ? write->value : "", write->size, SQLITE_STATIC);
-        rc = run(db, Q_PUT, write->key, NULL);
-    } else {
-        rc = run(db, Q_DELETE, write->key, NULL);
-    }
-    return rc ? fail(db, error, "write to it") : EP_OK;
+    /* A zero-length blob needs a pointer, else it would be NULL. */
+    sqlite3_bind_blob64(db->query[which], 2, write->size ? write->value : "", write->size, SQLITE_STATIC);
+    if (write->session)
+        sqlite3_bind_int64(db->query[which], 3, write->session->lease);
+    return run(db, which, write->key, NULL);
+}
+
+/* A put is a delete before: the record may change between the tables. */
+static ep_status apply(struct ep_sqlite_db *db, const struct ep_store_write *write, int64_t revision,
+                       struct ep_record_list *changes, struct ep_error *error)
+{
+    int before = sqlite3_total_changes(db->sqlite);
+
+    if (write->check_only)
+        return EP_OK;
+    if (run(db, Q_DELETE, write->key, NULL) || run(db, Q_DELETE_BOUND, write->key, NULL) ||
+        (write->value && put(db, write)))
+        return fail(db, error, "write to it");
+    if (sqlite3_total_changes(db->sqlite) == before)
+        return EP_OK; /* it was not there, and is not now */
+    if (!ep_record_list_add(changes, write->key, write->value, write->size, (uint64_t)revision))
+        return ep_error_set(error, EP_NO_MEMORY, "store %s: out of memory", db->path);
+    return EP_OK;
 }
 
 static ep_status transact(struct ep_sqlite_db *db, const struct ep_store_write *writes, size_t n,
-                          int64_t *revision, struct ep_error *error)
+                          struct ep_record_list *changes, int64_t *revision, struct ep_error *error)
 {
     ep_status status;
 
@@ -366,26 +383,57 @@ static ep_status transact(struct ep_sqlite_db *db, const struct ep_store_write *
     if (run(db, Q_TICK, NULL, revision))
         return fail(db, error, "write to it");
     for (size_t i = 0; i < n; i++)
-        if ((status = apply(db, &writes[i], error)))
+        if ((status = apply(db, &writes[i], *revision, changes, error)))
             return status;
     return run(db, Q_COMMIT, NULL, NULL) ? fail(db, error, "write to it") : EP_OK;
 }
 
 ep_status ep_sqlite_db_commit(struct ep_sqlite_db *db, const struct ep_store_write *writes, size_t n,
-                              uint64_t *revision, struct ep_error *error)
+                              struct ep_record_list *changes, uint64_t *revision, struct ep_error *error)
 {
+    struct ep_record_list list = { 0 };
     int64_t value = 0;
     ep_status status;
 
     if (run(db, Q_BEGIN, NULL, NULL))
         return fail(db, error, "write to it");
-    status = transact(db, writes, n, &value, error);
+    status = transact(db, writes, n, &list, &value, error);
     if (status) {
         /* Some failures have rolled back already. */
         if (!sqlite3_get_autocommit(db->sqlite))
             (void)run(db, Q_ROLLBACK, NULL, NULL);
+        ep_record_list_clear(&list);
         return status;
     }
+    *changes = list;
     *revision = (uint64_t)value;
     return EP_OK;
+}
+
+ep_status ep_sqlite_db_end_session(struct ep_sqlite_db *db, int64_t session, struct ep_record_list *changes,
+                                   uint64_t *revision, struct ep_error *error)
+{
+    struct ep_record_list held = { 0 };
+    struct ep_store_write *writes;
+    ep_status status;
+
+    sqlite3_bind_int64(db->query[Q_LIST_SESSION], 1, session);
+    status = list_rows(db, db->query[Q_LIST_SESSION], &held, error);
+    if (status || !held.n)
+        return status;
+    writes = store_allocate(held.n, sizeof *writes);
+    for (size_t i = 0; i < held.n; i++)
+        writes[i] = (struct ep_store_write){ .key = held.records[i].key, .expected = EP_STORE_ANY };
+    status = ep_sqlite_db_commit(db, writes, held.n, changes, revision, error);
+    free(writes);
+    ep_record_list_clear(&held);
+    return status;
+}
+
+uint64_t ep_sqlite_db_revision(struct ep_sqlite_db *db)
+{
+    int64_t revision = 0;
+
+    (void)run(db, Q_CLOCK, NULL, &revision);
+    return (uint64_t)revision;
 }

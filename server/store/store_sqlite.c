@@ -1,292 +1,212 @@
-/*
- * The sqlite store: a queue of requests, one thread that works them off in order, and an async handle
- * that brings the answers back to the loop, in the same order.
- */
-#include "ep_store.h"
+/* The sqlite store: one process, so that its watches see its own writes and its sessions live as long as it. */
+#include "store_private.h"
 
-#include <pthread.h>
-#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "ep_log.h"
 #include "sqlite_db.h"
 
-enum request_kind { REQUEST_LIST, REQUEST_COMMIT, REQUEST_STOP };
+/* What a watch that asks for older changes can still get; past that it gets the whole. */
+#define HISTORY_RECORDS 1024
+#define HISTORY_BYTES   (4u << 20)
 
-/* Filled by the loop's thread, answered by the store's, ended and freed by the loop's. */
-struct request {
-    struct request *next;
-    enum request_kind kind;
-    char *prefix;
-    struct ep_store_write *writes; /* keys and values are copies */
-    size_t n;
-    union {
-        ep_store_list_fn list;
-        ep_store_write_fn write;
-    } done;
-    void *user;
-    /* the answer */
-    struct ep_error error;
-    struct ep_record_list list;
-    uint64_t revision;
+/* The store's thread owns all of it. */
+struct sqlite_store {
+    struct ep_sqlite_db *db;
+    struct ep_watch *watches;
+    int64_t sessions; /* the newest one's number */
+    struct ep_record_list history;
+    size_t history_bytes;
+    uint64_t forgotten; /* changes after this revision are all in history */
+    uint64_t revision;  /* of the last commit */
 };
 
-struct queue {
-    struct request *head, **tail;
-};
+/* ---- history --------------------------------------------------------------------------- */
 
-struct ep_store {
-    struct ep_sqlite_db *db; /* the store's thread */
-    uv_async_t answered;
-    uv_thread_t thread;
-    pthread_mutex_t mutex; /* both queues */
-    pthread_cond_t asked_some;
-    struct queue asked, answers;
-    /* the loop's thread */
-    struct ep_error health;
-    void (*on_closed)(void *user);
-    void *user;
-};
-
-static void queue_init(struct queue *queue)
+static void forget_all(struct sqlite_store *store, uint64_t revision)
 {
-    queue->head = NULL;
-    queue->tail = &queue->head;
+    ep_record_list_clear(&store->history);
+    store->history_bytes = 0;
+    store->forgotten = revision;
 }
 
-static void queue_push(struct queue *queue, struct request *request)
+static bool below(const char *key, const char *prefix)
 {
-    request->next = NULL;
-    *queue->tail = request;
-    queue->tail = &request->next;
+    return strncmp(key, prefix, strlen(prefix)) == 0;
 }
 
-static struct request *queue_pop(struct queue *queue)
+/* Adds what of `from` is below the prefix and newer than since. */
+static bool select_changes(struct ep_record_list *to, const struct ep_record_list *from, const char *prefix,
+                           uint64_t since)
 {
-    struct request *request = queue->head;
+    for (size_t i = 0; i < from->n; i++) {
+        const struct ep_record *r = &from->records[i];
 
-    if (request && !(queue->head = request->next))
-        queue->tail = &queue->head;
-    return request;
-}
-
-static void request_free(struct request *request)
-{
-    for (size_t i = 0; i < request->n; i++) {
-        free((void *)(uintptr_t)request->writes[i].key);
-        free((void *)(uintptr_t)request->writes[i].value);
+        if (r->revision > since && below(r->key, prefix) &&
+            !ep_record_list_add(to, r->key, r->value, r->size, r->revision))
+            return false;
     }
-    ep_record_list_clear(&request->list);
-    free(request->writes);
-    free(request->prefix);
-    free(request);
+    return true;
 }
 
-/* ---- the store's thread -------------------------------------------------------- */
-
-static void work(struct ep_store *store, struct request *request)
+/* When it is full all of it goes: watches that are open have had it, and a later one gets the whole. */
+static void remember(struct sqlite_store *store, const struct ep_record_list *changes)
 {
-    if (request->kind == REQUEST_LIST)
-        (void)ep_sqlite_db_list(store->db, request->prefix, &request->list, &request->error);
-    else if (request->kind == REQUEST_COMMIT && !request->error.status)
-        (void)ep_sqlite_db_commit(store->db, request->writes, request->n, &request->revision,
-                                  &request->error);
+    size_t bytes = 0;
+
+    for (size_t i = 0; i < changes->n; i++)
+        bytes += changes->records[i].size;
+    store->history_bytes += bytes;
+    if (store->history.n + changes->n > HISTORY_RECORDS || store->history_bytes > HISTORY_BYTES ||
+        !select_changes(&store->history, changes, "", 0))
+        forget_all(store, store->revision);
 }
 
-static void thread_main(void *arg)
+/* ---- watches --------------------------------------------------------------------------- */
+
+/* No memory: what follows would have a gap, so the watch is served the whole at the next change instead. */
+static void tell_whole(struct sqlite_store *store, struct ep_watch *watch)
 {
-    struct ep_store *store = arg;
-    bool stop = false;
+    struct ep_record_list list = { 0 };
+    struct ep_error error = EP_ERROR_INIT;
 
-    while (!stop) {
-        struct request *request;
-
-        pthread_mutex_lock(&store->mutex);
-        while (!(request = queue_pop(&store->asked)))
-            pthread_cond_wait(&store->asked_some, &store->mutex);
-        pthread_mutex_unlock(&store->mutex);
-        stop = request->kind == REQUEST_STOP;
-        work(store, request);
-        pthread_mutex_lock(&store->mutex);
-        queue_push(&store->answers, request);
-        pthread_mutex_unlock(&store->mutex);
-        uv_async_send(&store->answered);
-    }
-}
-
-/* ---- the loop's thread --------------------------------------------------------- */
-
-/* A revision that did not match says nothing about the disk; everything else does. */
-static void note_health(struct ep_store *store, const struct ep_error *error)
-{
-    if (error->status == EP_FAILED_PRECONDITION)
+    if (ep_sqlite_db_list(store->db, watch->prefix, &list, &error)) {
+        EP_ERROR("store", "a watch waits for its records", EP_S("error", error.text));
+        watch->needs_whole = true;
         return;
-    if (error->status && !store->health.status)
-        EP_ERROR("store", "store refuses writes", EP_S("error", error->text));
-    else if (!error->status && store->health.status)
-        EP_INFO("store", "store accepts writes again");
-    store->health = *error;
-}
-
-static void closed(uv_handle_t *handle)
-{
-    struct ep_store *store = handle->data;
-    void (*on_closed)(void *user) = store->on_closed;
-    void *user = store->user;
-
-    pthread_cond_destroy(&store->asked_some);
-    pthread_mutex_destroy(&store->mutex);
-    free(store);
-    if (on_closed)
-        on_closed(user);
-}
-
-static void answer(struct ep_store *store, struct request *request)
-{
-    switch (request->kind) {
-    case REQUEST_LIST:
-        request->done.list(&request->error, request->list.records, request->list.n, request->user);
-        break;
-    case REQUEST_COMMIT:
-        note_health(store, &request->error);
-        if (request->done.write)
-            request->done.write(&request->error, request->revision, request->user);
-        break;
-    case REQUEST_STOP:
-        uv_thread_join(&store->thread);
-        ep_sqlite_db_close(store->db);
-        uv_close((uv_handle_t *)&store->answered, closed);
-        break;
     }
-    request_free(request);
+    watch->needs_whole = false;
+    watch->since = store->revision;
+    store_tell_changes(watch, true, &list, store->revision);
 }
 
-static void on_answered(uv_async_t *async)
+static void catch_up(struct sqlite_store *store, struct ep_watch *watch)
 {
-    struct ep_store *store = async->data;
+    struct ep_record_list list = { 0 };
 
-    for (;;) {
-        struct request *request;
-
-        pthread_mutex_lock(&store->mutex);
-        request = queue_pop(&store->answers);
-        pthread_mutex_unlock(&store->mutex);
-        if (!request)
-            return;
-        answer(store, request);
+    if (watch->needs_whole || watch->since < store->forgotten || watch->since > store->revision) {
+        tell_whole(store, watch);
+    } else if (!select_changes(&list, &store->history, watch->prefix, watch->since)) {
+        ep_record_list_clear(&list);
+        tell_whole(store, watch);
+    } else {
+        watch->since = store->revision;
+        if (list.n)
+            store_tell_changes(watch, false, &list, store->revision);
     }
 }
 
-static void ask(struct ep_store *store, struct request *request)
+static void note_commit(struct sqlite_store *store, struct ep_record_list *changes, uint64_t revision)
 {
-    pthread_mutex_lock(&store->mutex);
-    queue_push(&store->asked, request);
-    pthread_cond_signal(&store->asked_some);
-    pthread_mutex_unlock(&store->mutex);
+    store->revision = revision;
+    remember(store, changes);
+    ep_record_list_clear(changes);
+    for (struct ep_watch *watch = store->watches; watch; watch = watch->next)
+        catch_up(store, watch);
 }
 
-static void *allocate(size_t n, size_t size)
+static void watch(void *self, struct ep_watch *watch)
 {
-    void *memory = calloc(n ? n : 1, size);
+    struct sqlite_store *store = self;
 
-    if (!memory)
-        abort(); /* a few bytes of bookkeeping: nothing sensible can go on without them */
-    return memory;
+    watch->next = store->watches;
+    store->watches = watch;
+    catch_up(store, watch);
 }
 
-static void *copy(const void *bytes, size_t size)
+static void unwatch(void *self, struct ep_watch *watch)
 {
-    void *memory = allocate(size ? size : 1, 1);
+    struct sqlite_store *store = self;
+    struct ep_watch **at = &store->watches;
 
-    if (size)
-        memcpy(memory, bytes, size);
-    return memory;
+    while (*at != watch)
+        at = &(*at)->next;
+    *at = watch->next;
 }
 
-static struct request *request_new(enum request_kind kind, void *user)
+/* ---- sessions: numbers, whose records sqlite_db keeps for this process only -------------- */
+
+static ep_status begin_session(void *self, struct ep_session *session, uint64_t deadline,
+                               struct ep_error *error)
 {
-    struct request *request = allocate(1, sizeof *request);
+    struct sqlite_store *store = self;
 
-    request->kind = kind;
-    request->user = user;
-    return request;
-}
-
-void ep_store_list(struct ep_store *store, const char *prefix, ep_store_list_fn done, void *user)
-{
-    struct request *request = request_new(REQUEST_LIST, user);
-
-    request->prefix = copy(prefix, strlen(prefix) + 1);
-    request->done.list = done;
-    ask(store, request);
-}
-
-void ep_store_commit(struct ep_store *store, const struct ep_store_write *writes, size_t n,
-                     ep_store_write_fn done, void *user)
-{
-    struct request *request = request_new(REQUEST_COMMIT, user);
-
-    request->writes = allocate(n, sizeof *writes);
-    request->n = n;
-    for (size_t i = 0; i < n; i++) {
-        request->writes[i] = writes[i];
-        request->writes[i].key = copy(writes[i].key, strlen(writes[i].key) + 1);
-        request->writes[i].value = writes[i].value ? copy(writes[i].value, writes[i].size) : NULL;
-    }
-    request->done.write = done;
-    ask(store, request);
-}
-
-ep_status ep_store_health(const struct ep_store *store, struct ep_error *error)
-{
-    if (error && store->health.status)
-        *error = store->health;
-    return store->health.status;
-}
-
-static ep_status start(uv_loop_t *loop, struct ep_store *store, struct ep_error *error)
-{
-    int rc = uv_async_init(loop, &store->answered, on_answered);
-
-    if (rc)
-        return ep_error_set(error, EP_INTERNAL, "store: cannot make its handle: %s", uv_strerror(rc));
-    store->answered.data = store;
-    rc = uv_thread_create(&store->thread, thread_main, store);
-    if (rc) {
-        uv_close((uv_handle_t *)&store->answered, closed);
-        return ep_error_set(error, EP_INTERNAL, "store: cannot start its thread: %s", uv_strerror(rc));
-    }
+    (void)deadline;
+    (void)error;
+    session->lease = ++store->sessions;
+    atomic_store(&session->valid_until, UINT64_MAX);
     return EP_OK;
+}
+
+static void end_session(void *self, struct ep_session *session, uint64_t deadline)
+{
+    struct sqlite_store *store = self;
+    struct ep_record_list changes = { 0 };
+    struct ep_error error = EP_ERROR_INIT;
+    uint64_t revision = store->revision;
+
+    (void)deadline;
+    atomic_store(&session->valid_until, 0);
+    if (ep_sqlite_db_end_session(store->db, session->lease, &changes, &revision, &error))
+        EP_ERROR("store", "a session's records stay until the process ends", EP_S("error", error.text));
+    else if (changes.n)
+        note_commit(store, &changes, revision);
+}
+
+/* ---- records --------------------------------------------------------------------------- */
+
+static ep_status list(void *self, const char *prefix, uint64_t deadline, struct ep_record_list *out,
+                      struct ep_error *error)
+{
+    (void)deadline;
+    return ep_sqlite_db_list(((struct sqlite_store *)self)->db, prefix, out, error);
+}
+
+static ep_status commit(void *self, const struct ep_store_write *writes, size_t n, uint64_t deadline,
+                        uint64_t *revision, struct ep_error *error)
+{
+    struct sqlite_store *store = self;
+    struct ep_record_list changes = { 0 };
+    ep_status status = ep_sqlite_db_commit(store->db, writes, n, &changes, revision, error);
+
+    (void)deadline;
+    if (!status)
+        note_commit(store, &changes, *revision);
+    return status;
+}
+
+/* ---- opening and closing ----------------------------------------------------------------- */
+
+static void close_sqlite(void *self)
+{
+    struct sqlite_store *store = self;
+
+    ep_sqlite_db_close(store->db);
+    ep_record_list_clear(&store->history);
+    free(store);
 }
 
 ep_status ep_store_open_sqlite(uv_loop_t *loop, const char *path, struct ep_store **out,
                                struct ep_error *error)
 {
+    static const struct store_backend backend = {
+        .list = list,
+        .commit = commit,
+        .watch = watch,
+        .unwatch = unwatch,
+        .begin_session = begin_session,
+        .end_session = end_session,
+        .close = close_sqlite,
+    };
     struct ep_sqlite_db *db;
-    struct ep_store *store;
+    struct sqlite_store *store;
     ep_status status = ep_sqlite_db_open(path, &db, error);
 
     if (status)
         return status;
-    store = allocate(1, sizeof *store);
+    store = store_allocate(1, sizeof *store);
     store->db = db;
-    queue_init(&store->asked);
-    queue_init(&store->answers);
-    pthread_mutex_init(&store->mutex, NULL);
-    pthread_cond_init(&store->asked_some, NULL);
-    status = start(loop, store, error);
-    if (status) {
-        ep_sqlite_db_close(db);
-        return status; /* the closing handle frees the store, where there is one */
-    }
-    *out = store;
-    return EP_OK;
-}
-
-void ep_store_close(struct ep_store *store, void (*on_closed)(void *user), void *user)
-{
-    store->on_closed = on_closed;
-    store->user = user;
-    ask(store, request_new(REQUEST_STOP, NULL));
+    store->revision = store->forgotten = ep_sqlite_db_revision(db);
+    return store_open(loop, &backend, store, 0, out, error);
 }

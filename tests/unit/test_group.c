@@ -462,23 +462,57 @@ static void a_record_that_cannot_be_read_is_a_failed_group(void **state)
     struct fixture *f = *state;
     struct ep_sqlite_db *db;
     const struct ep_store_write writes[] = {
-        { "groups/moe/spec", "\xff\xff\xff", 3, EP_STORE_ANY },
-        { "groups/moe/status", "\xff\xff", 2, EP_STORE_ANY },
-        { "groups/NO/spec", "x", 1, EP_STORE_ANY },
-        { "groups/lost/status", "", 0, EP_STORE_ANY },
-        { "groups/odd", "x", 1, EP_STORE_ANY },
+        { .key = "groups/moe/spec", .value = "\xff\xff\xff", .size = 3, .expected = EP_STORE_ANY },
+        { .key = "groups/moe/status", .value = "\xff\xff", .size = 2, .expected = EP_STORE_ANY },
+        { .key = "groups/NO/spec", .value = "x", .size = 1, .expected = EP_STORE_ANY },
+        { .key = "groups/lost/status", .value = "", .size = 0, .expected = EP_STORE_ANY },
+        { .key = "groups/odd", .value = "x", .size = 1, .expected = EP_STORE_ANY },
     };
+    struct ep_record_list changes;
     uint64_t revision;
 
     fixture_close(f);
     assert_int_equal(ep_sqlite_db_open(f->path, &db, NULL), EP_OK);
-    assert_int_equal(ep_sqlite_db_commit(db, writes, 5, &revision, NULL), EP_OK);
+    assert_int_equal(ep_sqlite_db_commit(db, writes, 5, &changes, &revision, NULL), EP_OK);
+    ep_record_list_clear(&changes);
     ep_sqlite_db_close(db);
     fixture_open(f);
     assert_int_equal(ep_groups_count(f->groups), 1);
     assert_int_equal(get(f, "moe")->status->phase, PHASE(FAILED));
     assert_non_null(strstr(get(f, "moe")->status->reason, "cannot be read"));
     expect(delete (f, "moe", false), EP_OK, "");
+}
+
+/* Specs that cannot be read make groups too, and cost no memory. */
+static void more_groups_than_one_commit_takes_get_their_epochs(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_record_list list;
+    struct ep_sqlite_db *db;
+    char key[32];
+    size_t epochs = 0;
+
+    fixture_close(f);
+    assert_int_equal(ep_sqlite_db_open(f->path, &db, NULL), EP_OK);
+    for (int i = 0; i < 2 * EP_STORE_MAX_WRITES + 7; i++) {
+        const struct ep_store_write write = { .key = key, .value = "\xff", .size = 1, .expected = EP_STORE_ANY };
+        uint64_t revision;
+
+        snprintf(key, sizeof key, "groups/g%d/spec", i);
+        assert_int_equal(ep_sqlite_db_commit(db, &write, 1, &list, &revision, NULL), EP_OK);
+        ep_record_list_clear(&list);
+    }
+    ep_sqlite_db_close(db);
+    fixture_open(f);
+    fixture_close(f);
+    assert_int_equal(ep_sqlite_db_open(f->path, &db, NULL), EP_OK);
+    assert_int_equal(ep_sqlite_db_list(db, "groups/", &list, NULL), EP_OK);
+    for (size_t i = 0; i < list.n; i++)
+        epochs += strstr(list.records[i].key, "/status") != NULL;
+    assert_int_equal(epochs, 2 * EP_STORE_MAX_WRITES + 7);
+    ep_record_list_clear(&list);
+    ep_sqlite_db_close(db);
+    fixture_open(f);
 }
 
 static void changes_before_the_groups_are_loaded_are_refused(void **state)
@@ -542,7 +576,7 @@ static void a_change_that_is_not_stored_did_not_happen(void **state)
 /* Somebody else writes the record first, so that the commit of the change finds another revision. */
 static void overtake(struct fixture *f, const char *key)
 {
-    const struct ep_store_write write = { key, "", 0, EP_STORE_ANY };
+    const struct ep_store_write write = { .key = key, .value = "", .expected = EP_STORE_ANY };
 
     ep_store_commit(f->store, &write, 1, NULL, NULL);
 }
@@ -674,6 +708,7 @@ int main(void)
         TEST(a_group_that_no_longer_fits_has_failed_and_can_be_mended),
         TEST(a_failed_group_can_be_deleted),
         TEST(a_record_that_cannot_be_read_is_a_failed_group),
+        TEST(more_groups_than_one_commit_takes_get_their_epochs),
         TEST(changes_before_the_groups_are_loaded_are_refused),
         TEST(a_change_that_is_not_stored_did_not_happen),
         TEST(a_new_epoch_that_is_not_stored_did_not_happen),

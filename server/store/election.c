@@ -1,0 +1,207 @@
+/*
+ * Elections, for both stores: the record of the key is written only where there is none, and goes with the
+ * session of whoever wrote it.  Its revision is the term: commits of the leader ask for it.
+ */
+#include "ep_store.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "store_private.h"
+
+#define RETRY_MS 500 /* after a campaign that the store did not take */
+
+/* The loop's thread owns it. */
+struct ep_election {
+    struct ep_store *store;
+    struct ep_session *session;
+    char *key, *name;
+    ep_election_fn fn;
+    void *user;
+    struct ep_watch *watch;
+    uv_timer_t retry;
+    char *leader;  /* NULL: nobody */
+    uint64_t held; /* revision of the record, 0: there is none */
+    uint64_t seen; /* what the watch has told is true of this revision */
+    uint64_t won;  /* revision at which this side wrote it, 0: it did not */
+    bool campaigning, closed, told_leading;
+    unsigned references; /* the handle, a commit under way */
+};
+
+static void settle(struct ep_election *e);
+
+static void release(struct ep_election *e)
+{
+    if (--e->references)
+        return;
+    free(e->key);
+    free(e->name);
+    free(e->leader);
+    free(e);
+}
+
+static void set_leader(struct ep_election *e, const void *name, size_t size, uint64_t revision)
+{
+    free(e->leader);
+    e->leader = NULL;
+    if (name) {
+        e->leader = store_allocate(size + 1, 1);
+        memcpy(e->leader, name, size);
+    }
+    e->held = revision;
+}
+
+/* ---- running ----------------------------------------------------------------------------- */
+
+static void on_retry(uv_timer_t *timer)
+{
+    settle(timer->data);
+}
+
+static void resign(struct ep_election *e)
+{
+    const struct ep_store_write write = { .key = e->key, .expected = e->won };
+
+    if (e->won)
+        ep_store_commit(e->store, &write, 1, NULL, NULL);
+    e->won = 0;
+}
+
+static void notify(struct ep_election *e, bool news)
+{
+    bool leading = e->won != 0;
+
+    news = news || leading != e->told_leading;
+    e->told_leading = leading;
+    if (news)
+        e->fn(e, leading, e->user);
+}
+
+/* The watch may have told what came after before this answer is here. */
+static void on_won(struct ep_election *e, uint64_t revision)
+{
+    bool news = e->seen < revision;
+
+    e->won = revision;
+    if (news)
+        set_leader(e, e->name, strlen(e->name), revision);
+    settle(e);
+    notify(e, news);
+}
+
+static void on_campaigned(const struct ep_error *error, uint64_t revision, void *user)
+{
+    struct ep_election *e = user;
+
+    e->campaigning = false;
+    if (e->closed) {
+        e->won = error->status ? 0 : revision;
+        if (!store_is_closing(e->store)) /* else the session's end takes the record */
+            resign(e);
+    } else if (error->status) {
+        uv_timer_start(&e->retry, on_retry, RETRY_MS, 0); /* whoever holds it now may be told by then */
+    } else {
+        on_won(e, revision);
+    }
+    release(e);
+}
+
+static void campaign(struct ep_election *e)
+{
+    const struct ep_store_write write = { .key = e->key,
+                                          .value = e->name,
+                                          .size = strlen(e->name),
+                                          .expected = EP_STORE_ABSENT,
+                                          .session = e->session };
+
+    e->campaigning = true;
+    e->references++;
+    ep_store_commit(e->store, &write, 1, on_campaigned, e);
+}
+
+/* Acts on what is known; called when that has changed. */
+static void settle(struct ep_election *e)
+{
+    if (e->won && e->held != e->won)
+        e->won = 0;
+    if (!e->held && !e->campaigning && ep_session_alive(e->session))
+        campaign(e);
+}
+
+static void learn(struct ep_election *e, const struct ep_store_changes *changes)
+{
+    if (changes->revision < e->seen || changes->revision < e->won)
+        return; /* from before this side won */
+    e->seen = changes->revision;
+    if (changes->whole)
+        set_leader(e, NULL, 0, 0);
+    for (size_t i = 0; i < changes->n; i++) {
+        const struct ep_record *r = &changes->records[i];
+
+        if (strcmp(r->key, e->key) == 0 && r->revision >= e->won)
+            set_leader(e, r->value, r->size, r->value ? r->revision : 0);
+    }
+}
+
+static void on_changes(const struct ep_store_changes *changes, void *user)
+{
+    struct ep_election *e = user;
+    uint64_t held = e->held;
+
+    learn(e, changes);
+    settle(e);
+    notify(e, e->held != held);
+}
+
+/* ---- the interface ----------------------------------------------------------------------- */
+
+struct ep_election *ep_election_open(struct ep_store *store, struct ep_session *session, const char *key,
+                                     const char *name, ep_election_fn fn, void *user)
+{
+    struct ep_election *e = store_allocate(1, sizeof *e);
+
+    *e = (struct ep_election){ .store = store,
+                               .session = session,
+                               .key = store_copy_text(key),
+                               .name = store_copy_text(name),
+                               .fn = fn,
+                               .user = user,
+                               .references = 1 };
+    uv_timer_init(store_loop(store), &e->retry);
+    e->retry.data = e;
+    e->watch = ep_watch_open(store, key, EP_STORE_BEGIN, on_changes, e);
+    return e;
+}
+
+static void on_timer_closed(uv_handle_t *handle)
+{
+    release(handle->data);
+}
+
+void ep_election_close(struct ep_election *e)
+{
+    e->closed = true;
+    ep_watch_close(e->watch);
+    resign(e);
+    uv_close((uv_handle_t *)&e->retry, on_timer_closed);
+}
+
+bool ep_election_leads(const struct ep_election *e)
+{
+    return e->won && ep_session_alive(e->session);
+}
+
+const char *ep_election_leader(const struct ep_election *e)
+{
+    return e->leader;
+}
+
+struct ep_store_write ep_election_guard(const struct ep_election *e)
+{
+    return (struct ep_store_write){
+        .key = e->key,
+        .expected = e->won ? e->won : INT64_MAX, /* no record has that one */
+        .session = e->session,
+        .check_only = true,
+    };
+}

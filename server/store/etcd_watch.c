@@ -1,0 +1,234 @@
+/*
+ * Watches: a thread and a stream for each.
+ *
+ * `since` is the revision until which all has been told.  A stream begins right after it, at whichever endpoint, so
+ * that a break loses and repeats nothing.  Where etcd no longer has those changes, the whole is read and told.
+ */
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ep_log.h"
+#include "etcd_client.h"
+
+#define QUIET_MS       4000 /* without a word from etcd it is asked for one, and given as long again to say it */
+#define FIRST_PAUSE_MS 50
+#define LAST_PAUSE_MS  2000
+#define LIST_WITHIN_MS 5000
+
+struct watcher {
+    struct etcd_task task;
+    struct ep_watch *watch;
+    char *from, *end; /* the range */
+    uint64_t pause_ms;
+    bool failing; /* told in the log */
+};
+
+/* ---- the whole ----------------------------------------------------------------------- */
+
+static ep_status tell_whole(struct watcher *w, struct ep_error *error)
+{
+    struct ep_record_list list = { 0 };
+    uint64_t revision = 0;
+    ep_status status =
+        etcd_list(w->task.etcd, w->watch->prefix, ep_clock_ns() + LIST_WITHIN_MS * EP_NS_PER_MS,
+                  &w->task.stop, &list, &revision, error);
+
+    if (status)
+        return status;
+    w->watch->since = revision;
+    w->watch->needs_whole = false;
+    store_tell_changes(w->watch, true, &list, revision);
+    return EP_OK;
+}
+
+/* ---- one message --------------------------------------------------------------------- */
+
+/* What of them is new and ours.  A delete is of the revision at which it happened. */
+static bool add_events(struct watcher *w, const Etcdserverpb__WatchResponse *r, struct ep_record_list *list,
+                       uint64_t *newest)
+{
+    char key[1024];
+
+    for (size_t i = 0; i < r->n_events; i++) {
+        const Mvccpb__KeyValue *kv = r->events[i]->kv;
+        bool gone = r->events[i]->type == MVCCPB__EVENT__EVENT_TYPE__DELETE;
+        const void *value = gone ? NULL : kv && kv->value.data ? kv->value.data : (const uint8_t *)"";
+
+        if (!kv || (uint64_t)kv->mod_revision <= w->watch->since)
+            continue;
+        *newest = (uint64_t)kv->mod_revision;
+        if (etcd_key_of(w->task.etcd, &kv->key, key, sizeof key) &&
+            !ep_record_list_add(list, key, value, gone ? 0 : kv->value.len, (uint64_t)kv->mod_revision))
+            return false;
+    }
+    return true;
+}
+
+static ep_status take_events(struct watcher *w, const Etcdserverpb__WatchResponse *r, struct ep_error *error)
+{
+    struct ep_record_list list = { 0 };
+    uint64_t newest = w->watch->since;
+
+    if (!add_events(w, r, &list, &newest)) {
+        ep_record_list_clear(&list);
+        return ep_error_set(error, EP_NO_MEMORY, "out of memory"); /* begins again after since */
+    }
+    /* A note that there was nothing until its revision.  Those that were asked for (-1) may overtake events. */
+    if (!r->n_events && !r->created && r->watch_id >= 0 && r->header &&
+        (uint64_t)r->header->revision > newest)
+        newest = (uint64_t)r->header->revision;
+    w->watch->since = newest;
+    if (list.n)
+        store_tell_changes(w->watch, false, &list, newest);
+    ep_record_list_clear(&list);
+    return EP_OK;
+}
+
+/* A member that lags behind is no reason; a cluster that was set back to an old copy is. */
+static ep_status check_revision(struct watcher *w, const Etcdserverpb__WatchResponse *r,
+                                struct ep_error *error)
+{
+    uint64_t revision;
+    ep_status status;
+
+    if (!r->header || (uint64_t)r->header->revision >= w->watch->since)
+        return EP_OK;
+    status = etcd_ask_revision(w->task.etcd, ep_clock_ns() + LIST_WITHIN_MS * EP_NS_PER_MS, &w->task.stop,
+                               &revision, error);
+    if (status || revision >= w->watch->since)
+        return status;
+    w->watch->needs_whole = true;
+    return ep_error_set(error, EP_FAILED_PRECONDITION,
+                        "etcd is at revision %" PRIu64 ", and was at %" PRIu64 ": it was set back", revision,
+                        w->watch->since);
+}
+
+static ep_status take(struct watcher *w, const Etcdserverpb__WatchResponse *r, struct ep_error *error)
+{
+    if (r->canceled && r->compact_revision) {
+        w->watch->needs_whole = true;
+        return ep_error_set(error, EP_FAILED_PRECONDITION,
+                            "what came after revision %" PRIu64 " is compacted", w->watch->since);
+    }
+    if (r->canceled)
+        return ep_error_set(error, EP_PERMISSION_DENIED, "etcd ends the watch: %.200s", r->cancel_reason);
+    w->pause_ms = 0;
+    if (w->failing)
+        EP_INFO("store", "watch goes on", EP_S("prefix", w->watch->prefix));
+    w->failing = false;
+    return r->created ? check_revision(w, r, error) : take_events(w, r, error);
+}
+
+/* ---- the stream ---------------------------------------------------------------------- */
+
+static ep_status ask_for_a_word(struct watcher *w, struct ep_error *error)
+{
+    Etcdserverpb__WatchProgressRequest progress = ETCDSERVERPB__WATCH_PROGRESS_REQUEST__INIT;
+    Etcdserverpb__WatchRequest request = ETCDSERVERPB__WATCH_REQUEST__INIT;
+
+    request.request_union_case = ETCDSERVERPB__WATCH_REQUEST__REQUEST_UNION_PROGRESS_REQUEST;
+    request.progress_request = &progress;
+    return ep_rpc_stream_send(w->task.stream, &request.base, error);
+}
+
+/* The next message.  A member that is stopped keeps its connections: only a question shows it. */
+static ep_status next_message(struct watcher *w, bool may_ask, Etcdserverpb__WatchResponse **out,
+                              struct ep_error *error)
+{
+    ep_status status = ep_rpc_stream_read(w->task.stream, QUIET_MS, (ProtobufCMessage **)out, error);
+
+    if (status == EP_DEADLINE_EXCEEDED && may_ask && !ep_rpc_stream_ended(w->task.stream) &&
+        !(status = ask_for_a_word(w, error)))
+        status = ep_rpc_stream_read(w->task.stream, QUIET_MS, (ProtobufCMessage **)out, error);
+    if (!status && !*out)
+        status = ep_error_set(error, EP_UNAVAILABLE, "etcd hung up");
+    return status;
+}
+
+static ep_status open_stream(struct watcher *w, struct ep_error *error)
+{
+    Etcdserverpb__WatchCreateRequest create = ETCDSERVERPB__WATCH_CREATE_REQUEST__INIT;
+    Etcdserverpb__WatchRequest request = ETCDSERVERPB__WATCH_REQUEST__INIT;
+
+    create.key = etcd_bytes(w->from);
+    create.range_end = etcd_bytes(w->end);
+    create.start_revision = (int64_t)w->watch->since + 1;
+    create.progress_notify = true;
+    request.request_union_case = ETCDSERVERPB__WATCH_REQUEST__REQUEST_UNION_CREATE_REQUEST;
+    request.create_request = &create;
+    return etcd_task_stream(&w->task, &etcdserverpb__watch__descriptor, "Watch", &request.base, -1, error);
+}
+
+/* Until something ends it; that is in *error. */
+static void follow(struct watcher *w, struct ep_error *error)
+{
+    ep_status status = open_stream(w, error);
+    bool heard = false; /* before its first word the stream is not open, and a question would wait for that */
+
+    while (!status && !atomic_load(&w->task.stop)) {
+        Etcdserverpb__WatchResponse *r;
+
+        status = next_message(w, heard, &r, error);
+        if (status)
+            break;
+        heard = true;
+        status = take(w, r, error);
+        etcd_free(r);
+    }
+    /* More at once than a message may hold: read it in pages. */
+    if (status == EP_RESOURCE_EXHAUSTED)
+        w->watch->needs_whole = true;
+    etcd_task_end_stream(&w->task, w->watch->needs_whole ? NULL : error);
+}
+
+/* None after the first break, then more each time. */
+static uint64_t longer(uint64_t pause_ms)
+{
+    if (!pause_ms)
+        return FIRST_PAUSE_MS;
+    return pause_ms * 2 > LAST_PAUSE_MS ? LAST_PAUSE_MS : pause_ms * 2;
+}
+
+static void run(void *arg)
+{
+    struct watcher *w = arg;
+
+    while (!atomic_load(&w->task.stop)) {
+        struct ep_error error = EP_ERROR_INIT;
+
+        if (!w->watch->needs_whole || !tell_whole(w, &error))
+            follow(w, &error);
+        if (atomic_load(&w->task.stop))
+            return;
+        if (!w->failing)
+            EP_WARN("store", "watch interrupted", EP_S("prefix", w->watch->prefix),
+                    EP_S("error", error.text));
+        w->failing = true;
+        etcd_task_sleep(&w->task, w->pause_ms);
+        w->pause_ms = longer(w->pause_ms);
+    }
+}
+
+/* ---- begin and end ------------------------------------------------------------------- */
+
+void etcd_begin_watch(struct etcd *etcd, struct ep_watch *watch)
+{
+    struct watcher *w = store_allocate(1, sizeof *w);
+
+    w->watch = watch;
+    w->from = etcd_key(etcd, watch->prefix);
+    w->end = etcd_range_end(w->from);
+    watch->state = w;
+    etcd_task_start(&w->task, etcd, run, w);
+}
+
+void etcd_end_watch(struct ep_watch *watch)
+{
+    struct watcher *w = watch->state;
+
+    etcd_task_stop(&w->task);
+    free(w->from);
+    free(w->end);
+    free(w);
+}
