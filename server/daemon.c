@@ -337,11 +337,24 @@ static ep_status open_node(struct daemon *d, struct ep_error *error)
     return ep_node_open(&options, &d->node, error);
 }
 
+static ep_status open_etcd(struct daemon *d, struct ep_error *error)
+{
+    const struct ep_options *o = d->options;
+    const struct ep_store_etcd options = {
+        .url = o->store, .ca = o->store_ca, .cert = o->store_cert, .key = o->store_key,
+        .user = o->store_user, .password_file = o->store_password_file,
+    };
+
+    return ep_store_open_etcd(&d->loop, &options, &d->store, error);
+}
+
 static ep_status open_store(struct daemon *d, struct ep_error *error)
 {
     char *path = NULL;
     ep_status status;
 
+    if (*d->options->store)
+        return open_etcd(d, error);
     if (asprintf(&path, "%s/" STORE_FILE, d->options->state_dir) < 0)
         return ep_error_set(error, EP_NO_MEMORY, "out of memory");
     status = ep_store_open_sqlite(&d->loop, path, &d->store, error);

@@ -10,6 +10,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "ep_store_url.h"
+
 #define ENVIRONMENT_PREFIX "EP_SERVER_"
 #define SIDE_SOCKET_SUFFIX ".attach" /* as in main.c; counts for the length of the path */
 
@@ -95,7 +97,22 @@ const struct ep_option ep_options_table[] = {
     { "memory", "node", EP_TYPE_BYTES, 0, FIELD(memory), .fallback = "0", .min = 0, .max = 1024 * TIB,
       .doc = "Memory for the windows of all groups, on GPUs of each; 0: half of what is free at start" },
     { "state-dir", "node", EP_TYPE_PATH, 0, FIELD(state_dir), .computed = default_state_dir,
-      .doc = "Directory of what must survive a restart (groups, drain state); made if it is not there" },
+      .doc = "Directory of what must survive a restart (groups, drain state), unless store says where; made if it is "
+             "not there" },
+    { "store", "node", EP_TYPE_STRING, 0, FIELD(store), .fallback = "",
+      .doc = "etcd (3.4 or later) that keeps what must survive a restart, instead of a file in state-dir: "
+             "etcd://HOST:PORT,HOST:PORT/PREFIX, with all of its members; a prefix is one server's alone, and by "
+             "default ep-server" },
+    { "store-ca", "node", EP_TYPE_PATH, 0, FIELD(store_ca), .fallback = "",
+      .doc = "PEM file of the authority of etcd's certificates; with it, or with store-cert, connections are TLS" },
+    { "store-cert", "node", EP_TYPE_PATH, 0, FIELD(store_cert), .fallback = "",
+      .doc = "PEM file of the certificate to show to etcd; read again when it changes" },
+    { "store-key", "node", EP_TYPE_PATH, 0, FIELD(store_key), .fallback = "",
+      .doc = "PEM file of its private key" },
+    { "store-user", "node", EP_TYPE_STRING, 0, FIELD(store_user), .fallback = "",
+      .doc = "User to log in to etcd as; none by default" },
+    { "store-password-file", "node", EP_TYPE_PATH, 0, FIELD(store_password_file), .fallback = "",
+      .doc = "File whose first line is the user's password; read at each login" },
 
     { "socket", "workers", EP_TYPE_PATH, 0, FIELD(socket), .computed = default_socket,
       .doc = "Unix socket for workers and local administration; a second one, with the suffix "
@@ -678,6 +695,46 @@ static ep_status check_admin(const struct ep_options *o, struct ep_error *error)
     return EP_OK;
 }
 
+/* What belongs to etcd is of no use, and most likely a mistake, where the store is a file. */
+static ep_status check_no_store(const struct ep_options *o, struct ep_error *error)
+{
+    const struct { const char *name, *value; } parts[] = {
+        { "store-ca", o->store_ca },     { "store-cert", o->store_cert },
+        { "store-key", o->store_key },   { "store-user", o->store_user },
+        { "store-password-file", o->store_password_file },
+    };
+
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        if (*parts[i].value)
+            return ep_error_set(error, EP_INVALID_ARGUMENT, "%s is set without store: give --store=etcd://HOST:PORT",
+                                parts[i].name);
+    return EP_OK;
+}
+
+static ep_status check_store(const struct ep_options *o, struct ep_error *error)
+{
+    struct ep_store_url url;
+    ep_status status;
+
+    if (!*o->store)
+        return check_no_store(o, error);
+    if ((status = ep_store_url_parse(o->store, &url, error)))
+        return status;
+    ep_store_url_fini(&url);
+    if (!*o->store_cert != !*o->store_key)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "%s is set without %s: both are needed",
+                            *o->store_cert ? "store-cert" : "store-key", *o->store_cert ? "store-key" : "store-cert");
+    if (!*o->store_user != !*o->store_password_file)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "%s is set without %s: both are needed",
+                            *o->store_user ? "store-user" : "store-password-file",
+                            *o->store_user ? "store-password-file" : "store-user");
+    if ((status = check_readable("store-ca", o->store_ca, error)) ||
+        (status = check_readable("store-cert", o->store_cert, error)) ||
+        (status = check_readable("store-key", o->store_key, error)))
+        return status;
+    return check_readable("store-password-file", o->store_password_file, error);
+}
+
 static ep_status check_mps(const struct ep_options *o, struct ep_error *error)
 {
     if (o->backend == EP_OPTIONS_HOST && o->mps == EP_OPTIONS_MPS_REQUIRE)
@@ -694,6 +751,8 @@ ep_status ep_options_check(const struct ep_options *options, struct ep_error *er
         status = check_paths(options, error);
     if (status == EP_OK)
         status = check_admin(options, error);
+    if (status == EP_OK)
+        status = check_store(options, error);
     return status;
 }
 

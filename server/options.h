@@ -57,6 +57,9 @@ struct ep_options {
     uint64_t sms_per_rank;
     uint64_t memory; /* bytes, of each GPU where there are GPUs; 0: half of what is free at start */
     char *state_dir;
+    char *store; /* "": a file in state_dir */
+    char *store_ca, *store_cert, *store_key;
+    char *store_user, *store_password_file;
 
     /* workers */
     char *socket;

@@ -355,46 +355,6 @@ class ServicesTest(harness.TestCase):
                 remote.call("ep.v1.Attach/Claim", {"group": "moe"})
             self.assertEqual(refused.exception.code(), grpc.StatusCode.UNIMPLEMENTED)
 
-    def test_groups_survive_kill_and_restart(self):
-        server = self.start_server()
-        with reflect.Client(server.address) as rpc:
-            for name in ("a", "b", "c"):
-                create_group(rpc, name, labels={"x": name})
-            rpc.call("ep.v1.Admin/DeleteGroup", {"name": "b"})
-            rpc.call("ep.v1.Admin/DrainNode", {"reason": "maintenance"})
-            before = rpc.call("ep.v1.Admin/GetGroup", {"name": "c"})
-        server.kill()
-        server = self.start_server()
-        with reflect.Client(server.address) as rpc:
-            self.assertEqual(group_names(rpc), ["a", "c"])
-            after = rpc.call("ep.v1.Admin/GetGroup", {"name": "c"})
-            self.assertEqual(after["spec"], before["spec"])
-            self.assertEqual(after["revision"], before["revision"])
-            self.assertGreater(int(after["status"]["epoch"]), 0)
-            harness.wait_until(lambda: rpc.call("ep.v1.Admin/GetNode").get("state") == "NODE_STATE_CORDONED", "cordoned")
-            self.assertEqual(rpc.call("ep.v1.Admin/GetNode")["reason"], "maintenance")
-        if harness.have("ep-admin"):
-            listed = self.run_cmd(["ep-admin", "group", "list"], server=server)
-            self.assertEqual(listed.code, 0, listed)
-            self.assertRegex(listed.out, r"(?m)^a\b")
-
-    def test_kill_in_the_middle_of_changes_loses_nothing_acknowledged(self):
-        server = self.start_server("--host-ranks=4")
-        for round_ in range(3):
-            acknowledged = []
-            with reflect.Client(server.address) as rpc:
-                rpc.service("ep.v1.Admin")
-                for i in range(5):
-                    name = "g%d-%d" % (round_, i)
-                    create_group(rpc, name)
-                    acknowledged.append(name)
-                server.kill()
-            server = self.start_server("--host-ranks=4")
-            with reflect.Client(server.address) as rpc:
-                self.assertLessEqual(set(acknowledged), set(group_names(rpc)))
-                for name in group_names(rpc):
-                    rpc.call("ep.v1.Admin/DeleteGroup", {"name": name})
-
     @unittest.skipUnless(os.geteuid() == 0 and shutil.which("setpriv"), "needs root, to be somebody else")
     def test_other_users_are_turned_away_unless_allowed(self):
         cases = {"none": ((), False), "uid": (("--allow-uid=12345",), True), "gid": (("--allow-gid=12345",), True)}

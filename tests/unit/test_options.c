@@ -509,6 +509,23 @@ static void tls_options_go_together(void **state)
                  "tls-cert: cannot read /no/cert: No such file or directory");
 }
 
+static void a_store_needs_what_belongs_together(void **state)
+{
+    (void)state;
+    accept_check((struct sources){ .flags = { "--store=etcd://127.0.0.1:2379,[::1]:2379/clusters/a" } });
+    accept_check((struct sources){ .flags = { "--store=etcd://h:1", "--store-user=u",
+                                              "--store-password-file=/dev/null" } });
+    refuse_check((struct sources){ .flags = { "--store=sqlite" } }, "store is \"sqlite\": must be etcd://HOST:PORT");
+    refuse_check((struct sources){ .flags = { "--store=etcd://h:1,h" } }, "\"h\" must be HOST:PORT");
+    refuse_check((struct sources){ .flags = { "--store-user=u" } }, "store-user is set without store");
+    refuse_check((struct sources){ .flags = { "--store=etcd://h:1", "--store-user=u" } },
+                 "store-user is set without store-password-file");
+    refuse_check((struct sources){ .flags = { "--store=etcd://h:1", "--store-key=/dev/null" } },
+                 "store-key is set without store-cert");
+    refuse_check((struct sources){ .flags = { "--store=etcd://h:1", "--store-ca=/no/such" } },
+                 "store-ca: cannot read /no/such");
+}
+
 static void paths_are_checked(void **state)
 {
     char flag[256] = "--socket=/";
@@ -671,6 +688,7 @@ int main(void)
         cmocka_unit_test(tls_options_go_together),
         cmocka_unit_test(paths_are_checked),
         cmocka_unit_test(mps_is_of_no_use_to_the_host),
+        cmocka_unit_test(a_store_needs_what_belongs_together),
         cmocka_unit_test(printing_round_trips),
         cmocka_unit_test(printing_names_the_origin),
         cmocka_unit_test(reload_takes_what_may_change_and_names_the_rest),
