@@ -130,7 +130,7 @@ bool ep_session_alive(const struct ep_session *session); /* right now, by the cl
 
 struct ep_election;
 
-/* leading has changed, or who leads. */
+/* leading has changed, or who leads.  A session that is lost is told by the session, and ends the lead at once. */
 typedef void (*ep_election_fn)(struct ep_election *election, bool leading, void *user);
 
 /*

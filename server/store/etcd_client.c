@@ -420,7 +420,8 @@ void etcd_task_end_stream(struct etcd_task *task, const struct ep_error *failed)
     ep_rpc_stream_close(stream);
     if (!failed)
         return;
-    if (token_is_refused(failed)) {
+    /* etcd 3.4 also says of a watch with a token of old that it is not permitted. */
+    if (token_is_refused(failed) || failed->status == EP_PERMISSION_DENIED) {
         pthread_mutex_lock(&task->etcd->lock);
         forget_token(task->etcd);
         pthread_mutex_unlock(&task->etcd->lock);
