@@ -362,9 +362,21 @@ static ep_status open_store(struct daemon *d, struct ep_error *error)
     return status;
 }
 
+/* A node that was drained must not take work again by a restart. */
+static void on_node_restored(const struct ep_error *error, void *user)
+{
+    struct daemon *d = user;
+
+    if (error->status != EP_OK && d->phase == STARTING)
+        fail(d, error);
+}
+
 static ep_status open_groups(struct daemon *d, struct ep_error *error)
 {
-    ep_api_restore_node(d->store, d->node);
+    ep_status status = ep_api_restore_node(d->store, d->node, on_node_restored, d, error);
+
+    if (status != EP_OK)
+        return status;
     return ep_groups_open(&d->loop, d->node, d->store, on_groups_ready, d, &d->groups, error);
 }
 

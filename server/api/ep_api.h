@@ -21,9 +21,12 @@ struct ep_api_options {
 
 /*
  * Takes up from the store whether the node was drained.  Before ep_groups_open(): the store answers in
- * order, so the node is as it was left when the groups are ready.  The node outlives the store.
+ * order, so the node is as it was left when the groups are ready.  The node outlives the store.  done is told
+ * EP_OK, or why it could not be read: then the node may not serve.
  */
-void ep_api_restore_node(struct ep_store *store, struct ep_node *node);
+typedef void (*ep_api_restored_fn)(const struct ep_error *error, void *user);
+ep_status ep_api_restore_node(struct ep_store *store, struct ep_node *node, ep_api_restored_fn done, void *user,
+                              struct ep_error *error);
 
 ep_status ep_api_create(const struct ep_api_options *options, struct ep_api **out, struct ep_error *error);
 /* After the RPC servers are gone.  Runs the loop's handles of its own down with the next turns. */

@@ -194,25 +194,43 @@ void api_uncordon_node(struct ep_rpc_call *call, const ProtobufCMessage *message
 
 /* ---- the cordon of the last run --------------------------------------------------------------- */
 
-static void on_listed(const struct ep_error *error, const struct ep_record *records, size_t n, void *user)
+struct restoring {
+    struct ep_node *node;
+    ep_api_restored_fn done;
+    void *user;
+};
+
+static void cordon_as_stored(struct ep_node *node, const struct ep_record *record)
 {
-    struct ep_node *node = user;
+    const char *reason = record->value;
 
-    if (error && error->status != EP_OK) {
-        EP_ERROR(API_MODULE, "cannot tell whether the node is drained", EP_S("error", error->text));
-        return;
-    }
-    for (size_t i = 0; i < n; i++) {
-        const char *reason = records[i].value;
-
-        if (!strcmp(records[i].key, CORDON_KEY) && records[i].size > 0 && reason[records[i].size - 1] == '\0')
-            ep_node_cordon(node, true, reason);
-    }
+    if (!strcmp(record->key, CORDON_KEY) && record->size > 0 && reason[record->size - 1] == '\0')
+        ep_node_cordon(node, true, reason);
 }
 
-void ep_api_restore_node(struct ep_store *store, struct ep_node *node)
+static void on_listed(const struct ep_error *error, const struct ep_record *records, size_t n, void *user)
 {
-    ep_store_list(store, CORDON_KEY, on_listed, node);
+    struct restoring restoring = *(struct restoring *)user;
+    struct ep_error local = *error;
+
+    free(user);
+    for (size_t i = 0; i < n; i++)
+        cordon_as_stored(restoring.node, &records[i]);
+    if (local.status)
+        ep_error_prefix(&local, "cannot tell whether the node is drained");
+    restoring.done(&local, restoring.user);
+}
+
+ep_status ep_api_restore_node(struct ep_store *store, struct ep_node *node, ep_api_restored_fn done, void *user,
+                              struct ep_error *error)
+{
+    struct restoring *restoring = malloc(sizeof *restoring);
+
+    if (!restoring)
+        return ep_error_set(error, EP_NO_MEMORY, "out of memory");
+    *restoring = (struct restoring){ .node = node, .done = done, .user = user };
+    ep_store_list(store, CORDON_KEY, on_listed, restoring);
+    return EP_OK;
 }
 
 void api_cordon_forget(struct ep_api *api)
