@@ -317,6 +317,7 @@ void cluster_start(struct cluster *c, size_t n, const char *directory)
     }
     for (size_t i = 0; i < n; i++)
         cluster_start_member(c, i);
+    cluster_post(c, "/health", ""); /* on a busy machine it takes longer than stores wait */
 }
 
 void cluster_kill_member(struct cluster *c, size_t i)
@@ -347,7 +348,8 @@ static const char post_source[] =
     "u.install_opener(u.build_opener(u.ProxyHandler({})))\n"
     "for i in range(300):\n"
     "    try:\n"
-    "        print(u.urlopen(u.Request(sys.argv[1], sys.argv[2].encode()), timeout=5).read().decode())\n"
+    "        print(u.urlopen(u.Request(sys.argv[1], sys.argv[2].encode() or None), "
+    "timeout=5).read().decode())\n"
     "        sys.exit(0)\n"
     "    except OSError as e:\n"
     "        last = e\n"

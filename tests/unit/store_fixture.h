@@ -117,12 +117,12 @@ void on_session(const struct ep_error *error, void *user);
 /* ---- etcd -------------------------------------------------------------------------- */
 
 bool cluster_installed(void);
-void cluster_start(struct cluster *c, size_t n, const char *directory);
+void cluster_start(struct cluster *c, size_t n, const char *directory); /* until it answers */
 void cluster_start_member(struct cluster *c, size_t member);
 void cluster_kill_member(struct cluster *c, size_t member);
 void cluster_stop(struct cluster *c); /* kills what runs */
 char *cluster_url(const struct cluster *c, const char *prefix, char *url, size_t size);
-/* POST to its JSON gateway; waits until it answers. */
+/* POST to its JSON gateway, GET where there is no json; waits until it answers. */
 void cluster_post(const struct cluster *c, const char *path, const char *json);
 /* Tells an etcd that ran out of space that it has some again. */
 void cluster_disarm(const struct cluster *c);
