@@ -66,7 +66,7 @@ struct ep_store_etcd {
     const char *cert, *key;
     const char *user;
     const char *password_file; /* read at every login: a changed password needs no restart */
-    uint32_t answer_within_ms; /* when nobody there can be reached; 0: 10000 */
+    uint32_t answer_within_ms; /* when nobody there can be reached; 0: 4500 */
 };
 
 /* Opens no connection: whether etcd answers is seen at the first call. */

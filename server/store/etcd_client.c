@@ -11,7 +11,7 @@
 
 #define FIRST_PAUSE_MS 50 /* after all endpoints failed; doubled each time */
 #define LAST_PAUSE_MS  1000
-#define AWAY_MS        3000 /* nobody answered the last time: long enough for a connection to be tried anew */
+#define AWAY_MS        2500 /* nobody answered the last time: long enough for a connection to be tried anew */
 #define LOGINS         3    /* in one call */
 #define SECRET_MAX     4096
 

@@ -13,8 +13,8 @@
 #include "etcd/rpc.pb-c.h"
 #include "store_private.h"
 
-/* One try at one endpoint.  An etcd that elects a new leader answers after some two seconds. */
-#define ETCD_TRY_MS 3000
+/* One try at one endpoint: two fit into the time in which an answer is due. */
+#define ETCD_TRY_MS 2000
 
 /* The record in every commit that tells whether it was done (etcd_kv.c). */
 struct etcd_marker {

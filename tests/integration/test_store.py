@@ -102,6 +102,9 @@ class EtcdTest(Survival, harness.TestCase):
         with reflect.Client(server.address, timeout=30) as rpc:
             self.create_group(rpc, "before")
             self.etcd.kill()
+            told = self.run_cmd(["ep-admin", "group", "delete", "before"], server=server)  # before it gives up
+            self.assertEqual(told.code, 4, told)
+            self.assertIn("cannot write", told.err)
             with self.assertRaises(grpc.RpcError) as refused:
                 self.create_group(rpc, "meanwhile")
             self.assertEqual(refused.exception.code(), grpc.StatusCode.UNAVAILABLE)
