@@ -53,6 +53,7 @@ int fixture_setup(void **state)
     assert_true(temporary_directory(f->directory, sizeof f->directory));
     snprintf(f->path, sizeof f->path, "%s/store.db", f->directory);
     uv_loop_init(&f->loop);
+    f->answer_within_ms = ANSWER_WITHIN_MS;
     *state = f;
     return 0;
 }
@@ -80,7 +81,7 @@ ep_status fixture_open(struct fixture *f, struct ep_error *error)
     if (!f->etcd.n)
         cluster_start(&f->etcd, 1, f->directory);
     const struct ep_store_etcd options = { .url = cluster_url(&f->etcd, "/test", url, sizeof url),
-                                           .answer_within_ms = ANSWER_WITHIN_MS };
+                                           .answer_within_ms = f->answer_within_ms };
     return ep_store_open_etcd(&f->loop, &options, &f->store, error);
 }
 
@@ -188,8 +189,11 @@ void on_changes(const struct ep_store_changes *changes, void *user)
         else
             append(seen->text, sizeof seen->text, &seen->used, "-%s ", r->key);
         seen->disorder |= !changes->whole && r->revision <= seen->newest;
+        if (!changes->whole && (i + 1 == changes->n || r[1].revision != r->revision))
+            append(seen->text, sizeof seen->text, &seen->used, "| ");
     }
-    append(seen->text, sizeof seen->text, &seen->used, changes->whole ? "]" : "| ");
+    if (changes->whole)
+        append(seen->text, sizeof seen->text, &seen->used, "]");
     seen->disorder |= changes->revision < seen->newest;
     seen->newest = changes->revision;
     seen->calls++;

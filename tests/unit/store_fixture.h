@@ -41,6 +41,7 @@ struct fixture {
     uv_loop_t loop;
     char directory[64], path[96];
     struct ep_store *store;
+    uint32_t answer_within_ms;
     bool on_etcd;
     struct cluster etcd;
 };
@@ -101,7 +102,7 @@ struct listed list(struct fixture *f, const char *prefix);
 
 /* What a watch has told: "[a=1 b=2 ]" is the whole, "a=1 " a change, "-a " a deletion, "| " ends a call. */
 struct seen {
-    char text[2048];
+    char text[2048]; /* "[all of a whole ]a=1 b=2 | -c | ": with a bar behind each commit, however many come at once */
     size_t used, calls, wholes, changes;
     uint64_t newest;
     bool disorder; /* a revision came twice, or late */
