@@ -402,11 +402,11 @@ __device__ inline bool by_expert(const ep_ll_args &a)
 /* ---- between two kernels of a stream ------------------------------------------------------ */
 
 /*
- * A kernel of executor direct comes to its multiprocessors while the kernel before it in the stream ends, which saves
- * the way there.  Nothing is read or written before await_stream(): until then the kernel before may run, after it all
+ * A kernel that is launched `early` comes to its multiprocessors while the kernel before it in the stream ends, which
+ * saves the way there.  Nothing is read or written before await_stream(): until then the kernel before may run, after it all
  * of that one's writes are there.  Our own lets the next one come when no block of it has to wait for a peer any more,
  * so that what waits in the stream never takes the place of a block that a peer waits for.  Blocks that leave without a
- * word let it come, too.  Where a kernel is not launched `early`, both do nothing.
+ * word let it come, too.  For any other kernel both do nothing.
  */
 __device__ inline void await_stream() { asm volatile("griddepcontrol.wait;" : : : "memory"); }
 __device__ inline void let_next_come() { asm volatile("griddepcontrol.launch_dependents;" : : : "memory"); }
