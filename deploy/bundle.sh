@@ -21,6 +21,7 @@ newest_glibc=2.39 # of Ubuntu 24.04
 
 programs=(bin/ep-server bin/ep-admin bin/ep-bench bin/hello_dispatch bin/worker gpu/ll_device gpu/ll_bench gpu/ht_bench gpu/lost
     gin/gin_conformance)
+of_nccl=gpu/nccl_gin # there when NCCL's headers were
 # What every machine has, in the version of its own kernel, C library and driver.
 of_the_system='^(ld-linux.*|lib(c|m|pthread|dl|rt|resolv|util|anl|nsl|gcc_s|cuda|nvidia-.*))\.so'
 
@@ -51,6 +52,7 @@ fi
 
 rm -rf "$out"
 mkdir -p "$out/bin" "$out/lib" "$out/data"
+[[ -e $root/build/$of_nccl ]] && programs+=("$of_nccl")
 for program in "${programs[@]}"; do
     cp "$root/build/$program" "$out/bin/"
 done

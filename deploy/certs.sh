@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Makes certificates for trying out and testing mutual TLS: an authority, a server's, a client's.
+# Makes certificates for trying out and testing mutual TLS: an authority, a server's, an operator's, a viewer's.
 #
 #   certs.sh [--days N] DIR [NAME ...]
 #
-# DIR gets ca.pem ca.key, server.pem server.key, client.pem client.key.  NAMEs are the host names and
-# addresses that clients reach the server by; localhost, 127.0.0.1, ::1 and this host's name are always
-# among them.  What is there and still good for a day stays as it is, so running it again changes
-# nothing; a certificate that is about to expire or lacks a NAME is made anew by the same authority.
+# DIR gets ca.pem ca.key, server.pem server.key, client.pem client.key, viewer.pem viewer.key.  NAMEs are
+# the host names and addresses that clients reach the server by; localhost, 127.0.0.1, ::1 and this host's
+# name are always among them.  The server's certificate is also what it shows to other servers of a cluster;
+# the viewer's, with the unit (OU) "viewer" in its subject, is good for looking only.  What is there and
+# still good for a day stays as it is, so running it again changes nothing; a certificate that is about to
+# expire or lacks a NAME is made anew by the same authority.
 #
 #   certs.sh certs node1.example
 #   ep-server --listen=0.0.0.0:7300 --tls-ca=certs/ca.pem --tls-cert=certs/server.pem --tls-key=certs/server.key
@@ -81,10 +83,10 @@ make_ca() {
     install_pair ca
 }
 
-# make_pair FILE COMMON_NAME PURPOSE [ALT_NAMES]
+# make_pair FILE SUBJECT PURPOSE [ALT_NAMES]
 make_pair() {
     new_key "$1"
-    quietly openssl req -new -key "$work/$1.key" -sha256 -subj "/CN=$2" -out "$work/$1.csr"
+    quietly openssl req -new -key "$work/$1.key" -sha256 -subj "$2" -out "$work/$1.csr"
     {
         echo "basicConstraints=critical,CA:FALSE"
         echo "keyUsage=critical,digitalSignature"
@@ -106,6 +108,11 @@ alt_names() {
     echo "$list"
 }
 
+# May it be shown when its owner calls others, as the servers of a cluster do?
+is_for_calls() {
+    openssl verify -purpose sslclient -CAfile "$dir/ca.pem" "$dir/$1.pem" >/dev/null 2>&1
+}
+
 # Does the server's certificate have all the names?
 has_names() {
     local entry
@@ -120,5 +127,7 @@ has_names() {
 
 is_good ca || make_ca
 names=$(alt_names "$@")
-{ is_good server && has_names "$names"; } || make_pair server ep-server serverAuth "$names"
-is_good client || make_pair client ep-admin clientAuth
+{ is_good server && is_for_calls server && has_names "$names"; } ||
+    make_pair server /CN=ep-server serverAuth,clientAuth "$names"
+is_good client || make_pair client /CN=ep-admin clientAuth
+is_good viewer || make_pair viewer /OU=viewer/CN=ep-viewer clientAuth

@@ -66,19 +66,19 @@ static void *find_module(void)
 
 static void load(void)
 {
-    const struct ep_cuda_api *(*entry)(void) = NULL;
+    const struct ep_cuda_api *(*module_api)(void) = NULL;
     void *module = find_module(), *symbol;
 
     if (!module)
         return;
     symbol = dlsym(module, "ep_cuda_api");
-    memcpy(&entry, &symbol, sizeof entry); /* ISO C has no such cast, POSIX promises that it works */
-    if (!entry || entry()->version != EP_CUDA_API_VERSION) {
+    memcpy(&module_api, &symbol, sizeof module_api); /* ISO C has no such cast, POSIX promises that it works */
+    if (!module_api || module_api()->version != EP_CUDA_API_VERSION) {
         ep_error_set(&failure, EP_UNAVAILABLE, "no cuda backend: " MODULE " is of another release");
         dlclose(module);
         return;
     }
-    loaded = entry(); /* for the life of the process */
+    loaded = module_api(); /* for the life of the process */
 }
 
 void ep_cuda_ask_for_queues(void)

@@ -49,7 +49,8 @@ ep_status ep_device_check(const struct ep_limits *l, struct ep_error *error)
     if (too_many_experts(l))
         return ep_error_set(error, EP_INVALID_ARGUMENT,
                             "experts is %u, up to %u on a rank, with %u ranks: where their rows begin takes more than "
-                            "the %u bytes of shared memory that a kernel of the cuda backend has; ask for fewer experts",
+                            "the %u bytes of shared memory that a kernel of the cuda backend has; ask for fewer "
+                            "experts",
                             l->experts, l->local_experts, l->ranks, EP_DEVICE_MAX_SHARED_BYTES);
     if (ep_device_shared_bytes(l) > EP_DEVICE_MAX_SHARED_BYTES)
         return ep_error_set(error, EP_INVALID_ARGUMENT,
@@ -106,6 +107,7 @@ static void lay_ht(const struct ep_limits *l, struct ep_device_ht_tables *t, uin
     t->counts = table(end, experts);
     t->bases = table(end, experts);
     t->starts = table(end, has ? l->local_experts + 1ull : 0);
+    t->granted = table(end, 2 * experts);
     t->routing = table(end, choices);
     t->weights = table(end, choices);
     t->slots = table(end, choices);

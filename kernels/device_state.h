@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 #define EP_DEVICE_STATE_MAGIC 0x3154535645445045ull /* "EPDEVST1" */
-#define EP_DEVICE_STATE_VERSION 4u
+#define EP_DEVICE_STATE_VERSION 5u
 #define EP_DEVICE_MAX_RANKS 32u /* of one NVLink domain */
 
 /* First number in which nobody takes part: the rank is absent. */
@@ -92,9 +92,19 @@ struct ep_device_ht_run {
     uint32_t given;       /* mask: peers whose ops fit, and that were told so */
     uint32_t mismatched;  /* mask: peers whose ops do not */
     uint32_t roomy;       /* mask: peers that have room for what comes to them */
-    uint32_t reserved[6];
+    uint32_t granted;     /* dispatch, mask: peers that have granted where rows go */
+    uint32_t asked, asked_grads; /* combine, masks: peers that take their partials, and gradients with them */
+    uint32_t reserved[3];
 };
 EP_STATIC_ASSERT(sizeof(struct ep_device_ht_run) == 160, "ep_device_ht_run is shared memory");
+
+/* What peer d has granted the running dispatch, where nobody else's worker can write; checked against the windows. */
+struct ep_device_ht_grant {
+    uint64_t out, scales; /* in its window */
+    uint32_t row, rows, bits;
+    uint32_t reserved;
+};
+EP_STATIC_ASSERT(sizeof(struct ep_device_ht_grant) == 32, "ep_device_ht_grant is shared memory");
 
 struct ep_device_state {
     /* server, once */
@@ -133,6 +143,7 @@ struct ep_device_state {
     uint64_t ht_combines; /* since */
     uint64_t reserved2[5];
     struct ep_device_ht_run ht_run;
+    struct ep_device_ht_grant ht_grants[EP_DEVICE_MAX_RANKS];
     struct ep_device_counters ht_counters[EP_DEVICE_PARTS];
     struct ep_device_ht_handle ht_handles[EP_MAX_HANDLES];
 };
@@ -150,6 +161,8 @@ EP_STATIC_ASSERT(offsetof(struct ep_device_state, from) == 128, "ep_device_state
 /* Of these, what HT's warps take to count, if one is enough for it; and warps of a block. */
 #define EP_DEVICE_HT_COUNTING_BYTES (32u * 1024u)
 #define EP_DEVICE_HT_WARPS 8u
+/* What they have of it to move rows, not at the same time. */
+#define EP_DEVICE_HT_RING_BYTES (96u * 1024u)
 
 /* ---- host code (device_state.c) ------------------------------------------------- */
 
@@ -177,6 +190,7 @@ struct ep_device_ht_tables {
     uint64_t counts;   /* [R][L] rows that come */
     uint64_t bases;    /* [R][L] and where they begin */
     uint64_t starts;   /* [L + 1] packed: where experts begin */
+    uint64_t granted;  /* [R][L][2] packed, at d: where rows of an expert begin, and how many */
     /* of handle 0 */
     uint64_t routing, weights; /* [T_ht * K] */
     uint64_t slots;            /* [T_ht * K] of a choice's token among those that go to its rank */

@@ -21,9 +21,9 @@
 #include "device_state.h"
 #include "ep_kernels.h"
 
-#define EP_CUDA_API_VERSION 5u
+#define EP_CUDA_API_VERSION 6u
 #define EP_CUDA_UUID_BYTES 16u
-#define EP_CUDA_SERVE_OPS 128u /* that are posted and not over, at most: a stream holds no end of work */
+#define EP_CUDA_SERVE_OPS 128u /* entries that are posted and not over, at most: a stream holds no end of work */
 
 struct ep_cuda_device {
     char name[64];                    /* "NVIDIA H200" */
@@ -40,6 +40,7 @@ struct ep_cuda_device {
 
 struct ep_cuda_memory; /* one allocation, created or imported, mapped into this process */
 struct ep_cuda_rank;   /* what launches a rank's ops */
+struct ep_cuda_ringer; /* what rings for a rank's ops */
 struct ep_cuda_serve;  /* what runs the ops that a rank's worker rings for */
 struct ep_cuda_graph;  /* captured work */
 
@@ -51,6 +52,7 @@ struct ep_cuda_rank_options {
     void *const *windows;            /* [R] base of each rank's window, mapped for `device`; own one too */
     struct ep_device_state *state;   /* the rank's, formatted by ep_cuda_state_format */
     uint32_t max_sms;                /* multiprocessors its kernels may fill; 0: all */
+    uint32_t max_ht_sms;             /* and of these, those of HT; 0: all */
     /* rank_open: memory beside the window that its ops may use.  The caller's, who may change it between ops and
      * keeps it as long as the rank is open.  NULL: none.  (Whom one serves: serve_region.) */
     const struct ep_regions *regions;
@@ -136,13 +138,19 @@ struct ep_cuda_api {
 
     /* ---- executor server: window.h has the hand-over ---- */
     /*
-     * The worker's half: `op`, which passed ep_op_check, to whoever serves the rank that has this window.
-     * What comes later on the stream finds it done.  Never waits; may be captured.  spins: a kernel looks for the
-     * end of the op, which is faster than a stream that waits for it, but only for a GPU that runs work of both
-     * processes at once (MPS): one that switches between them gives it a time slice for each look.
+     * The worker's half, for whoever serves the rank that has this window, one at a time.  spins: a kernel rings and
+     * looks for the end of the op, which is faster than a stream that does so, but only for a GPU that runs work of
+     * both processes at once (MPS): one that switches between them gives it a time slice for each look.
      */
-    ep_status (*ring)(uint32_t device, void *window, const struct ep_op *op, bool spins, void *stream,
-                      struct ep_error *error);
+    ep_status (*ring_open)(uint32_t device, void *window, bool spins, struct ep_cuda_ringer **out,
+                           struct ep_error *error);
+    /*
+     * Hands over `op`, which passed ep_op_check.  What comes later on the stream finds it done.  Never waits for ops;
+     * may be captured.  One thread at a time; streams stand in the order of the calls and of the launches of graphs.
+     */
+    ep_status (*ring)(struct ep_cuda_ringer *ringer, const struct ep_op *op, void *stream, struct ep_error *error);
+    /* Nothing that it has enqueued or that was captured runs any more.  NULL is allowed. */
+    void (*ring_close)(struct ep_cuda_ringer *ringer);
     /*
      * The server's half.  Of `options` all count but `regions`.  It has a stream of its own, which waits for the
      * doorbell most of the time: see serve.c for what a process may ask of the driver meanwhile.  All blocks of an op
@@ -152,11 +160,12 @@ struct ep_cuda_api {
     ep_status (*serve_open)(const struct ep_cuda_rank_options *options, struct ep_cuda_serve **out,
                             struct ep_error *error);
     /*
-     * Gets ready for `ops` more ops: each waits for the doorbell, in turn.  One thread at a time, as wait.
+     * Puts `ops` more entries into the stream: each waits for the doorbell, in turn, and runs the op or leaves it to
+     * the next one (serve.c says when, and how often in a row).  One thread at a time, as wait.
      * EP_RESOURCE_EXHAUSTED: with those posted before, more than EP_CUDA_SERVE_OPS; EP_CANCELLED after end.
      */
     ep_status (*serve_post)(struct ep_cuda_serve *serve, uint32_t ops, struct ep_error *error);
-    /* Sleeps until all ops are over but those of the last post.  EP_CANCELLED after end. */
+    /* Sleeps until all entries are over but those of the last post.  EP_CANCELLED after end. */
     ep_status (*serve_wait)(struct ep_cuda_serve *serve, struct ep_error *error);
     /*
      * Memory beside the window, which is mapped for the device: from here on ops find it as region `number`, of which

@@ -5,7 +5,7 @@
  *   placement  which rank holds which expert            (placement.c)
  *   op check   is a descriptor safe to execute          (op_check.c)
  *   op text    what happened to an op, in words         (op_text.c)
- *   host team  the host backend: CPU threads and shared memory (host/)
+ *   host team  the host backend: CPU threads and shared memory, on one node or several (host/)
  *
  * The reference (reference/ep_reference.h) checks all of it and shares no code with it.
  *
@@ -32,22 +32,28 @@
  *   combine region [d] is overwritten by d for n only after d saw s's dispatch flag n, which s
  *   sent after it finished or abandoned n - B.)
  *
- * HT op m: every rank first publishes its `ready` record (output location, counts).  Once each
- *   participant has published, has given m up or is absent, the first to see it writes the roster of m:
- *   all ranks compute rows from the records of the roster, so no two of them can disagree about where
- *   a row goes, whoever dies meanwhile.  Then they push rows, then the data flag {m, count}, and wait
- *   for the members' flags.  A combine's partials lie at the source in the order of its lists: those
- *   of rank d begin where the tokens for ranks below d end.  A rank that has joined has nothing to
- *   combine: its first HT op is the next dispatch that its peers make.
+ * HT ops have a tag (ep_ht_tag): the number of the dispatch, and how many combines followed it.  A dispatch: every rank
+ *   asks each participant for room (how many rows, of which experts); whoever receives decides alone where rows go, and
+ *   grants each source its part, when all have asked, have given up, or are absent; then rows are pushed, then the
+ *   data flag {tag, count}.  A combine: a source says that its memory for partials is free, its peers push them and
+ *   the flag; those of rank d begin where the tokens for ranks below d end.  Nobody has to agree on who takes part, so
+ *   nobody can disagree about where a row goes, whoever dies meanwhile.  A rank that has joined begins with a dispatch.
  *   A late writer must not touch memory whose owner gave the op up: before pushing to d, s
  *   announces "pushing to d" and then looks at d's `closed` word; d, giving up m, writes `closed`
  *   and then waits until nobody is announced.  (Dekker; pushes never wait, so this is bounded.)
+ *   host/ht.c has it in full, cuda/ht_device.cuh the same for GPUs.
  *
- * On GPUs ranks agree on nothing: who receives decides alone where rows go (cuda/ht_device.cuh).
- *
- * What decides over another rank's memory (credits, ready records, rosters, `closed`) a host team keeps
+ * What decides over another rank's memory (credits, asks, grants, `closed`) a host team keeps
  * in the server's own memory, where no client can forge it; flags, headers and rows are in the windows.
- * GPUs have it in the windows, which kernels of workers that are trusted write.
+ * On GPUs a rank's notes to its peers are in its own window, so that they can lead into that window only.
+ *
+ * Several nodes (host backend).  Each node has a team with the ranks that are there; what they tell and send others
+ *   travels in frames, in order, from node to node (host/net.h over gin/).  What a rank of another node would do to the
+ *   windows and credits here, the thread that works off its node's frames does for it, with the same gates and flags
+ *   (host/remote.c).  LL sends frames per destination rank and op.  HT sends each token once per node, which spreads
+ *   it; a combine sums up a token's parts inside the node first: each rank's part rounded once, their sum in fp32
+ *   ascending by rank rounded once, and at the source the terms ascending by node: of its own node each rank's part, of
+ *   another its sum.  A node that is lost takes its ranks with it; a frame that no node sends ends its connection.
  *
  * Waits are bounded by the group's timeout; a participant that turns absent while it is waited for
  * is dropped from the op.  The result says who arrived.
@@ -133,22 +139,53 @@ ep_status ep_op_check_own(const struct ep_layout_map *map, const struct ep_regio
 void ep_op_late_text(char *text, size_t size, uint32_t late_rank, uint32_t mode, uint64_t number,
                      uint64_t waited_ms, uint32_t phase);
 
+/* ---- network of a host team --------------------------------------------------------- */
+
+/* How the nodes of a group reach each other; kernels/gin carries it, and its environment says how (gin/plugin.c). */
+struct ep_host_net;
+
+#define EP_HOST_CARD_BYTES 256u
+struct ep_host_card { uint8_t bytes[EP_HOST_CARD_BYTES]; }; /* how other nodes reach this one; as secret as a key */
+
+ep_status ep_host_net_listen(struct ep_host_net **out, struct ep_host_card *card, struct ep_error *error);
+/* Collective: all nodes call it with all cards.  Blocks until all are connected, timeout_ms at most; the error names
+ * the node.  One that failed can only be closed. */
+ep_status ep_host_net_connect(struct ep_host_net *net, const struct ep_host_card *cards, uint32_t nodes, uint32_t own,
+                              uint32_t timeout_ms, struct ep_error *error);
+/* Only before a team has it.  NULL: nothing. */
+void ep_host_net_close(struct ep_host_net *net);
+/* Memory that it takes once it is connected. */
+uint64_t ep_host_net_bytes(uint32_t nodes);
+
 /* ---- host team ------------------------------------------------------------------ */
 
 /*
- * All ranks of one group and epoch that run on this host.  Thread rules: ep_host_execute of one
+ * The ranks of one group and epoch that run on this host.  Thread rules: ep_host_execute of one
  * rank from one thread at a time; everything else from any thread.
  */
 struct ep_host_team;
 
+/* A team whose ranks are on several nodes: each has a team, with windows for its own ranks. */
+struct ep_host_span {
+    uint32_t nodes, own;
+    const uint32_t *node;    /* [R] where each rank is */
+    struct ep_host_net *net; /* connected, with these nodes; the team's from then on, when that is made */
+    /* On a thread of the team's: there is no path to the node any more, and its ranks have left.  Once per node. */
+    void (*on_lost)(uint32_t node, const char *why, void *user);
+    void *user;
+};
+
+/* span NULL: all ranks are here.  It is looked at during the call only. */
 ep_status ep_host_team_create(const struct ep_layout_map *map, const struct ep_placement *placement,
-                              uint32_t timeout_ms, struct ep_host_team **out, struct ep_error *error);
+                              uint32_t timeout_ms, const struct ep_host_span *span, struct ep_host_team **out,
+                              struct ep_error *error);
 /* No execute may be running. */
 void ep_host_team_destroy(struct ep_host_team *team);
 
 void ep_host_team_set_timeout(struct ep_host_team *team, uint32_t timeout_ms);
 
-/* The rank's window, map->total_bytes, zeroed, page-aligned; before its first op. */
+/* The rank's window, map->total_bytes, zeroed, page-aligned; before its first op.  Over several nodes what ranks
+ * elsewhere send waits until all ranks here have one. */
 void ep_host_team_set_window(struct ep_host_team *team, uint32_t rank, void *window);
 
 /*
@@ -156,12 +193,31 @@ void ep_host_team_set_window(struct ep_host_team *team, uint32_t rank, void *win
  *   leave   the rank turns absent: nobody waits for it any more, and its own running op ends
  *           with EP_DETACHED.
  *   join    it takes part again, from the next op that no rank has begun.  Forgets its handles.
- *           Only after leave, when no execute of it runs.
- *   reset   every rank is expected again; only when all are absent and none executes.
+ *           Only after leave, when no execute of it runs, and when all ranks are here.
+ *   reset   every rank is expected again; only when all are absent and none executes, and all are here.
  */
 void ep_host_team_leave(struct ep_host_team *team, uint32_t rank);
 void ep_host_team_join(struct ep_host_team *team, uint32_t rank);
 void ep_host_team_reset(struct ep_host_team *team);
+/* The path to another node of its span ends, at both ends: as if it were lost (on_lost). */
+void ep_host_team_cut(struct ep_host_team *team, uint32_t node);
+
+/*
+ * Joining at a number that several teams agree on: each is held, and tells what its ranks have begun; then each admits
+ * the rank from the same number on, above all of these.  The rank's own node admits it first: what others send it from
+ * then on is taken there only when it takes part.
+ *   hold    no rank here begins an op until admit, unhold, or hold_ms are over.  Several may hold.
+ *   admit   ends the hold.  EP_ABORTED: it had ended by itself, and the rank has not joined.
+ */
+struct ep_host_numbers { uint64_t ll, ht; };
+ep_status ep_host_team_hold(struct ep_host_team *team, uint32_t hold_ms, uint64_t *hold,
+                            struct ep_host_numbers *begun, struct ep_error *error);
+ep_status ep_host_team_admit(struct ep_host_team *team, uint64_t hold, uint32_t rank,
+                             const struct ep_host_numbers *from, struct ep_error *error);
+void ep_host_team_unhold(struct ep_host_team *team, uint64_t hold);
+
+/* The first numbers that the rank takes part in, since it was expected or joined last. */
+struct ep_host_numbers ep_host_team_first(const struct ep_host_team *team, uint32_t rank);
 
 /*
  * How long `rank` has waited for `peer` in all its ops, and the longest of these waits.  Where it waits
@@ -169,6 +225,9 @@ void ep_host_team_reset(struct ep_host_team *team);
  */
 void ep_host_team_peer_wait(const struct ep_host_team *team, uint32_t rank, uint32_t peer, uint64_t *sum_ns,
                             uint64_t *max_ns);
+
+/* Rows that the rank has sent to the expert, in all dispatches that routed anew. */
+uint64_t ep_host_team_expert_rows(const struct ep_host_team *team, uint32_t rank, uint32_t expert);
 
 /* Runs one op to its end and fills *result (always, status included).  `op` is a private copy that
  * passed ep_op_check.  Blocks for peers, bounded by the timeout. */

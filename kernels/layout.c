@@ -144,7 +144,7 @@ static wide lay_bank(struct ep_layout_map *map)
 
 static wide note_bytes(const struct ep_limits *l)
 {
-    wide notes = (EP_HT_NOTE_EXPERTS + (wide)l->local_experts + 1) / 2;
+    wide notes = EP_HT_GRANT_EXPERTS / 2 + (wide)l->local_experts; /* a grant is longer than what is asked for */
 
     return (notes * sizeof(struct ep_ht_note) + EP_LINE - 1) / EP_LINE * EP_LINE;
 }

@@ -20,8 +20,9 @@
  *         dispatch rows     [R][T_ll]
  *         combine rows      [R][T_ll]   partial sums, by the source's token number
  *     HT region:
- *         notes             [2][R]      struct ep_ht_note: what peer r asks for, and what it grants; GPUs only
- *         data flags        [R] lines   host: src s: {number, count}; GPUs: struct ep_ht_flags
+ *         notes             [2][R]      struct ep_ht_note: what this rank asks of peer r, and what it grants it; peers
+ *                                       read it; GPUs only
+ *         data flags        [R] lines   host: src s: {tag, count}, a word each; GPUs: struct ep_ht_flags
  *         closed            [R] lines   peer d: the tag of the last HT op that it takes nothing for any more; GPUs only
  *         combine tags      [T_ht * min(K, R)]  the HT op whose partial is there; GPUs only
  *         headers           [R * T_ht]  of received rows, in flat order
@@ -58,7 +59,7 @@ extern "C" {
 #endif
 
 #define EP_WINDOW_MAGIC 0x31574e4957534550ull /* "EPSWINW1" */
-#define EP_WINDOW_VERSION 4u
+#define EP_WINDOW_VERSION 6u
 #define EP_LINE 64u
 #define EP_REGION_ALIGN 4096u
 #define EP_RING_SLOTS 32u
@@ -155,7 +156,7 @@ struct ep_row_header {
 EP_STATIC_ASSERT(sizeof(struct ep_row_header) == 16 && sizeof(struct ep_route) == 16, "ep_row_header");
 
 /*
- * HT on GPUs.  A rank numbers its dispatches as all ranks do; an op's tag is that number with the combines that
+ * HT.  A rank numbers its dispatches as all ranks do; an op's tag is that number with the combines that
  * followed it: all ranks that make the same calls count alike, and a later op has the larger tag.
  */
 #define EP_HT_TAG_SHIFT 24u
@@ -165,8 +166,9 @@ EP_HD static inline uint64_t ep_ht_tag(uint64_t dispatch, uint32_t combines)
 }
 
 /*
- * What a rank tells a peer before data may come: words, two with the op's tag in each 16 bytes, which are written at
- * once.  A dispatch asks, and is granted by each rank where its rows go; a combine asks only.
+ * GPUs: what a rank tells a peer before data may come: words, two with the op's tag in each 16 bytes, which are written
+ * at once.  A dispatch asks, and is granted by each rank where its rows go; a combine asks only.  It lies in the window
+ * of the rank that tells it, so that nobody's worker can change what others tell.
  */
 struct ep_ht_note {
     uint32_t word[2];
@@ -180,6 +182,7 @@ enum {
     EP_HT_ASK_BACK,   /* dispatch: which of the asking rank's partials the first of them is */
     EP_HT_ASK_ROUTING_LOW = 4, /* combine: number of the dispatch */
     EP_HT_ASK_ROUTING_HIGH,
+    EP_HT_ASK_EXPERTS = 6, /* and then of each local expert: rows that come to it */
     /* what is granted */
     EP_HT_GRANT_ROW = 0, /* of headers; of `out` too when it is flat */
     EP_HT_GRANT_BITS,
@@ -187,8 +190,8 @@ enum {
     EP_HT_GRANT_OUT_HIGH,
     EP_HT_GRANT_SCALES_LOW,
     EP_HT_GRANT_SCALES_HIGH,
-    /* and then of each local expert: rows that come to it; its first row in a packed `out` */
-    EP_HT_NOTE_EXPERTS = 6
+    EP_HT_GRANT_ROWS,        /* that may come: as many as were asked for */
+    EP_HT_GRANT_EXPERTS = 8  /* and then of each local expert: its first row in a packed `out`, rows that may come */
 };
 enum { EP_HT_GRANT_ROOM = 1, EP_HT_GRANT_PACKED = 2 };
 
@@ -347,28 +350,40 @@ EP_STATIC_ASSERT(offsetof(struct ep_device_report, records) == 192, "ep_device_r
 
 /*
  * Executor server: how an op is handed over, in the order of streams.
- *   client's stream: a kernel writes `op` and `spins`, then doorbell = 1
- *   server's stream: waits for doorbell = 1; a kernel copies `op`, sets doorbell = 0, checks the copy and executes it
- *   spins = 0: at its end the kernel sets done = 1; the client's stream waits for that and sets done = 0
- *   spins = 1: a block of the kernel says in `blocks` how many of them add 1 each to `through` at their ends; the
- *              client's kernel waits for all and sets both to 0.  Nobody has to find out who was last: it is faster
- * Words are as before when an op is over, so that a CUDA graph can replay the client's half.  When its server is gone,
- * libepclient sets `closed`, then done: from then on its own kernel answers, or does not wait.
+ *   client's stream: writes the op to one of `op`, unless it is there, then bell = ep_bell_of(its index)
+ *   server's stream: waits for that; a kernel copies the op, checks the copy and executes it
+ *   spins = 0: at its end the kernel sets bell = EP_BELL_DONE; the client's stream waits for that or for `closed`,
+ *              which is one look at both.  No kernel of the client's runs: where contexts take turns on a GPU (no MPS),
+ *              its stream can do so while the server's context stays where it is
+ *   spins = 1: the client's kernel writes to op[0] and rings.  A block of the server's kernel sets bell = 0 and says in
+ *              `blocks` how many of them add 1 each to `through` at their ends; the client's kernel waits for all, or
+ *              for `closed`, and sets both to 0.  Nobody has to find out who was last: it is faster
+ * A CUDA graph can replay the client's half: whatever the words were before, the next op finds what it needs.  When its
+ * server is gone, libepclient sets `closed`, and all that waits or comes later goes on.
+ *
+ * Who may write to which of `op`, and when, is the client's to see to (kernels/cuda/ring.c): one is free when the op
+ * that was there is over, in the order of the client's streams.
  */
+#define EP_MAILBOX_OPS 64u /* a power of two */
+#define EP_BELL_DONE 1u
+#define EP_BELL_RUNG 0xfffffffeu /* any of these bits */
 struct ep_mailbox {
-    uint32_t doorbell;
-    uint32_t reserved0[15];
-    uint32_t done;
-    uint32_t reserved1[15];
-    uint32_t closed, reserved2, through, blocks; /* read at once */
-    uint32_t reserved3[28];
-    struct ep_op op;
-    uint32_t spins;
-    uint32_t reserved4[3];
-    uint8_t reserved5[512 - 16 - sizeof(struct ep_op)];
+    uint32_t bell, closed; /* read at once */
+    uint32_t reserved0[30];
+    uint32_t through, blocks; /* read at once, all the time: not beside the bell, which the server's stream looks at */
+    uint32_t reserved1[14];
+    uint32_t spins; /* client, before its first op */
+    uint32_t reserved2[15];
+    struct ep_op op[EP_MAILBOX_OPS];
 };
-EP_STATIC_ASSERT(sizeof(struct ep_mailbox) == 768 && offsetof(struct ep_mailbox, closed) % 16 == 0
-                     && offsetof(struct ep_mailbox, spins) % 16 == 0, "ep_mailbox");
+EP_STATIC_ASSERT(sizeof(struct ep_mailbox) == 256 + EP_MAILBOX_OPS * sizeof(struct ep_op), "ep_mailbox");
+
+EP_HD static inline uint32_t ep_bell_of(uint32_t op) { return (op + 1) << 1; }
+/* Which op it rings for, whatever its value; of a client that spins 0 at any time. */
+EP_HD static inline uint32_t ep_bell_op(uint32_t bell)
+{
+    return bell >> 1 ? ((bell >> 1) - 1) % EP_MAILBOX_OPS : 0;
+}
 
 struct ep_device_control {
     struct ep_mailbox mailbox;
@@ -395,6 +410,8 @@ struct ep_control {
 };
 EP_STATIC_ASSERT(offsetof(struct ep_control, wake) == 192, "ep_control.wake");
 EP_STATIC_ASSERT(offsetof(struct ep_control, slot) == 320, "ep_control.slot");
+EP_STATIC_ASSERT(sizeof(struct ep_device_control) <= EP_RING_SLOTS * sizeof(struct ep_ring_slot)
+                     && offsetof(struct ep_control, gpu) % EP_LINE == 0, "ep_control.gpu");
 EP_STATIC_ASSERT(sizeof(struct ep_control) == 320 + EP_RING_SLOTS * sizeof(struct ep_ring_slot), "ep_control");
 
 #ifdef __cplusplus

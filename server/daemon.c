@@ -12,6 +12,7 @@
 
 #include "ep_api.h"
 #include "ep_attach.h"
+#include "ep_cluster.h"
 #include "ep_group.h"
 #include "ep_log.h"
 #include "ep_metrics.h"
@@ -49,6 +50,8 @@ struct daemon {
 
     struct ep_node *node;
     struct ep_store *store;
+    struct ep_cluster *cluster;
+    bool cluster_ready, groups_ready;
     struct ep_groups *groups;
     struct ep_attach *attach;
     struct ep_api *api;
@@ -147,16 +150,30 @@ static void serve(struct daemon *d)
             EP_U("groups", ep_groups_count(d->groups)));
 }
 
+static void go_on_starting(struct daemon *d, bool *part, const struct ep_error *error)
+{
+    if (d->phase != STARTING)
+        return;
+    *part = error->status == EP_OK;
+    if (error->status != EP_OK)
+        fail(d, error);
+    else if (d->cluster_ready && d->groups_ready)
+        serve(d);
+}
+
+/* Only then is known whether this node was drained: it must not take work again by a restart. */
+static void on_cluster_ready(const struct ep_error *error, void *user)
+{
+    struct daemon *d = user;
+
+    go_on_starting(d, &d->cluster_ready, error);
+}
+
 static void on_groups_ready(const struct ep_error *error, void *user)
 {
     struct daemon *d = user;
 
-    if (d->phase != STARTING)
-        return;
-    if (error && error->status != EP_OK)
-        fail(d, error);
-    else
-        serve(d);
+    go_on_starting(d, &d->groups_ready, error);
 }
 
 /* ---- draining -------------------------------------------------------------------------------- */
@@ -185,6 +202,7 @@ static void begin_draining(struct daemon *d, const char *signal_name)
     sd_notify(0, "STOPPING=1\nSTATUS=Waiting for workers to leave");
     set_health(d, false);
     ep_node_set_stopping(d->node);
+    ep_cluster_refresh(d->cluster);
     ep_groups_announce_drain(d->groups, "the server is stopping");
     uv_timer_start(&d->drain_timer, on_drain_timer, 0, DRAIN_POLL_MS);
 }
@@ -362,22 +380,36 @@ static ep_status open_store(struct daemon *d, struct ep_error *error)
     return status;
 }
 
-/* A node that was drained must not take work again by a restart. */
-static void on_node_restored(const struct ep_error *error, void *user)
+/* What this server shows, and checks, on either side of a connection. */
+static struct ep_rpc_tls tls_of(const struct ep_options *o)
 {
-    struct daemon *d = user;
+    return (struct ep_rpc_tls){ .ca = *o->tls_ca ? o->tls_ca : NULL, .cert = o->tls_cert, .key = o->tls_key };
+}
 
-    if (error->status != EP_OK && d->phase == STARTING)
-        fail(d, error);
+static void describe_node(Ep__V1__NodeInfo *info, void *user)
+{
+    const struct daemon *d = user;
+
+    if (d->api)
+        ep_api_describe_node(d->api, info);
+}
+
+static ep_status open_cluster(struct daemon *d, struct ep_error *error)
+{
+    const struct ep_rpc_tls tls = tls_of(d->options);
+    const struct ep_cluster_options options = {
+        .loop = &d->loop, .rpc = d->rpc, .store = d->store, .node = d->node,
+        .tls = *d->options->tls_cert ? &tls : NULL,
+        .ttl_ms = d->options->lost_after,
+        .describe = describe_node, .on_ready = on_cluster_ready, .user = d,
+    };
+
+    return ep_cluster_open(&options, &d->cluster, error);
 }
 
 static ep_status open_groups(struct daemon *d, struct ep_error *error)
 {
-    ep_status status = ep_api_restore_node(d->store, d->node, on_node_restored, d, error);
-
-    if (status != EP_OK)
-        return status;
-    return ep_groups_open(&d->loop, d->node, d->store, on_groups_ready, d, &d->groups, error);
+    return ep_groups_open(&d->loop, d->node, d->store, d->cluster, on_groups_ready, d, &d->groups, error);
 }
 
 static ep_status open_attach(struct daemon *d, struct ep_error *error)
@@ -403,7 +435,7 @@ static ep_status open_api(struct daemon *d, struct ep_error *error)
 {
     const struct ep_api_options options = {
         .loop = &d->loop, .node = d->node, .groups = d->groups, .attach = d->attach,
-        .store = d->store,
+        .store = d->store, .cluster = d->cluster,
     };
 
     return ep_api_create(&options, &d->api, error);
@@ -423,7 +455,7 @@ static struct ep_rpc_server_options server_options(const struct daemon *d)
     };
 }
 
-static bool accept_peer(const struct ep_rpc_peer *peer, void *user)
+static bool may_connect(const struct ep_rpc_peer *peer, void *user)
 {
     const struct daemon *d = user;
 
@@ -441,19 +473,21 @@ static ep_status open_unix_server(struct daemon *d, struct ep_error *error)
         status = ep_api_add_attach(d->api, d->unix_server, error);
     if (status == EP_OK)
         status = ep_rpc_server_listen_unix(d->unix_server, d->options->socket, d->options->socket_mode,
-                                           accept_peer, d, error);
+                                           may_connect, d, error);
     if (status == EP_OK)
         status = ep_rpc_server_start(d->unix_server, error);
     return status;
 }
 
-/* The host that was asked for with the port that was bound. */
+/* The host that was asked for; the port as well, or the one that was bound. */
 static void publish_address(struct daemon *d)
 {
-    const char *asked = d->options->listen, *colon = strrchr(asked, ':');
+    const char *asked = *d->options->advertise ? d->options->advertise : d->options->listen;
+    const char *colon = strrchr(asked, ':');
+    int port = *d->options->advertise ? atoi(colon + 1) : 0;
     char address[320];
 
-    snprintf(address, sizeof address, "%.*s:%d", colon ? (int)(colon - asked) : 0, asked, d->listen_port);
+    snprintf(address, sizeof address, "%.*s:%d", (int)(colon - asked), asked, port ? port : d->listen_port);
     ep_node_set_admin_address(d->node, address);
 }
 
@@ -461,7 +495,7 @@ static ep_status open_tcp_server(struct daemon *d, struct ep_error *error)
 {
     const struct ep_options *o = d->options;
     const struct ep_rpc_server_options options = server_options(d);
-    const struct ep_rpc_tls tls = { .ca = *o->tls_ca ? o->tls_ca : NULL, .cert = o->tls_cert, .key = o->tls_key };
+    const struct ep_rpc_tls tls = tls_of(o);
     ep_status status;
 
     if (!*o->listen)
@@ -470,6 +504,8 @@ static ep_status open_tcp_server(struct daemon *d, struct ep_error *error)
     if (status == EP_OK)
         status = ep_api_add_admin(d->api, d->tcp_server, error);
     if (status == EP_OK)
+        status = ep_api_add_node(d->api, d->tcp_server, error);
+    if (status == EP_OK)
         status = ep_rpc_server_listen_tcp(d->tcp_server, o->listen, *o->tls_cert ? &tls : NULL,
                                           &d->listen_port, error);
     if (status == EP_OK)
@@ -477,6 +513,14 @@ static ep_status open_tcp_server(struct daemon *d, struct ep_error *error)
     if (status == EP_OK)
         status = ep_rpc_server_start(d->tcp_server, error);
     return status;
+}
+
+/* Others may call from now on. */
+static ep_status join_cluster(struct daemon *d, struct ep_error *error)
+{
+    (void)error;
+    ep_cluster_join(d->cluster);
+    return EP_OK;
 }
 
 static ep_status open_metrics(struct daemon *d, struct ep_error *error)
@@ -488,10 +532,10 @@ static ep_status open_metrics(struct daemon *d, struct ep_error *error)
     return ep_metrics_open(&d->loop, d->options->metrics, &source, &d->metrics, &d->metrics_port, error);
 }
 
-/* on_groups_ready is called from the loop, when all of these are over. */
+/* on_cluster_ready and on_groups_ready are called from the loop, when all of these are over. */
 static ep_status (*const open_steps[])(struct daemon *d, struct ep_error *error) = {
-    open_files, open_node, open_store, open_groups, open_attach, open_api, open_rpc,
-    open_unix_server, open_tcp_server, open_metrics,
+    open_files, open_node, open_rpc, open_store, open_cluster, open_groups, open_attach, open_api,
+    open_unix_server, open_tcp_server, join_cluster, open_metrics,
 };
 
 /* ---- closing: the steps of opening, backwards ------------------------------------------------------- */
@@ -564,6 +608,15 @@ static void on_settled(const struct ep_error *error, const struct ep_record *rec
     step_done(user);
 }
 
+/* Others call no more, and what was asked of them is answered. */
+static void leave_cluster(struct daemon *d)
+{
+    if (d->cluster)
+        ep_cluster_leave(d->cluster, step_done, d);
+    else
+        step_done(d);
+}
+
 /* Answers come in the order of the requests: after this one the API waits for none. */
 static void settle_store(struct daemon *d)
 {
@@ -590,6 +643,14 @@ static void close_groups(struct daemon *d)
         step_done(d);
 }
 
+static void close_cluster(struct daemon *d)
+{
+    if (d->cluster)
+        ep_cluster_close(d->cluster, step_done, d);
+    else
+        step_done(d);
+}
+
 static void close_store(struct daemon *d)
 {
     if (d->store)
@@ -606,7 +667,8 @@ static void close_node(struct daemon *d)
 }
 
 static void (*const close_steps[])(struct daemon *d) = {
-    drain_servers, close_servers, close_attach, settle_store, close_api, close_groups, close_store, close_node,
+    drain_servers, close_servers, close_attach, leave_cluster, settle_store, close_api, close_groups, close_cluster,
+    close_store, close_node,
 };
 
 static void close_next(uv_timer_t *timer)

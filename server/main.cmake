@@ -1,12 +1,12 @@
 # ep_options: the configuration, a library so that its tests link it.
-add_library(ep_options STATIC options.c options_value.c options_file.c files.c)
+add_library(ep_options STATIC options.c options_file.c options_check.c options_table.c options_value.c files.c)
 target_include_directories(ep_options PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
 target_link_libraries(ep_options PUBLIC ep_base PRIVATE ep_flags ep_store_url PkgConfig::YAML PkgConfig::JANSSON)
 
 add_executable(ep-server main.c daemon.c)
 target_compile_definitions(ep-server PRIVATE EP_VERSION="${PROJECT_VERSION}" EP_COMMIT="${EP_COMMIT}")
 target_link_libraries(ep-server PRIVATE ep_flags ep_options ep_server_api ep_server_attach
-                      ep_server_metrics ep_server_group ep_server_store ep_server_node ep_rpc
+                      ep_server_metrics ep_server_group ep_server_cluster ep_server_store ep_server_node ep_rpc
                       PkgConfig::UV PkgConfig::SYSTEMD)
 install(TARGETS ep-server RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 

@@ -1,7 +1,7 @@
 /*
  * ep_options: how ep-server is configured.
  *
- * One table (options.c) says of every option its name, type, default, range, section, help and
+ * One table (options_table.c) says of every option its name, type, default, range, section, help and
  * whether it can be reloaded.  Flags, environment variables, the YAML file, --help and
  * --print-config all follow from it.
  *
@@ -58,6 +58,7 @@ struct ep_options {
     uint64_t memory; /* bytes, of each GPU where there are GPUs; 0: half of what is free at start */
     char *state_dir;
     char *store; /* "": a file in state_dir */
+    uint64_t lost_after; /* ms */
     char *store_ca, *store_cert, *store_key;
     char *store_user, *store_password_file;
 
@@ -68,7 +69,7 @@ struct ep_options {
     char *attach_token_file;
 
     /* admin */
-    char *listen;
+    char *listen, *advertise;
     char *tls_ca, *tls_cert, *tls_key;
     bool insecure;
 

@@ -1,8 +1,19 @@
-/* Between options.c (table, sources), options_value.c (text and values) and options_file.c (YAML). */
+/*
+ * What the files of the options share:
+ *
+ *   options.c        all sources together; environment and flags
+ *   options_file.c   the YAML file
+ *   options_check.c  what no single option can tell
+ *   options_table.c  the table
+ *   options_value.c  from text to values and back
+ */
 #ifndef EP_OPTIONS_PRIVATE_H
 #define EP_OPTIONS_PRIVATE_H
 
 #include "options.h"
+
+#define EP_OPTION_ENVIRONMENT "EP_SERVER_" /* what names of variables begin with */
+#define EP_OPTION_SIDE_SOCKET ".attach"    /* as in main.c; counts for the length of the path */
 
 enum ep_option_type {
     EP_TYPE_STRING,
@@ -36,6 +47,8 @@ struct ep_option {
     const char *const *words; /* ENUM: by value, NULL at the end */
 };
 
+/* ---- options_table.c ---- */
+
 extern const struct ep_option ep_options_table[];
 extern const size_t ep_options_count;
 
@@ -45,6 +58,7 @@ struct ep_option_source {
     const char *file;
 };
 
+size_t ep_option_place(const struct ep_option *option); /* in the table */
 /* NULL when there is none.  length: the name need not be terminated. */
 const struct ep_option *ep_option_find(const char *name, size_t length);
 /* The name that is most like `name`; NULL when none is. */

@@ -1,7 +1,7 @@
 """Checks that folders are layers: a file includes only what its floor may use.
 
 Floors (README, "The tree"):
-    server/main > api > attach, metrics > group > node, store
+    server/main > api > attach, metrics > group > cluster > node, store
     client/admin, client/bench > lib
     both > kernels > proto/rpc > proto/base
 
@@ -19,7 +19,8 @@ TOP = ("proto", "kernels", "server", "client")
 BASE = {"proto/base"}
 PROTO = BASE | {"proto/rpc", "proto/attach", "generated"}
 NODE = PROTO | {"kernels"}
-GROUP = NODE | {"server/node", "server/store"}
+CLUSTER = NODE | {"server/node", "server/store"}
+GROUP = CLUSTER | {"server/cluster"}
 ATTACH = GROUP | {"server/group"}
 API = ATTACH | {"server/attach", "server/metrics"}
 LIB = BASE | {"proto/rpc", "proto/attach", "generated", "kernels", "client/include"}
@@ -30,8 +31,10 @@ USES = {
     "kernels": BASE,
     "kernels/cuda": BASE | {"kernels"},
     "kernels/gin": BASE | {"kernels"},
+    "kernels/host": BASE | {"kernels", "kernels/gin"},
     "server/node": NODE,
     "server/store": BASE | {"proto/rpc", "generated"},
+    "server/cluster": CLUSTER,
     "server/group": GROUP,
     "server/attach": ATTACH,
     "server/metrics": BASE,

@@ -29,12 +29,14 @@ LOGS = os.path.join(BUILD, "test-logs")
 
 JOBS = len(os.sched_getaffinity(0))
 FUZZ_S = 60
-CASE_S = 60          # one case of an integration test, times TIME_SCALE
-FILE_S = 600         # all cases of one file
+FAULTS_S = 120
+CHANGES = 10
+CASE_S = 180         # one case of an integration test, times TIME_SCALE
+FILE_S = 1200        # all cases of one file
 UNIT_S = 120         # a unit test program, where ctest does not say
 BUILD_S = 900
 SCRIPT_S = 600
-GPU_S = 1800         # on a machine that has GPUs
+GPU_S = 1800         # tests/gpu
 MODEL_S = 1800       # two minutes on two cores that have nothing else to do
 TIME_SCALE = {"release": 1, "asan": 3, "tsan": 5}
 VALGRIND_SCALE = 5
@@ -298,7 +300,7 @@ def gin_tasks(preset):
     folder, scale = build_dir(preset), TIME_SCALE[preset]
     env = {**sanitizer_env(preset), "EP_CUDA_MODULE": os.path.join(folder, "unit", "libep_cuda_cpu.so"),
            "LD_LIBRARY_PATH": os.path.join(folder, "unit", "verbs"),  # a libibverbs that reorders
-           "EP_GIN_TIMEOUT_S": str(2 + scale)}  # two cases wait for it
+           "EP_GIN_TIMEOUT_S": str(4 + scale)}  # two cases wait for it
     for transport, memory, table in GIN_RUNS:
         yield Task("%s/gin/%s-%s" % (preset, transport, memory),
                    [os.path.join(folder, "gin", "gin_conformance"), "--memory", memory, "--table", table,
@@ -308,6 +310,15 @@ def gin_tasks(preset):
     if preset == "release":
         yield Task("release/gin/mutants", [sys.executable, "-B", os.path.join(TESTS, "gin", "mutants.py"),
                                            os.path.join(folder, "gin")], SCRIPT_S, parse=parse_lines)
+
+
+SCALE_NODES = 16
+
+
+def scale_task():
+    """Counts writes and messages of a small cluster, and looks at no times: sessions outlive a machine that stands still."""
+    return Task("scale", ["sh", os.path.join(TESTS, "scale", "scale.sh"), "--nodes", str(SCALE_NODES), "--runs", "1",
+                          "--ttl-ms", "20000", "--check"], SCRIPT_S)
 
 
 def fuzz_tasks():
@@ -323,33 +334,65 @@ def fuzz_tasks():
                    FUZZ_S + 60, {"UBSAN_OPTIONS": "print_stacktrace=1"})
 
 
-def script_tasks(case=""):
-    yield unittest_task("valgrind", os.path.join(TESTS, "valgrind.py"), "release", VALGRIND_SCALE, case)
+def valgrind_task(case):
+    return unittest_task("valgrind", os.path.join(TESTS, "valgrind.py"), "release", VALGRIND_SCALE, case)
+
+
+def script_tasks():
+    """They build and install in build/."""
     yield Task("bundle", ["bash", os.path.join(TESTS, "bundle.sh")], SCRIPT_S)
     yield Task("install", ["bash", os.path.join(TESTS, "install.sh")], SCRIPT_S)
     yield Task("quickstart", ["bash", os.path.join(ROOT, "deploy", "quickstart.sh")], SCRIPT_S)
 
 
+def faults_tasks():
+    """They say how soon all is well again, and for how long traffic pauses."""
+    def script(name, *flags):
+        return Task("faults/" + name, ["sh", os.path.join(TESTS, "faults", name + ".sh"), "--seed", "1", *flags],
+                    SCRIPT_S)
+
+    yield script("soak", "--seconds", str(FAULTS_S))
+    yield script("reconfigure", "--changes", str(CHANGES))
+
+
 def gpu_tasks(quick):
-    """tests/gpu: as they are, which needs GPUs, and with the module that computes on CPUs."""
+    """tests/gpu: as they are, which needs GPUs, and with modules that run on CPUs."""
     def script(name, *flags):
         return ["bash", os.path.join(TESTS, "gpu", name + ".sh"), *flags]
 
     yield Task("gpu/run", script("run", "--quick", "--verbose"), GPU_S, parse=parse_lines)
     yield Task("gpu/bench", script("bench"), GPU_S, parse=parse_lines)
     yield Task("gpu/sanitize", script("sanitize"), GPU_S, parse=parse_lines)
-    on_cpus = {"EP_CUDA_MODULE": os.path.join(BUILD, "unit", "libep_cuda_cpu.so")}
-    yield Task("gpu/ll_device-on-cpus",
-               [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", "2", "--filter", "T=33"], SCRIPT_S, on_cpus,
-               parse_lines)
-    yield Task("gpu/product-on-cpus", script("product", "--gpus", "2", "--quick", *(["--filter", "of the server"] if quick else [])),
-               SCRIPT_S, on_cpus, parse_lines)
+    def on_cpus(module):
+        return {"EP_CUDA_MODULE": os.path.join(BUILD, "unit", "libep_cuda_%s.so" % module)}
+
+    yield Task("gpu/kernels-on-cpus",
+               [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", "2", "--filter", "T=33", "--timeout-ms", "60000"],
+               GPU_S, on_cpus("kernels"), parse_lines)
+    yield Task("gpu/product-on-cpus",
+               script("product", "--gpus", "2", "--quick", *(["--filter", "of the server"] if quick else [])),
+               GPU_S, on_cpus("cpu"), parse_lines)
 
 
 def model_task(case=""):
     """case chooses some, as the script's argument does."""
-    return Task("model/ll", [sys.executable, "-B", os.path.join(TESTS, "model", "run.py"), *([case] if case else [])],
+    return Task("model", [sys.executable, "-B", os.path.join(TESTS, "model", "run.py"), *([case] if case else [])],
                 MODEL_S, parse=parse_lines)
+
+
+def pool_tasks(preset, quick, case):
+    """Of one build."""
+    if preset == "fuzz":
+        yield from fuzz_tasks()
+        return
+    yield from integration_tasks(preset, case)
+    yield from gin_tasks(preset)
+    yield from unit_tasks(preset)
+    if preset == "release":
+        yield from gpu_tasks(quick)
+        yield scale_task()
+        if not quick:
+            yield valgrind_task(case)
 
 
 def layers_task():
@@ -397,30 +440,28 @@ class Run:
     def build(self, preset):
         return all(self.run([task]) for task in build_tasks(preset))
 
-    def suite(self, preset):
-        """Unit, integration and GIN tests of one build."""
-        others = self.chosen([*integration_tasks(preset, self.only_case), *gin_tasks(preset)])
-        if (others or self.chosen(unit_tasks(preset))) and self.build(preset):
-            self.run(self.chosen(unit_tasks(preset)))  # asked again: now there are commands
-            self.run(others)
+    def pool(self, presets, quick):
+        """
+        What can run beside anything else, of all builds at once: no core waits at the end of each.  The longest
+        first, as far as their limits tell.  Beside these, one after the other, unit tests: those that take long wait
+        for leases and elections.
+        """
+        tasks = []
+        for preset in presets:
+            if self.chosen(pool_tasks(preset, quick, self.only_case)) and self.build(preset):
+                tasks += self.chosen(pool_tasks(preset, quick, self.only_case))  # unit tests have commands now
+        units = [task for task in tasks if "/unit/" in task.name]
+        others = [task for task in tasks if "/unit/" not in task.name]
+        with concurrent.futures.ThreadPoolExecutor(1) as beside:
+            waiting = beside.submit(self.run, units, 1)
+            self.run(sorted(others, key=lambda task: -task.timeout_s))
+            waiting.result()
 
-    def gpu(self, quick):
-        tasks = self.chosen(gpu_tasks(quick))
+    def alone(self, tasks):
+        """What wants all of the machine, or changes build/."""
+        tasks = self.chosen(tasks)
         if tasks and self.build("release"):
-            self.run(tasks)
-
-    def fuzz(self):
-        tasks = self.chosen(fuzz_tasks())
-        if tasks and self.build("fuzz"):
-            self.run(tasks)
-
-    def model(self):
-        self.run(self.chosen([model_task(self.only_case)]))
-
-    def scripts(self):
-        tasks = self.chosen(script_tasks(self.only_case))
-        if tasks and self.build("release"):
-            self.run(tasks, jobs=1)  # all of them use build/
+            self.run(tasks, jobs=1)
 
 
 def summary(cases):
@@ -459,7 +500,7 @@ def main():
                         help="release build, unit and integration tests only (under 5 minutes)")
     parser.add_argument("--only", metavar="PATTERN", default="",
                         help="only tasks with PATTERN in their name (asan, unit/test_rpc, fuzz, quickstart); "
-                             "TASK:CASE also chooses a case of an integration test or of model/ll")
+                             "TASK:CASE also chooses a case of an integration test or of model")
     options = parser.parse_args()
 
     began = time.monotonic()
@@ -472,14 +513,10 @@ def main():
     signal.signal(signal.SIGTERM, run.stop)
     try:
         run.run(run.chosen([layers_task()]))
-        run.suite("release")
-        run.gpu(options.quick)
+        run.pool(["release"] if options.quick else ["release", "asan", "tsan", "fuzz"], options.quick)
         if not options.quick:
-            run.suite("asan")
-            run.suite("tsan")
-            run.model()
-            run.fuzz()
-            run.scripts()
+            run.run(run.chosen([model_task(run.only_case)]))
+            run.alone([*script_tasks(), *faults_tasks()])
     finally:
         shutil.rmtree(base, ignore_errors=True)
 

@@ -67,6 +67,8 @@ int ep_group_get(struct ep_admin *admin, const struct ep_invocation *invocation)
 int ep_group_list(struct ep_admin *admin, const struct ep_invocation *invocation);
 int ep_group_update(struct ep_admin *admin, const struct ep_invocation *invocation);
 int ep_group_delete(struct ep_admin *admin, const struct ep_invocation *invocation);
+int ep_group_plan(struct ep_admin *admin, const struct ep_invocation *invocation);
+int ep_group_history(struct ep_admin *admin, const struct ep_invocation *invocation);
 int ep_group_watch(struct ep_admin *admin, const struct ep_invocation *invocation);
 int ep_node_list(struct ep_admin *admin, const struct ep_invocation *invocation);
 int ep_node_get(struct ep_admin *admin, const struct ep_invocation *invocation);

@@ -59,7 +59,7 @@ struct ep_command {
     const char *summary; /* one line, no full stop */
     const char *details; /* paragraphs; NULL: none */
     const char *example;
-    const struct ep_flag *flags[2]; /* arrays, each ended by a NULL name */
+    const struct ep_flag *flags[3]; /* arrays, each ended by a NULL name */
     int (*run)(struct ep_admin *admin, const struct ep_invocation *invocation); /* returns the exit code */
 };
 

@@ -44,7 +44,7 @@ static const struct ep_flag spec_flags[] = {
     { "experts", 0, EP_FLAG_U32, "E", .help = "how many experts", .field = "experts" },
     { "hidden", 0, EP_FLAG_U32, "H", .help = "elements of a token", .field = "hidden" },
     { "top-k", 0, EP_FLAG_U32, "K", .help = "experts that a token goes to, 1 to 16", .field = "top_k" },
-    { "modes", 0, EP_FLAG_ENUMS, "LIST", .help = "ll, ht or both (default)", .field = "modes",
+    { "modes", 0, EP_FLAG_ENUMS, "LIST", .help = "ll, ht or both (default: both on CPUs, ll on GPUs)", .field = "modes",
       .type = &ep__v1__mode__descriptor },
     { "dtypes", 0, EP_FLAG_ENUMS, "LIST",
       .help = "element types of tokens: bf16, fp16, fp32, fp8_e4m3 (default bf16,fp8_e4m3)",
@@ -65,12 +65,23 @@ static const struct ep_flag spec_flags[] = {
       .help = "workers that may run their own ops on GPUs, for which they map the windows of their peers: "
               "same-uid (those of the server's user, default), any or none; for the others the server runs them",
       .field = "direct", .choices = directs, .type = &ep__v1__direct__descriptor },
-    { "placement", 0, EP_FLAG_FILE, "contiguous|FILE", .help = "which rank holds which expert",
+    { "placement", 0, EP_FLAG_FILE, "pack|spread|contiguous|by-load|FILE",
+      .help = "which nodes the ranks are on (pack: as few as there is room on, default; spread: evenly over all), or "
+              "which rank holds which expert (contiguous, default; by-load: hot experts on several, so that ranks have "
+              "about the same to do)",
       .field = "placement" },
+    { "loads", 0, EP_FLAG_FILE, "FILE",
+      .help = "by-load: rows of each expert, as JSON or lines of expert,count; default: what the group's servers have "
+              "counted, which they do on CPUs" },
+    { "redundant", 0, EP_FLAG_U32, "N", .help = "by-load: homes beyond one for each expert (default 0)" },
     { "label", 'l', EP_FLAG_LABEL, "K=V", .help = "a label; may be repeated", .field = "labels" },
     { "file", 'f', EP_FLAG_FILE, "FILE",
       .help = "a specification in YAML or JSON, - for standard input; flags win over it" },
-    { "dry-run", 'n', EP_FLAG_BOOL, NULL, .help = "settle and answer, change nothing" },
+    { .name = NULL },
+};
+
+static const struct ep_flag change_flags[] = {
+    { "dry-run", 'n', EP_FLAG_BOOL, NULL, .help = "answer as 'group plan' does, change nothing" },
     { "wait", 'w', EP_FLAG_DURATION, "TIME", .help = "wait until the group is ready, at most so long" },
     { .name = NULL },
 };
@@ -100,6 +111,8 @@ static const struct ep_flag drain_flags[] = {
 
 static const struct ep_flag stats_flags[] = {
     { "peers", 'p', EP_FLAG_BOOL, NULL, .help = "also who waited for whom" },
+    { "experts", 'e', EP_FLAG_BOOL, NULL,
+      .help = "rows of each expert instead, of a group's ranks on all nodes; those on GPUs do not count them" },
     { .name = NULL },
 };
 
@@ -127,8 +140,9 @@ static const struct ep_flag version_flags[] = {
 static const char spec_details[] =
     "A specification file has the fields of ep.v1.GroupSpec, or is what 'group get --output yaml' prints. "
     "Names of enum values may be short (ll, bf16); bytes may have a unit (arena_bytes: 64MiB). "
-    "A placement is 'contiguous', the ep.v1.Placement message, a list of {expert, rank}, or one list "
-    "of experts per rank: [[0, 1], [2, 3]].";
+    "A placement is 'pack' or 'spread' (nodes), 'contiguous' (experts), the ep.v1.Placement message, a list of "
+    "{expert, rank}, or one list of experts per rank: [[0, 1], [2, 3]]. In the message, 'ranks' is a list of "
+    "{rank, node} or {rank, node, device}.";
 
 const struct ep_noun ep_nouns[] = {
     { "group", "expert groups: what they are, who is attached, how they change" },
@@ -148,7 +162,7 @@ const struct ep_command ep_commands[] = {
       .summary = "make an expert group",
       .run = ep_group_create,
       .argument = { EP_ARGUMENT_GROUP, "NAME", .optional = true },
-      .flags = { spec_flags },
+      .flags = { spec_flags, change_flags },
       .details = spec_details,
       .example = "ep-admin group create moe --ranks 8 --experts 256 --hidden 7168 --top-k 8 --wait 30s" },
     { .noun = "group",
@@ -163,12 +177,29 @@ const struct ep_command ep_commands[] = {
       .summary = "change what the flags name, and only that",
       .run = ep_group_update,
       .argument = { EP_ARGUMENT_GROUP, "NAME", .optional = true },
-      .flags = { update_flags, spec_flags },
+      .flags = { update_flags, spec_flags, change_flags },
       .details =
           "timeout-ms, direct and labels change at once. Anything else makes a new epoch: new workers join it, "
           "attached ones stay where they are until they leave. --label adds or replaces one label, "
-          "--label K- takes it away.",
+          "--label K- takes it away. Of a placement, what is not named stays: nodes or experts.",
       .example = "ep-admin group update moe --timeout-ms 2000 --revision 7" },
+    { .noun = "group",
+      .verb = "plan",
+      .summary = "show what an update, or a creation, would do",
+      .run = ep_group_plan,
+      .argument = { EP_ARGUMENT_GROUP, "NAME", .optional = true },
+      .flags = { update_flags, spec_flags },
+      .details = "Ranks with their nodes, devices and experts, memory of each device before, while both epochs stand, "
+                 "and after, what moves, and what was settled. Without flags, what is there. Nothing is changed.",
+      .example = "ep-admin group plan moe --placement by-load --redundant 32" },
+    { .noun = "group",
+      .verb = "history",
+      .summary = "show the last 64 changes of a group",
+      .run = ep_group_history,
+      .argument = { EP_ARGUMENT_GROUP, .name = "NAME" },
+      .details = "Made, refused and failed ones: who asked, at which server, what changed, and how long the nodes took "
+                 "to prepare, to connect, to commit and to put it into service. It goes with the group.",
+      .example = "ep-admin group history moe" },
     { .noun = "group",
       .verb = "delete",
       .summary = "delete a group",
@@ -185,11 +216,17 @@ const struct ep_command ep_commands[] = {
       .details = "With --output json one line per event. Ends with --until, --timeout, or Ctrl-C.",
       .example = "ep-admin group watch moe --until ready --timeout 60s" },
 
-    { .noun = "node", .verb = "list", .summary = "list the nodes", .run = ep_node_list },
+    { .noun = "node",
+      .verb = "list",
+      .summary = "list the nodes of the cluster",
+      .run = ep_node_list,
+      .details = "Any server knows all nodes, and which leads. A node whose server is gone is listed, as LOST, while "
+                 "it is drained." },
     { .noun = "node",
       .verb = "get",
       .summary = "show one node; without NAME the one that answers",
       .run = ep_node_get,
+      .details = "Of another node the server that answers also says whether it reaches it.",
       .argument = { EP_ARGUMENT_NODE, "NAME", .optional = true } },
     { .noun = "node",
       .verb = "drain",
@@ -197,6 +234,9 @@ const struct ep_command ep_commands[] = {
       .run = ep_node_drain,
       .argument = { EP_ARGUMENT_NODE, .name = "NAME" },
       .flags = { drain_flags },
+      .details = "Any node of the cluster, also one whose server is not there at present. It holds over restarts, "
+                 "until uncordon. Ranks stay placed there: which groups have some is told. To move them while workers go "
+                 "on, place them on other nodes before (group update --placement=FILE).",
       .example = "ep-admin node drain gpu-17 --reason 'new driver' --wait 10m" },
     { .noun = "node",
       .verb = "uncordon",

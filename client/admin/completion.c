@@ -202,8 +202,11 @@ static void answer_value(const struct ep_flag *flag, const char *prefix, const c
     case EP_FLAG_ENUM:
     case EP_FLAG_ENUMS: answer_enum(flag, prefix, typed); break;
     case EP_FLAG_FILE:
-        if (strcmp(flag->name, "placement") == 0)
+        if (strcmp(flag->name, "placement") == 0) {
             answer(prefix, typed, "contiguous");
+            answer(prefix, typed, "pack");
+            answer(prefix, typed, "spread");
+        }
         puts(":file");
         break;
     default: break;

@@ -171,10 +171,10 @@ static void check_mps(struct ep_report *report, const struct gpus *gpus)
                       "off, though there is a control pipe at %.200s: nobody serves this process there", path);
     else
         ep_report_add(report, EP_FINDING_OK, "mps", NULL,
-                      "off. Workers that run their own ops (direct) do not need it; each op that the server runs "
-                      "(executor server) switches the GPU to its process and back. To spare that, start "
-                      "nvidia-cuda-mps-control -d as the user of server and workers before them, and give all the same "
-                      "CUDA_MPS_PIPE_DIRECTORY");
+                      "off. Workers that run their own ops (direct) do not need it; ops that the server runs (executor "
+                      "server) between kernels of a worker switch the GPU to its process and back. To spare that, "
+                      "start nvidia-cuda-mps-control -d as the user of server and workers before them, and give all "
+                      "the same CUDA_MPS_PIPE_DIRECTORY");
 }
 
 /* ---- P2P ---------------------------------------------------------------------------------- */

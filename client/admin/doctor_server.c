@@ -257,7 +257,7 @@ static void check_store(struct ep_report *report, const Ep__V1__NodeInfo *node)
         ep_report_add(report, EP_FINDING_OK, "store", NULL, "takes changes");
     else
         ep_report_add(report, EP_FINDING_FAIL, "store",
-                      "look at the disk of the server's --state-dir; groups go on as they are meanwhile",
+                      "look at the disk of the server's --state-dir, or at its etcd; groups go on as they are meanwhile",
                       "refuses changes: %s", node->store_error);
 }
 
@@ -287,6 +287,61 @@ static void check_node(struct ep_report *report, struct ep_admin *admin)
     check_budget(report, node, admin->server_is_unix);
     if (admin->server_is_unix)
         check_server_limits(report, node);
+    ep_admin_free(reply);
+}
+
+/* ---- the cluster ----------------------------------------------------------------------- */
+
+/* Does the server that answers reach the other's?  Of itself it says nothing. */
+static void check_reach(struct ep_report *report, struct ep_admin *admin, const char *name)
+{
+    Ep__V1__GetNodeRequest request = EP__V1__GET_NODE_REQUEST__INIT;
+    const Ep__V1__NodeInfo *node;
+    struct ep_error error;
+    ProtobufCMessage *reply;
+
+    request.name = (char *)(uintptr_t)name;
+    if (ask(admin, "GetNode", &request.base, &reply, &error) != EP_OK) {
+        ep_report_add(report, EP_FINDING_FAIL, "reach", NULL, "%s", error.text);
+        return;
+    }
+    node = (Ep__V1__NodeInfo *)reply;
+    if (*node->unreachable)
+        ep_report_add(report, EP_FINDING_FAIL, "reach",
+                      "look at that server, the network between, --advertise there and the certificates of both",
+                      "node %s is not reached: %s", name, node->unreachable);
+    else if (node->round_trip_us)
+        ep_report_add(report, EP_FINDING_OK, "reach", NULL, "node %s, %.1f ms there and back", name,
+                      (double)node->round_trip_us / 1000);
+    ep_admin_free(reply);
+}
+
+static void check_members(struct ep_report *report, struct ep_admin *admin, const Ep__V1__ListNodesReply *list)
+{
+    const char *leader = NULL;
+
+    for (size_t i = 0; i < list->n_nodes; i++)
+        if (list->nodes[i]->leader)
+            leader = list->nodes[i]->name;
+    ep_report_add(report, leader ? EP_FINDING_OK : EP_FINDING_FAIL, "cluster",
+                  "look at the store: without it nobody can lead, and nothing be changed", "%zu node%s, %s leads",
+                  list->n_nodes, list->n_nodes == 1 ? "" : "s", leader ? leader : "nobody");
+    for (size_t i = 0; i < list->n_nodes; i++)
+        if (list->nodes[i]->state != EP__V1__NODE_STATE__NODE_STATE_LOST)
+            check_reach(report, admin, list->nodes[i]->name);
+}
+
+static void check_cluster(struct ep_report *report, struct ep_admin *admin)
+{
+    Ep__V1__ListNodesRequest request = EP__V1__LIST_NODES_REQUEST__INIT;
+    struct ep_error error;
+    ProtobufCMessage *reply;
+
+    if (ask(admin, "ListNodes", &request.base, &reply, &error) != EP_OK) {
+        ep_report_add(report, EP_FINDING_FAIL, "cluster", NULL, "%s", error.text);
+        return;
+    }
+    check_members(report, admin, (Ep__V1__ListNodesReply *)reply);
     ep_admin_free(reply);
 }
 
@@ -385,5 +440,6 @@ void ep_doctor_server(struct ep_report *report, struct ep_admin *admin)
     check_health(report, admin);
     check_skew(report, admin);
     check_node(report, admin);
+    check_cluster(report, admin);
     check_groups(report, admin);
 }

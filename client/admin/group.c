@@ -4,6 +4,7 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
+#include "loads.h"
 #include "output.h"
 #include "spec.h"
 
@@ -104,7 +105,7 @@ static int show_outcome(struct ep_admin *admin, const struct ep_invocation *invo
         code = ep_output_message(admin, &group->base);
     } else if (dry_run) {
         ep_admin_note(admin, "dry run: nothing was changed");
-        ep_group_view_one(group, stdout);
+        ep_group_view_plan(group, stdout);
     } else {
         print_outcome(admin, group, what);
     }
@@ -146,6 +147,17 @@ static void apply_labels(const struct ep_invocation *invocation, json_t *spec)
     json_decref(labels);
 }
 
+static ep_status fill_create(struct ep_admin *admin, const struct ep_invocation *invocation, json_t *spec,
+                             Ep__V1__CreateGroupRequest *request, struct ep_error *error)
+{
+    ep_status status = ep_loads_apply(admin, invocation, request->name, spec, error);
+
+    if (status != EP_OK)
+        return status;
+    apply_labels(invocation, spec);
+    return ep_spec_message(spec, &request->spec, error);
+}
+
 int ep_group_create(struct ep_admin *admin, const struct ep_invocation *invocation)
 {
     Ep__V1__CreateGroupRequest request = EP__V1__CREATE_GROUP_REQUEST__INIT;
@@ -159,12 +171,11 @@ int ep_group_create(struct ep_admin *admin, const struct ep_invocation *invocati
     if (status == EP_OK)
         status = choose_name(invocation->argument, of_file, &name, &error);
     if (status == EP_OK) {
-        apply_labels(invocation, spec);
-        status = ep_spec_message(spec, &request.spec, &error);
-    }
-    if (status == EP_OK) {
         request.name = (char *)(uintptr_t)name;
         request.dry_run = ep_invocation_given(invocation, "dry-run");
+        status = fill_create(admin, invocation, spec, &request, &error);
+    }
+    if (status == EP_OK) {
         code = change(admin, invocation, "CreateGroup", &request.base, "created");
     } else {
         code = ep_admin_fail(admin, &error);
@@ -222,11 +233,12 @@ static ep_status fill_update(struct ep_admin *admin, const struct ep_invocation 
                              Ep__V1__UpdateGroupRequest *request, struct ep_error *error)
 {
     request->revision = ep_invocation_u64(invocation, "revision", 0);
-    request->dry_run = ep_invocation_given(invocation, "dry-run");
     ep_status status = merge_labels(admin, invocation, request->name, spec, &request->revision, error);
+    if (status == EP_OK)
+        status = ep_loads_apply(admin, invocation, request->name, spec, error);
     if (status != EP_OK)
         return status;
-    if (json_object_size(spec) == 0)
+    if (json_object_size(spec) == 0 && !request->dry_run)
         return ep_error_set(error, EP_INVALID_ARGUMENT,
                             "nothing to change: name a field with a flag or in --file");
     request->fields = field_names(spec, &request->n_fields);
@@ -247,6 +259,7 @@ int ep_group_update(struct ep_admin *admin, const struct ep_invocation *invocati
         status = choose_name(invocation->argument, of_file, &name, &error);
     if (status == EP_OK) {
         request.name = (char *)(uintptr_t)name;
+        request.dry_run = ep_invocation_given(invocation, "dry-run");
         status = fill_update(admin, invocation, spec, &request, &error);
     }
     if (status == EP_OK)
@@ -256,6 +269,61 @@ int ep_group_update(struct ep_admin *admin, const struct ep_invocation *invocati
     ep_admin_free(request.spec);
     free(request.fields);
     json_decref(spec);
+    return code;
+}
+
+/* ---- plan ------------------------------------------------------------------------- */
+
+/* Of a group that is not there, the plan is that of its creation. */
+static ep_status ask_for_plan(struct ep_admin *admin, const struct ep_invocation *invocation, const char *name,
+                              json_t *spec, ProtobufCMessage **reply, struct ep_error *error)
+{
+    Ep__V1__GetGroupRequest get = EP__V1__GET_GROUP_REQUEST__INIT;
+    Ep__V1__CreateGroupRequest create = EP__V1__CREATE_GROUP_REQUEST__INIT;
+    Ep__V1__UpdateGroupRequest update = EP__V1__UPDATE_GROUP_REQUEST__INIT;
+    ep_status status;
+
+    get.name = create.name = update.name = (char *)(uintptr_t)name;
+    create.dry_run = update.dry_run = true;
+    status = ep_admin_call(admin, "GetGroup", &get.base, 0, reply, error);
+    if (status == EP_OK) {
+        ep_admin_free(*reply);
+        status = fill_update(admin, invocation, spec, &update, error);
+        if (status == EP_OK)
+            status = ep_admin_call(admin, "UpdateGroup", &update.base, 0, reply, error);
+    } else if (status == EP_NOT_FOUND && json_object_size(spec) > 0) {
+        status = fill_create(admin, invocation, spec, &create, error);
+        if (status == EP_OK)
+            status = ep_admin_call(admin, "CreateGroup", &create.base, 0, reply, error);
+    }
+    ep_admin_free(create.spec);
+    ep_admin_free(update.spec);
+    free(update.fields);
+    return status;
+}
+
+int ep_group_plan(struct ep_admin *admin, const struct ep_invocation *invocation)
+{
+    struct ep_error error;
+    ProtobufCMessage *reply;
+    const char *name = NULL;
+    char of_file[128];
+    json_t *spec = NULL;
+    int code = 0;
+
+    ep_status status = ep_spec_read(invocation, of_file, sizeof of_file, &spec, &error);
+    if (status == EP_OK)
+        status = choose_name(invocation->argument, of_file, &name, &error);
+    if (status == EP_OK)
+        status = ask_for_plan(admin, invocation, name, spec, &reply, &error);
+    json_decref(spec);
+    if (status != EP_OK)
+        return ep_admin_fail(admin, &error);
+    if (admin->format == EP_FORMAT_TABLE)
+        ep_group_view_plan((Ep__V1__Group *)reply, stdout);
+    else
+        code = ep_output_message(admin, reply);
+    ep_admin_free(reply);
     return code;
 }
 

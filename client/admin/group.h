@@ -17,6 +17,9 @@ const char *ep_group_phase(const Ep__V1__Group *group);
 struct ep_text ep_group_ranks(const Ep__V1__Group *group);
 
 void ep_group_view_list(Ep__V1__Group *const *groups, size_t n, FILE *out);
+void ep_group_view_settled(const Ep__V1__Settled *settled, FILE *out);
+/* What a dry run answers: ranks, experts, memory, what moves. */
+void ep_group_view_plan(const Ep__V1__Group *group, FILE *out);
 /* Summary, ranks, settled sizes, late ranks. */
 void ep_group_view_one(const Ep__V1__Group *group, FILE *out);
 

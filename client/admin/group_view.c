@@ -140,6 +140,41 @@ static void print_placement(const Ep__V1__GroupSpec *spec, FILE *out)
         ep_output_pair(out, "placement", "explicit, %zu homes", placement->n_homes);
 }
 
+static uint32_t ranks_on(const Ep__V1__GroupStatus *status, const char *node)
+{
+    uint32_t n = 0;
+
+    for (size_t i = 0; i < status->n_ranks; i++)
+        n += !strcmp(status->ranks[i]->node, node);
+    return n;
+}
+
+static bool is_named_before(const Ep__V1__GroupStatus *status, size_t rank)
+{
+    for (size_t i = 0; i < rank; i++)
+        if (!strcmp(status->ranks[i]->node, status->ranks[rank]->node))
+            return true;
+    return false;
+}
+
+/* "a (2 ranks), b (1 rank)" */
+static void print_nodes(const Ep__V1__GroupStatus *status, FILE *out)
+{
+    char text[1024] = "";
+    size_t used = 0;
+
+    for (size_t i = 0; i < status->n_ranks && used < sizeof text; i++) {
+        const char *node = status->ranks[i]->node;
+        const uint32_t n = ranks_on(status, node);
+
+        if (!is_named_before(status, i))
+            used += (size_t)snprintf(text + used, sizeof text - used, "%s%s (%u rank%s)", used ? ", " : "", node, n,
+                                     n == 1 ? "" : "s");
+    }
+    if (used)
+        ep_output_pair(out, "nodes", "%s", text);
+}
+
 /* Nothing where the backend has no such workers and nobody asked. */
 static void print_direct(const Ep__V1__GroupSpec *spec, FILE *out)
 {
@@ -172,6 +207,7 @@ static void print_summary(const Ep__V1__Group *group, FILE *out)
                    spec->ll_max_tokens, spec->ll_banks, spec->ht_max_tokens);
     ep_output_pair(out, "timeout", "%u ms", spec->timeout_ms);
     print_placement(spec, out);
+    print_nodes(status, out);
     if (spec->backend)
         ep_output_pair(out, "backend", "%s", ep_text_enum(&ep__v1__backend__descriptor, (int)spec->backend));
     print_direct(spec, out);
@@ -218,7 +254,7 @@ static void print_ranks(const Ep__V1__GroupStatus *status, FILE *out)
     ep_table_print(table, out);
 }
 
-static void print_settled(const Ep__V1__Settled *settled, FILE *out)
+void ep_group_view_settled(const Ep__V1__Settled *settled, FILE *out)
 {
     char clean[EP_ERROR_TEXT_MAX];
 
@@ -272,6 +308,6 @@ void ep_group_view_one(const Ep__V1__Group *group, FILE *out)
 
     print_summary(group, out);
     print_ranks(status, out);
-    print_settled(status->settled, out);
+    ep_group_view_settled(status->settled, out);
     print_timeouts(status, out);
 }

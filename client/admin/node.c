@@ -3,6 +3,7 @@
 
 #include <inttypes.h>
 #include <poll.h>
+#include <string.h>
 
 #include "ep_clock.h"
 #include "output.h"
@@ -33,6 +34,17 @@ static struct ep_text multiprocessors(const Ep__V1__Device *device)
     return text;
 }
 
+/* "cuda" or "host": what ranks of the node run on, which its devices say. */
+static const char *backend(const Ep__V1__NodeInfo *node)
+{
+    return node->n_devices ? ep_text_enum(&ep__v1__backend__descriptor, (int)node->devices[0]->backend) : "";
+}
+
+static bool is_lost(const Ep__V1__NodeInfo *node)
+{
+    return node->state == EP__V1__NODE_STATE__NODE_STATE_LOST;
+}
+
 /* "1 worker", "2 workers", and how the sentence goes on. */
 static struct ep_text workers(uint32_t n, const char *one, const char *many)
 {
@@ -49,6 +61,8 @@ static void print_list(Ep__V1__NodeInfo *const *nodes, size_t n)
     static const struct ep_column columns[] = {
         { "NAME", 0 },
         { "STATE", EP_COLUMN_STATE },
+        { "ROLE", 0 },
+        { "BACKEND", 0 },
         { "DEVICES", EP_COLUMN_RIGHT },
         { "MEMORY", 0 },
         { "WORKERS", EP_COLUMN_RIGHT },
@@ -63,10 +77,12 @@ static void print_list(Ep__V1__NodeInfo *const *nodes, size_t n)
         const Ep__V1__NodeInfo *node = nodes[i];
 
         ep_table_add(table, (const char *[]){
-                                node->name, state_name(node), ep_text_u64(node->n_devices).s,
+                                node->name, state_name(node), node->leader ? "leader" : "", backend(node),
+                                ep_text_u64(node->n_devices).s,
                                 memory(node->memory_used_bytes, node->memory_budget_bytes).s,
                                 ep_text_u64(node->attachments).s, node->version ? node->version->version : "",
-                                ep_text_age(node->started_us).s, node->admin_address, node->reason });
+                                is_lost(node) ? "" : ep_text_age(node->started_us).s, node->admin_address,
+                                node->reason });
     }
     ep_table_print(table, stdout);
 }
@@ -113,12 +129,24 @@ static void print_devices(const Ep__V1__NodeInfo *node)
     ep_table_print(table, stdout);
 }
 
+/* Of another node than the one that answers. */
+static void print_reach(const Ep__V1__NodeInfo *node)
+{
+    if (*node->unreachable)
+        ep_output_pair(stdout, "reach", "not from the server that answers: %s", node->unreachable);
+    else if (node->round_trip_us)
+        ep_output_pair(stdout, "reach", "%.1f ms there and back from the server that answers",
+                       (double)node->round_trip_us / 1000);
+}
+
 static void print_one(const Ep__V1__NodeInfo *node)
 {
-    ep_output_pair(stdout, "name", "%s", node->name);
+    ep_output_pair(stdout, "name", "%s%s", node->name, node->leader ? ", the leader" : "");
     ep_output_pair(stdout, "state", "%s%s%s", state_name(node), *node->reason ? ": " : "", node->reason);
-    if (node->version)
-        print_version(node->version);
+    print_reach(node);
+    if (!node->version)
+        return; /* it is known by its drain alone */
+    print_version(node->version);
     ep_output_pair(stdout, "host", "%u cpus, %s", node->cpus, node->kernel);
     ep_output_pair(stdout, "memory", "%s for windows",
                    memory(node->memory_used_bytes, node->memory_budget_bytes).s);
@@ -234,6 +262,39 @@ static int show_change(const struct ep_admin *admin, const ProtobufCMessage *rep
     return 0;
 }
 
+static size_t ranks_on(const Ep__V1__Group *group, const char *node)
+{
+    size_t n = 0;
+
+    for (size_t i = 0; group->status && i < group->status->n_ranks; i++)
+        n += strcmp(group->status->ranks[i]->node, node) == 0;
+    return n;
+}
+
+/* The node is drained whether this can be told or not. */
+static void note_ranks(struct ep_admin *admin, const char *node)
+{
+    Ep__V1__ListGroupsRequest request = EP__V1__LIST_GROUPS_REQUEST__INIT;
+    const Ep__V1__ListGroupsReply *list;
+    struct ep_error error;
+    ProtobufCMessage *reply;
+
+    if (admin->quiet || ep_admin_call(admin, "ListGroups", &request.base, 0, &reply, &error) != EP_OK)
+        return;
+    list = (const Ep__V1__ListGroupsReply *)reply;
+    for (size_t i = 0; i < list->n_groups; i++) {
+        const char *group = list->groups[i]->name;
+        const size_t n = ranks_on(list->groups[i], node);
+
+        if (n)
+            ep_admin_note(admin,
+                          "%zu rank%s of group %s stay%s placed on %s, and ha%s no worker when those there have left; "
+                          "an update of its placement, pack or spread, finds other nodes",
+                          n, n == 1 ? "" : "s", group, n == 1 ? "s" : "", node, n == 1 ? "s" : "ve");
+    }
+    ep_admin_free(reply);
+}
+
 int ep_node_drain(struct ep_admin *admin, const struct ep_invocation *invocation)
 {
     Ep__V1__DrainNodeRequest request = EP__V1__DRAIN_NODE_REQUEST__INIT;
@@ -252,6 +313,7 @@ int ep_node_drain(struct ep_admin *admin, const struct ep_invocation *invocation
         code = ep_admin_fail(admin, &error);
     else
         code = show_change(admin, reply, "drained");
+    note_ranks(admin, request.name);
     ep_admin_free(reply);
     return code;
 }

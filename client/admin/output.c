@@ -131,7 +131,7 @@ static const char *state_colour(const char *state)
         { "ABSENT", "red" },      { "DEGRADED", "yellow" },    { "QUARANTINED", "yellow" },
         { "CORDONED", "yellow" }, { "RECONFIGURING", "cyan" }, { "FORMING", "cyan" },
         { "PENDING", "cyan" },    { "DRAINING", "yellow" },    { "STOPPING", "yellow" },
-        { "warn", "yellow" },
+        { "warn", "yellow" },     { "LOST", "red" },
     };
 
     for (size_t i = 0; i < sizeof colours / sizeof *colours; i++)

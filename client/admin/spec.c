@@ -44,7 +44,7 @@ static ep_status read_all(int fd, const char *file, char **out, size_t *size, st
     return EP_OK;
 }
 
-static ep_status read_file(const char *file, char **out, size_t *size, struct ep_error *error)
+ep_status ep_spec_read_file(const char *file, char **out, size_t *size, struct ep_error *error)
 {
     if (strcmp(file, "-") == 0)
         return read_all(STDIN_FILENO, "standard input", out, size, error);
@@ -213,6 +213,30 @@ static ep_status homes_of_array(const json_t *array, json_t **out, struct ep_err
     return EP_OK;
 }
 
+static bool is_placement_word(const char *text)
+{
+    return !strcmp(text, "contiguous") || !strcmp(text, "by-load") || !strcmp(text, "pack") || !strcmp(text, "spread");
+}
+
+/* A word says either which experts ranks hold or which nodes they are on. */
+static json_t *placement_of_word(const char *word)
+{
+    json_t *object = json_object();
+    const bool nodes = !strcmp(word, "pack") || !strcmp(word, "spread");
+
+    json_object_set_new(object, nodes ? "nodes" : "strategy", json_string(word));
+    return object;
+}
+
+/* Homes that are listed are meant. */
+static void imply_explicit(json_t *placement)
+{
+    if (json_array_size(json_object_get(placement, "homes")) > 0 && !json_object_get(placement, "strategy"))
+        json_object_set_new(placement, "strategy", json_string("PLACEMENT_STRATEGY_EXPLICIT"));
+    if (json_array_size(json_object_get(placement, "ranks")) > 0 && !json_object_get(placement, "nodes"))
+        json_object_set_new(placement, "nodes", json_string("NODE_STRATEGY_EXPLICIT"));
+}
+
 ep_status ep_spec_placement(const json_t *json, json_t **out, struct ep_error *error)
 {
     const char *text = json_string_value(json);
@@ -220,15 +244,15 @@ ep_status ep_spec_placement(const json_t *json, json_t **out, struct ep_error *e
     ep_status status = EP_OK;
 
     if (text) {
-        object = json_object();
-        json_object_set_new(object, "strategy", json_string(text));
+        object = placement_of_word(text);
     } else if (json_is_array(json)) {
         status = homes_of_array(json, &object, error);
     } else if (json_is_object(json)) {
         object = json_deep_copy(json);
     } else {
         status =
-            ep_error_set(error, EP_INVALID_ARGUMENT, "placement: must be 'contiguous', a list or an object");
+            ep_error_set(error, EP_INVALID_ARGUMENT,
+                         "placement: must be 'contiguous', 'by-load', 'pack', 'spread', a list or an object");
     }
     if (status != EP_OK)
         return status;
@@ -237,8 +261,7 @@ ep_status ep_spec_placement(const json_t *json, json_t **out, struct ep_error *e
         json_decref(object);
         return ep_error_prefix(error, "placement");
     }
-    if (json_array_size(json_object_get(object, "homes")) > 0 && !json_object_get(object, "strategy"))
-        json_object_set_new(object, "strategy", json_string("PLACEMENT_STRATEGY_EXPLICIT"));
+    imply_explicit(object);
     *out = object;
     return EP_OK;
 }
@@ -316,7 +339,7 @@ static ep_status spec_of_file(const char *file, char *name, size_t name_size, js
 {
     char *text;
     size_t size;
-    ep_status status = read_file(file, &text, &size, error);
+    ep_status status = ep_spec_read_file(file, &text, &size, error);
 
     if (status != EP_OK)
         return status;
@@ -354,10 +377,10 @@ static ep_status placement_of_flag(const char *text, json_t **out, struct ep_err
     size_t size;
     ep_status status;
 
-    if (strcmp(text, "contiguous") == 0) {
+    if (is_placement_word(text)) {
         document = json_string(text);
     } else {
-        status = read_file(text, &file_text, &size, error);
+        status = ep_spec_read_file(text, &file_text, &size, error);
         if (status == EP_OK) {
             status = ep_yaml_parse(file_text, size, text, &document, error);
             free(file_text);

@@ -30,6 +30,9 @@ ep_status ep_spec_parse(const char *text, size_t size, const char *file, char *n
 /* Any of the forms of a placement (see the help of "group create") as the message's.  Keeps `json`. */
 ep_status ep_spec_placement(const json_t *json, json_t **out, struct ep_error *error);
 
+/* All of a file, "-" being standard input; *out is for free(). */
+ep_status ep_spec_read_file(const char *file, char **out, size_t *size, struct ep_error *error);
+
 /* Applies every --label to the object of labels; false when there was none. */
 bool ep_spec_labels(const struct ep_invocation *invocation, json_t *labels);
 

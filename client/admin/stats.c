@@ -2,7 +2,9 @@
 #include "admin.h"
 
 #include <inttypes.h>
+#include <stdlib.h>
 
+#include "loads.h"
 #include "output.h"
 
 bool ep_stats_used(const Ep__V1__OpStats *op)
@@ -104,6 +106,31 @@ static void print_stats(const Ep__V1__Stats *stats, bool with_peers)
         print_peers(stats);
 }
 
+static void print_experts(const struct ep_admin *admin, const Ep__V1__Stats *stats)
+{
+    static const struct ep_column columns[] = {
+        { "EXPERT", EP_COLUMN_RIGHT }, { "ROWS", EP_COLUMN_RIGHT }, { "OF THE MEAN", EP_COLUMN_RIGHT },
+    };
+    struct ep_table *table = ep_table_create(columns, sizeof columns / sizeof *columns);
+    struct ep_text part;
+    uint64_t *rows, sum = 0;
+    size_t n;
+
+    rows = ep_loads_sum(stats, &n);
+    for (size_t e = 0; e < n; e++)
+        sum += rows[e];
+    for (size_t e = 0; e < n; e++) {
+        snprintf(part.s, sizeof part.s, "%.2f", sum ? (double)rows[e] * (double)n / (double)sum : 0.0);
+        ep_table_add(table, (const char *[]){ ep_text_u64(e).s, ep_text_u64(rows[e]).s, part.s });
+    }
+    if (!n)
+        ep_admin_note(admin, "no rank of the group counts rows of experts: those on GPUs do not");
+    for (size_t i = 0; i < stats->n_missing; i++)
+        ep_admin_note(admin, "without the rows of node %s", stats->missing[i]);
+    ep_table_print(table, stdout);
+    free(rows);
+}
+
 int ep_stats_show(struct ep_admin *admin, const struct ep_invocation *invocation)
 {
     Ep__V1__GetStatsRequest request = EP__V1__GET_STATS_REQUEST__INIT;
@@ -113,9 +140,12 @@ int ep_stats_show(struct ep_admin *admin, const struct ep_invocation *invocation
 
     if (invocation->argument)
         request.group = (char *)(uintptr_t)invocation->argument;
+    request.experts = ep_invocation_given(invocation, "experts");
     if (ep_admin_call(admin, "GetStats", &request.base, 0, &reply, &error) != EP_OK)
         return ep_admin_fail(admin, &error);
-    if (admin->format == EP_FORMAT_TABLE)
+    if (admin->format == EP_FORMAT_TABLE && request.experts)
+        print_experts(admin, (Ep__V1__Stats *)reply);
+    else if (admin->format == EP_FORMAT_TABLE)
         print_stats((Ep__V1__Stats *)reply, ep_invocation_given(invocation, "peers"));
     else
         code = ep_output_message(admin, reply);

@@ -7,6 +7,7 @@
  *   experts      what experts make of rows               experts.c
  *   verify       results against the reference           verify.c
  *   soak         random ops for a while, and kills       soak_plan.c, soak.c
+ *   follow       a soak over changes of its group        soak_follow.c, worker_follow.c
  *   worker       one rank: a process of its own          worker*.c
  *   crew         the workers' processes and messages     crew.c
  *   sweep        the cases, one after the other          sweep.c, kill.c
@@ -34,6 +35,8 @@ enum {
     BENCH_MAX_HOMES = 8192,
     BENCH_MAX_CASES = 1024,
     BENCH_MAX_RANKS = 64,
+    BENCH_MAX_SERVERS = 16,
+    BENCH_MAX_EPOCHS = 1024,
     BENCH_MAX_ITERS = 100000,
     BENCH_TEXT = 320
 };
@@ -94,11 +97,16 @@ enum bench_output { BENCH_TABLE, BENCH_JSON, BENCH_CSV };
 
 /* Everything that was asked for.  Plain data: workers find a copy in shared memory. */
 struct bench_config {
-    char server[256]; /* "unix:PATH"; empty: the library's default */
+    char server[BENCH_MAX_SERVERS][256]; /* "unix:PATH", of nodes of one cluster; empty: the library's default */
+    uint32_t servers;                    /* how many were given */
+    /* Settled before a worker begins: */
+    uint8_t server_of[BENCH_MAX_RANKS]; /* the one on each rank's node */
+    uint32_t node_of[BENCH_MAX_RANKS];  /* which node that is: the same number, the same node */
     char group[128];  /* empty: one of our own */
     bool spawn;
     enum bench_backend backend;
     uint32_t executor; /* that is asked for */
+    uint32_t ht_sms;   /* multiprocessors that HT ops fill; 0: all */
     bool own_memory;   /* inputs and outputs in memory that workers register, not in the arena */
     uint32_t graph;                         /* pairs in a CUDA graph; 0: none is timed */
     uint32_t replays;                       /* of that, with other inputs each time */
@@ -117,6 +125,7 @@ struct bench_config {
     int32_t kill_rank, kill_case; /* -1: none */
     uint32_t soak_s, soak_kill_s; /* instead of a sweep, for so long, and a worker is killed so often; 0: not */
     uint64_t soak_ops;            /* the soak ends with that one; 0: it does not */
+    bool follow;                  /* the soak goes on over changes of its group; cases are as asked for */
     bool keep_going, reference;
     bool modes_given, tokens_given; /* else cases that an existing group cannot hold are left out */
     uint32_t n_cases;
@@ -146,6 +155,7 @@ struct bench_soak {
     uint64_t dispatches[EP_MODE_HT + 1][EP_LAYOUT_FLAT + 1], combines[EP_MODE_HT + 1][EP_LAYOUT_FLAT + 1];
     uint64_t dropped, masked; /* routes of no home, dispatches without everybody */
     uint64_t waited_ns, longest_ns; /* of an op at its executor */
+    uint64_t gaps, gap_ns;          /* between two results, over no turn */
 };
 
 /* In shared memory.  The worker writes, and the coordinator reads after the answer; the first
@@ -153,8 +163,9 @@ struct bench_soak {
 struct bench_rank_result {
     uint64_t progress;    /* grows while the worker gets on */
     uint64_t soak_next;   /* steps before it are over; the coordinator sets it for one that joins */
+    uint64_t epoch;       /* that the rank is in */
     uint32_t at_the_edge; /* the victim stands in the middle of an op */
-    uint32_t reserved;
+    uint32_t gone;        /* its rank has no place in the group's next epoch */
 
     double open_us, join_us, claim_wait_us; /* attaching; waiting until the rank could be claimed */
     double context_us; /* making a GPU's context, before that */
@@ -178,15 +189,28 @@ struct bench_leash {
     uint32_t reserved;
 };
 
+#define BENCH_NOT_BEGUN UINT64_MAX /* soak_next of a rank whose epoch's ops have not begun */
+
+/* An epoch that was seen by the coordinator, and what came of it. */
+struct bench_epoch {
+    uint64_t epoch;
+    uint32_t ranks, node_of[BENCH_MAX_RANKS]; /* as in bench_config */
+    uint64_t begins;   /* 1 + the step with which its ops begin; 0: none has gone over to it */
+    uint64_t pause_ns; /* longest at any rank: from its last result before to its first one after */
+};
+
 struct bench_shared {
     struct bench_config config;
     struct bench_leash leash;
-    uint64_t results, result_stride; /* offset of rank 0's, and from one to the next */
+    uint32_t rank_of[BENCH_MAX_RANKS]; /* of each worker: its own number, but of those that come later */
+    uint32_t n_epochs;                 /* with --follow; the coordinator adds them */
+    struct bench_epoch epoch[BENCH_MAX_EPOCHS];
+    uint64_t results, result_stride; /* offset of worker 0's, and from one to the next */
 };
 
-static inline struct bench_rank_result *bench_result(struct bench_shared *shared, uint32_t rank)
+static inline struct bench_rank_result *bench_result(struct bench_shared *shared, uint32_t worker)
 {
-    return (struct bench_rank_result *)((char *)shared + shared->results + rank * shared->result_stride);
+    return (struct bench_rank_result *)((char *)shared + shared->results + worker * shared->result_stride);
 }
 
 /* ---- messages ------------------------------------------------------------------- */

@@ -15,8 +15,10 @@ void buffer_sizes(const struct bench_config *config, const struct bench_case *of
         positions = (uint64_t)local_experts * config->ranks * max_tokens;
     if (rank_major)
         positions = (uint64_t)config->ranks * max_tokens;
-    if (of->layout == EP_LAYOUT_PACKED && config->replays) /* of inputs that are not known yet */
-        positions = (uint64_t)config->ranks * max_tokens * (k < local_experts ? k : local_experts) +
+    if (of->layout == EP_LAYOUT_FLAT && config->replays) /* of inputs that are not known yet */
+        positions = (uint64_t)config->ranks * of->tokens;
+    if (of->layout == EP_LAYOUT_PACKED && config->replays)
+        positions = (uint64_t)config->ranks * of->tokens * (k < local_experts ? k : local_experts) +
                     (uint64_t)local_experts * (config->alignment - 1);
     *sizes = (struct buffer_sizes){
         .x = tokens * h * ep_ref_bytes(dtype->input),

@@ -38,8 +38,9 @@ ep_status crew_open(const struct bench_config *config, struct crew *crew, struct
 {
     uint64_t stride = line(sizeof(struct bench_rank_result) + config->iters * sizeof(struct bench_sample));
     uint64_t results = line(sizeof(struct bench_shared));
+    uint32_t room = config->follow ? BENCH_MAX_RANKS : config->ranks;
 
-    *crew = (struct crew){ .ranks = config->ranks, .shared_bytes = results + stride * config->ranks };
+    *crew = (struct crew){ .ranks = config->ranks, .shared_bytes = results + stride * room };
     for (uint32_t r = 0; r < BENCH_MAX_RANKS; r++)
         crew->member[r] = (struct crew_member){ .socket = -1, .log = -1 };
     crew->memory = memfd_create("ep-bench", MFD_CLOEXEC);
@@ -53,6 +54,8 @@ ep_status crew_open(const struct bench_config *config, struct crew *crew, struct
     crew->shared->config = *config;
     crew->shared->results = results;
     crew->shared->result_stride = stride;
+    for (uint32_t w = 0; w < BENCH_MAX_RANKS; w++)
+        crew->shared->rank_of[w] = w;
     return EP_OK;
 }
 
@@ -110,6 +113,8 @@ ep_status crew_start(struct crew *crew, uint32_t rank, struct ep_error *error)
     if (member->log < 0)
         member->log = memfd_create("ep-bench-log", MFD_CLOEXEC);
     memset(result, 0, sizeof *result);
+    if (rank >= crew->ranks)
+        crew->ranks = rank + 1;
 
     int failed = member->log < 0 ? errno : spawn(crew, rank, sockets[1], member->log);
 
@@ -179,27 +184,41 @@ void crew_kill(struct crew *crew, uint32_t rank)
     forget(member);
 }
 
-void crew_stop_all(struct crew *crew)
+static void say_bye(struct crew *crew, uint64_t mask)
 {
     struct bench_message bye = { .command = BENCH_EXIT };
-    int status = 0;
 
     for (uint32_t r = 0; r < crew->ranks; r++)
-        if (crew->member[r].socket >= 0)
+        if (mask >> r & 1 && crew->member[r].socket >= 0)
             (void)send(crew->member[r].socket, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT);
-    for (uint32_t r = 0; r < crew->ranks; r++) {
-        if (crew->member[r].pid == 0)
-            continue;
-        if (!reap(&crew->member[r], crew_cancelled ? 1000 : LEAVE_MS, &status)) {
-            crew_kill(crew, r);
-            continue;
-        }
-        if (status != 0) {
-            fprintf(stderr, "ep-bench: the worker of rank %u ended with wait status %d\n", r, status);
-            show_log(crew, r);
-        }
-        forget(&crew->member[r]);
+}
+
+static void await_end(struct crew *crew, uint32_t rank)
+{
+    int status = 0;
+
+    if (!reap(&crew->member[rank], crew_cancelled ? 1000 : LEAVE_MS, &status)) {
+        crew_kill(crew, rank);
+        return;
     }
+    if (status != 0) {
+        fprintf(stderr, "ep-bench: the worker of rank %u ended with wait status %d\n", rank, status);
+        show_log(crew, rank);
+    }
+    forget(&crew->member[rank]);
+}
+
+void crew_stop(struct crew *crew, uint64_t mask)
+{
+    say_bye(crew, mask);
+    for (uint32_t r = 0; r < crew->ranks; r++)
+        if (mask >> r & 1 && crew->member[r].pid != 0)
+            await_end(crew, r);
+}
+
+void crew_stop_all(struct crew *crew)
+{
+    crew_stop(crew, crew_all(crew));
 }
 
 static ep_status died(struct crew *crew, uint32_t rank, struct ep_error *error)
@@ -341,7 +360,7 @@ ep_status crew_collect(struct crew *crew, uint64_t mask, struct ep_error *error)
     while (mask) {
         uint64_t now, limit_ms = waits_ms + (status == EP_OK ? HANG_MS : HANG_FAILED_MS);
 
-        if (crew_cancelled)
+        if (crew_cancelled && !crew->finishes)
             return ep_error_set(error, EP_CANCELLED, "interrupted");
         if (take_some(crew, &mask, &dead, &status, error))
             since = ep_clock_ns();

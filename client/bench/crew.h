@@ -1,5 +1,6 @@
 /*
- * crew: the workers' processes.  Everything that waits here is bounded: a worker that ends is noticed
+ * crew: the workers' processes.  A worker has the number of its rank, but for those of soaks that follow their group:
+ * there shared->rank_of says whose rank it has.  Everything that waits here is bounded: a worker that ends is noticed
  * at once, and one that makes no progress after a while; what it wrote to stderr is shown.
  */
 #ifndef CREW_H
@@ -19,11 +20,12 @@ struct crew {
     struct bench_shared *shared;
     size_t shared_bytes;
     int memory;
-    uint32_t ranks;
+    uint32_t ranks; /* workers that there are or were */
+    bool finishes;  /* once cancelled it still waits for its workers: what they do comes to an end */
     struct crew_member member[BENCH_MAX_RANKS];
 };
 
-/* Set by a signal handler: every wait ends with EP_CANCELLED. */
+/* Set by a signal handler: every wait ends with EP_CANCELLED, but for those of a crew that finishes. */
 extern volatile int crew_cancelled;
 
 /* Shares a copy of the configuration; starts nobody. */
@@ -33,6 +35,7 @@ void crew_close(struct crew *crew); /* stops who is left */
 ep_status crew_start(struct crew *crew, uint32_t rank, struct ep_error *error);
 ep_status crew_start_all(struct crew *crew, struct ep_error *error);
 /* Lets them leave, and kills those that do not. */
+void crew_stop(struct crew *crew, uint64_t mask);
 void crew_stop_all(struct crew *crew);
 void crew_kill(struct crew *crew, uint32_t rank);
 

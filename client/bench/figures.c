@@ -170,7 +170,7 @@ static ep_status add_rpc(const struct bench_config *config, struct figures *figu
 
     if (!us)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for %d samples", RPC_CALLS);
-    status = group_link_open(config->server, &link, error);
+    status = group_link_open(config->server[0], &link, error);
     if (status == EP_OK) {
         status = group_time_rpc(link, RPC_WARMUP, us, error);
         if (status == EP_OK)

@@ -63,11 +63,17 @@ static enum bench_backend backend_of(Ep__V1__Backend backend)
     return backend == EP__V1__BACKEND__BACKEND_CUDA ? BENCH_BACKEND_CUDA : BENCH_BACKEND_HOST;
 }
 
-ep_status group_node_backend(struct group_link *link, enum bench_backend *backend, struct ep_error *error)
+static ep_status get_node(struct group_link *link, Ep__V1__NodeInfo **node, struct ep_error *error)
 {
     Ep__V1__GetNodeRequest request = EP__V1__GET_NODE_REQUEST__INIT;
+
+    return call(link, "GetNode", &request.base, (ProtobufCMessage **)node, error);
+}
+
+ep_status group_node_backend(struct group_link *link, enum bench_backend *backend, struct ep_error *error)
+{
     Ep__V1__NodeInfo *node = NULL;
-    ep_status status = call(link, "GetNode", &request.base, (ProtobufCMessage **)&node, error);
+    ep_status status = get_node(link, &node, error);
 
     if (status != EP_OK)
         return status;
@@ -295,6 +301,8 @@ static ep_status adopt_spec(struct bench_config *config, const Ep__V1__GroupSpec
     if (status != EP_OK)
         return status;
     config->timeout_ms = spec->timeout_ms ? spec->timeout_ms : config->timeout_ms;
+    if (config->follow) /* they must fit what the group is at each time: its workers see to that */
+        return EP_OK;
     status = fit_cases(config, spec, error);
     if (status != EP_OK)
         return status;
@@ -315,6 +323,136 @@ ep_status group_adopt(struct group_link *link, struct bench_config *config, stru
         status = adopt_spec(config, group->spec, error);
     ep__v1__group__free_unpacked(group, NULL);
     return status;
+}
+
+/* ---- whose ranks are where ------------------------------------------------------------------- */
+
+static ep_status get_node_of(const char *server, Ep__V1__NodeInfo **node, struct ep_error *error)
+{
+    struct group_link *link;
+    ep_status status = group_link_open(server, &link, error);
+
+    if (status != EP_OK)
+        return status;
+    status = get_node(link, node, error);
+    group_link_close(link);
+    return status;
+}
+
+/* The ranks of that server's node that no server before it has. */
+static ep_status claim_ranks(struct bench_config *config, uint32_t server, const Ep__V1__GroupStatus *status,
+                             bool *found, struct ep_error *error)
+{
+    Ep__V1__NodeInfo *node = NULL;
+
+    if (get_node_of(config->server[server], &node, error) != EP_OK)
+        return error->status;
+    for (size_t i = 0; i < status->n_ranks; i++) {
+        const Ep__V1__RankStatus *rank = status->ranks[i];
+
+        if (rank->rank >= config->ranks || found[rank->rank] || strcmp(rank->node, node->name) != 0)
+            continue;
+        config->server_of[rank->rank] = (uint8_t)server;
+        found[rank->rank] = true;
+    }
+    ep__v1__node_info__free_unpacked(node, NULL);
+    return EP_OK;
+}
+
+static ep_status check_found(const struct bench_config *config, const Ep__V1__GroupStatus *status, const bool *found,
+                             struct ep_error *error)
+{
+    for (size_t i = 0; i < status->n_ranks; i++) {
+        const Ep__V1__RankStatus *rank = status->ranks[i];
+
+        if (rank->rank < config->ranks && !found[rank->rank])
+            return ep_error_set(error, EP_INVALID_ARGUMENT,
+                                "--server: rank %u of group %s is on node %s, and no server of that node was given",
+                                rank->rank, config->group, rank->node);
+    }
+    return EP_OK;
+}
+
+/* A node has the number of the first rank that is there. */
+static void number_nodes(struct bench_config *config, const Ep__V1__GroupStatus *status)
+{
+    for (size_t i = 0; i < status->n_ranks; i++) {
+        size_t first = 0;
+
+        while (strcmp(status->ranks[first]->node, status->ranks[i]->node) != 0)
+            first++;
+        if (status->ranks[i]->rank < config->ranks)
+            config->node_of[status->ranks[i]->rank] = (uint32_t)first;
+    }
+}
+
+static ep_status find_servers(struct bench_config *config, const Ep__V1__GroupStatus *status, struct ep_error *error)
+{
+    const uint32_t servers = config->servers ? config->servers : 1;
+    bool found[BENCH_MAX_RANKS] = { false };
+
+    number_nodes(config, status);
+    for (uint32_t i = 0; i < servers; i++)
+        if (claim_ranks(config, i, status, found, error) != EP_OK)
+            return error->status;
+    return check_found(config, status, found, error);
+}
+
+ep_status group_find_servers(struct group_link *link, struct bench_config *config, struct ep_error *error)
+{
+    Ep__V1__Group *group = NULL;
+    ep_status status = get(link, config->group, &group, error);
+
+    if (status != EP_OK)
+        return status;
+    if (!group->status || group->status->n_ranks != config->ranks)
+        status = ep_error_set(error, EP_PROTOCOL, "group %s came without the status of its %u ranks", config->group,
+                              config->ranks);
+    else
+        status = find_servers(config, group->status, error);
+    ep__v1__group__free_unpacked(group, NULL);
+    return status;
+}
+
+/* ---- a group that changes ---------------------------------------------------------------------- */
+
+static ep_status view_of(const Ep__V1__GroupStatus *status, struct group_view *view, struct ep_error *error)
+{
+    *view = (struct group_view){ .epoch = status->epoch, .ranks = (uint32_t)status->n_ranks };
+    for (size_t i = 0; i < status->n_ranks; i++) {
+        const Ep__V1__RankStatus *rank = status->ranks[i];
+
+        if (status->n_ranks > BENCH_MAX_RANKS || rank->rank >= status->n_ranks)
+            return ep_error_set(error, EP_UNIMPLEMENTED, "a rank %u of %zu: at most %d ranks are possible", rank->rank,
+                                status->n_ranks, BENCH_MAX_RANKS);
+        snprintf(view->node[rank->rank], sizeof view->node[0], "%s", rank->node);
+        view->expected[rank->rank] = rank->state == EP__V1__RANK_STATE__RANK_STATE_EXPECTED;
+    }
+    return EP_OK;
+}
+
+ep_status group_look(struct group_link *link, const char *name, struct group_view *view, struct ep_error *error)
+{
+    Ep__V1__Group *group = NULL;
+    ep_status status = get(link, name, &group, error);
+
+    if (status != EP_OK)
+        return status;
+    status = group->status ? view_of(group->status, view, error)
+                           : ep_error_set(error, EP_PROTOCOL, "group %s came without a status", name);
+    ep__v1__group__free_unpacked(group, NULL);
+    return status;
+}
+
+ep_status group_node_name(const char *server, char *name, size_t size, struct ep_error *error)
+{
+    Ep__V1__NodeInfo *node = NULL;
+
+    if (get_node_of(server, &node, error) != EP_OK)
+        return error->status;
+    snprintf(name, size, "%s", node->name);
+    ep__v1__node_info__free_unpacked(node, NULL);
+    return EP_OK;
 }
 
 /* ---- timing ---------------------------------------------------------------------------------- */

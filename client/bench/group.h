@@ -36,6 +36,20 @@ ep_status group_delete(struct group_link *link, const char *name, struct ep_erro
  */
 ep_status group_adopt(struct group_link *link, struct bench_config *config, struct ep_error *error);
 
+/* Which node each rank is on, and which of the servers that were given is that node's: config->node_of, server_of. */
+ep_status group_find_servers(struct group_link *link, struct bench_config *config, struct ep_error *error);
+
+/* A group's newest epoch, as it is now. */
+struct group_view {
+    uint64_t epoch;
+    uint32_t ranks;
+    char node[BENCH_MAX_RANKS][64];  /* that each rank is on */
+    bool expected[BENCH_MAX_RANKS]; /* it waits for its first worker */
+};
+ep_status group_look(struct group_link *link, const char *name, struct group_view *view, struct ep_error *error);
+/* The name of that server's node. */
+ep_status group_node_name(const char *server, char *name, size_t size, struct ep_error *error);
+
 /* Times `n` unary calls (GetVersion) into us[n]. */
 ep_status group_time_rpc(struct group_link *link, uint32_t n, double *us, struct ep_error *error);
 

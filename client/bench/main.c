@@ -48,7 +48,7 @@ static ep_status run(struct sweep *sweep, struct ep_error *error)
         uint32_t ranks = sweep->config.ranks > 2 ? sweep->config.ranks : 2;
 
         status = private_server_start(ranks, bench_backends[sweep->config.backend], &server, error);
-        memcpy(sweep->config.server, server.address, sizeof server.address);
+        memcpy(sweep->config.server[0], server.address, sizeof server.address);
     }
     if (status == EP_OK)
         status = measure(sweep, &figures, error);

@@ -17,6 +17,7 @@ enum {
     KEY_SPAWN,
     KEY_BACKEND,
     KEY_EXECUTOR,
+    KEY_HT_SMS,
     KEY_MEMORY,
     KEY_RANKS,
     KEY_EXPERTS,
@@ -46,6 +47,7 @@ enum {
     KEY_SOAK,
     KEY_SOAK_OPS,
     KEY_SOAK_KILL,
+    KEY_FOLLOW,
     KEY_KEEP_GOING,
     KEY_REFERENCE
 };
@@ -53,7 +55,8 @@ enum {
 static const struct argp_option flags[] = {
     { NULL, 0, NULL, 0, "Where:", 1 },
     { "server", KEY_SERVER, "unix:PATH", 0,
-      "socket of ep-server (default: $EP_SERVER, else the user's own server, else unix:/run/ep-server/ep.sock)", 1 },
+      "socket of ep-server (default: $EP_SERVER, else the user's own server, else unix:/run/ep-server/ep.sock).  Several "
+      "times: those of the nodes on this machine that have the group's ranks; the first one is asked about the group", 1 },
     { "group", KEY_GROUP, "NAME", 0,
       "a group that is there; its sizes are taken.  Without it a group is made for the run and deleted "
       "afterwards",
@@ -65,6 +68,8 @@ static const struct argp_option flags[] = {
     { "executor", KEY_EXECUTOR, "NAME", 0,
       "auto, server or direct: who runs the ops, the server or the worker itself; or mixed: the server those of odd "
       "ranks (default auto)", 1 },
+    { "ht-sms", KEY_HT_SMS, "N", 0,
+      "multiprocessors of a GPU that an HT op fills, where the worker runs it (default: all)", 1 },
     { "memory", KEY_MEMORY, "NAME", 0,
       "arena or own: inputs and outputs are in the rank's window, or in GPU memory of the worker's own, registered; "
       "own is for GPUs (default arena)", 1 },
@@ -114,11 +119,14 @@ static const struct argp_option flags[] = {
       4 },
     { "soak", KEY_SOAK, "SECONDS", 0,
       "instead of the sweep: random ops of its modes, layouts and formats (default: all) for so long, several at a "
-      "time, all results checked", 4 },
+      "time, all results checked; an interrupt ends it sooner, with its report", 4 },
     { "soak-ops", KEY_SOAK_OPS, "N", 0,
       "end the soak after N ops of each rank; the same seed gives the same ops", 4 },
     { "soak-kill", KEY_SOAK_KILL, "SECONDS", 0,
       "in a soak, kill -9 a random worker about so often; the others go on, and a new one takes its rank", 4 },
+    { "follow", KEY_FOLLOW, NULL, 0,
+      "in a soak, go over to the group's next epochs with whatever an operator changes: sizes, modes, placement, number of "
+      "ranks; workers for new ranks are started.  Tells how many turns there were, and how long results paused", 4 },
     { "reference", KEY_REFERENCE, NULL, 0,
       "also measure what this machine gives: memcpy, futex, RPC, attaching, one token's round trip", 4 },
     { "output", KEY_OUTPUT, "FORMAT", 0, "table, json or csv (default table)", 4 },
@@ -194,6 +202,15 @@ static ep_status string(const char *flag, const char *text, char *out, size_t si
                             size - 1);
     memcpy(out, text, length + 1);
     return EP_OK;
+}
+
+static ep_status server(const char *text, struct bench_config *config, struct ep_error *error)
+{
+    if (config->servers == BENCH_MAX_SERVERS)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "--server %s: at most %d are possible", text, BENCH_MAX_SERVERS);
+    if (strncmp(text, "unix:", 5) != 0)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "--server %s: must be unix:PATH", text);
+    return string("server", text, config->server[config->servers++], sizeof *config->server, error);
 }
 
 static ep_status kill_at(const char *text, struct bench_config *config, struct ep_error *error)
@@ -355,11 +372,12 @@ static ep_status take_flag(struct parse *parse, int key, const char *text)
     ep_status status = EP_OK;
 
     switch (key) {
-    case KEY_SERVER: return string("server", text, config->server, sizeof config->server, error);
+    case KEY_SERVER: return server(text, config, error);
     case KEY_GROUP: return string("group", text, config->group, sizeof config->group, error);
     case KEY_SPAWN: config->spawn = true; return EP_OK;
     case KEY_BACKEND: return backend(text, &config->backend, error);
     case KEY_EXECUTOR: return executor(text, &config->executor, error);
+    case KEY_HT_SMS: return number32("ht-sms", text, 1, 1024, &config->ht_sms, error);
     case KEY_MEMORY: return memory(text, &config->own_memory, error);
     case KEY_RANKS: return number32("ranks", text, 1, BENCH_MAX_RANKS, &config->ranks, error);
     case KEY_EXPERTS: return number32("experts", text, 1, 65536, &config->experts, error);
@@ -392,6 +410,7 @@ static ep_status take_flag(struct parse *parse, int key, const char *text)
     case KEY_SOAK: return number32("soak", text, 1, 7 * 86400, &config->soak_s, error);
     case KEY_SOAK_OPS: return number("soak-ops", text, 1, INT64_MAX, &config->soak_ops, error);
     case KEY_SOAK_KILL: return number32("soak-kill", text, 1, 86400, &config->soak_kill_s, error);
+    case KEY_FOLLOW: config->follow = true; return EP_OK;
     case KEY_KEEP_GOING: config->keep_going = true; return EP_OK;
     case KEY_REFERENCE: config->reference = true; return EP_OK;
     default: return EP_UNIMPLEMENTED;
@@ -461,6 +480,8 @@ static ep_status finish_soak(struct parse *parse)
 
     if (config->soak_kill_s && !soak)
         return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--soak-kill: in which soak? add --soak");
+    if (config->follow && !soak)
+        return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--follow: only a soak does; add --soak");
     if (!soak)
         return EP_OK;
     if (config->kill_rank >= 0)
@@ -512,12 +533,9 @@ static ep_status finish(struct parse *parse)
                             BENCH_MAX_CASES - 1);
     if (config->replays && !config->graph)
         return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--replays: of which graph? add --graph");
-    if (config->spawn && (config->server[0] || config->group[0]))
+    if (config->spawn && (config->servers || config->group[0]))
         return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--spawn: makes --%s of its own",
-                            config->server[0] ? "server" : "group");
-    if (config->server[0] && strncmp(config->server, "unix:", 5) != 0)
-        return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--server %s: must be unix:PATH",
-                            config->server);
+                            config->servers ? "server" : "group");
     return EP_OK;
 }
 

@@ -97,6 +97,19 @@ static json_t *layouts_array(const struct bench_soak *totals)
     return list;
 }
 
+static json_t *turns_object(const struct soak_result *soak)
+{
+    json_t *list = json_array();
+
+    for (uint32_t i = 0; i < soak->turns; i++)
+        json_array_append_new(list, json_pack("{s:I, s:I, s:f}", "epoch", (json_int_t)soak->turn[i].epoch, "step",
+                                              (json_int_t)soak->turn[i].step, "pause_us", soak->turn[i].pause_us));
+    return json_pack("{s:I, s:o, s:f, s:f, s:f, s:f, s:I, s:I}", "count", (json_int_t)soak->turns, "each", list,
+                     "pause_p50_us", soak->pause_p50_us, "pause_p99_us", soak->pause_p99_us, "pause_max_us",
+                     soak->pause_max_us, "step_us", soak->step_us, "workers_added", (json_int_t)soak->added,
+                     "workers_removed", (json_int_t)soak->removed);
+}
+
 static json_t *soak_object(const struct soak_result *soak)
 {
     const struct bench_soak *totals = &soak->totals;
@@ -153,6 +166,8 @@ ep_status report_json(const struct sweep *sweep, const struct figures *figures, 
         json_object_set_new(root, "kill", kill_object(&sweep->kill));
     if (root && sweep->soak.run)
         json_object_set_new(root, "soak", soak_object(&sweep->soak));
+    if (root && sweep->soak.run && sweep->config.follow)
+        json_object_set_new(root, "turns", turns_object(&sweep->soak));
     if (root && figures)
         json_object_set_new(root, "reference", figures_object(figures));
     failed = !root || json_dumpf(root, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(9)) != 0;

@@ -136,7 +136,18 @@ static ep_status print_soak_table(const struct bench_soak *totals, struct ep_err
     return EP_OK;
 }
 
-static ep_status print_soak(const struct soak_result *soak, struct ep_error *error)
+static void print_turns(const struct soak_result *soak)
+{
+    printf("follow: %u turns, %u workers added, %u removed; results paused %.2f ms (p50), %.2f ms (p99), %.2f ms at most, "
+           "beside %.2f ms from one to the next otherwise\n",
+           soak->turns, soak->added, soak->removed, soak->pause_p50_us / 1e3, soak->pause_p99_us / 1e3,
+           soak->pause_max_us / 1e3, soak->step_us / 1e3);
+    for (uint32_t i = 0; i < soak->turns; i++)
+        printf("follow: epoch %llu from op %llu on, after %.2f ms\n", (unsigned long long)soak->turn[i].epoch,
+               (unsigned long long)soak->turn[i].step, soak->turn[i].pause_us / 1e3);
+}
+
+static ep_status print_soak(const struct soak_result *soak, bool follow, struct ep_error *error)
 {
     const struct bench_soak *totals = &soak->totals;
 
@@ -148,6 +159,8 @@ static ep_status print_soak(const struct soak_result *soak, struct ep_error *err
            (unsigned long long)soak_ops(totals), soak->seconds, soak_ops_per_second(soak),
            (double)totals->waited_ns / 1e9, (double)totals->longest_ns / 1e6, soak->kills,
            (unsigned long long)totals->masked, (unsigned long long)totals->dropped, (unsigned long long)soak->wrong);
+    if (follow)
+        print_turns(soak);
     return EP_OK;
 }
 
@@ -225,7 +238,7 @@ ep_status report_table(const struct sweep *sweep, const struct figures *figures,
 
     print_setting(sweep);
     if (sweep->soak.run)
-        return print_soak(&sweep->soak, error);
+        return print_soak(&sweep->soak, sweep->config.follow, error);
     table = new_table(case_columns, sizeof case_columns / sizeof *case_columns);
     if (!table)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a table");

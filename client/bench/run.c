@@ -171,24 +171,13 @@ static ep_status settle_backend(struct group_link *link, struct bench_config *co
 }
 
 /* What the backend does not have is left out, with a word about it. */
-static ep_status fit_backend(struct bench_config *config, struct ep_error *error)
+static void fit_backend(struct bench_config *config)
 {
-    uint32_t kept = 0;
-
-    if (config->backend != BENCH_BACKEND_CUDA) {
-        if (config->graph > 0)
-            fprintf(stderr, "ep-bench: --graph: left out, the host backend has no graphs\n");
-        config->graph = 0;
-        return EP_OK;
-    }
-    for (uint32_t i = 0; i < config->n_cases; i++)
-        if (config->cases[i].mode == EP_MODE_LL)
-            config->cases[kept++] = config->cases[i];
-    if (kept < config->n_cases)
-        fprintf(stderr, "ep-bench: ht: left out, the cuda backend has ll only\n");
-    config->n_cases = kept;
-    return kept > 0 ? EP_OK
-                    : ep_error_set(error, EP_UNIMPLEMENTED, "--modes ht: the cuda backend has ll only");
+    if (config->backend == BENCH_BACKEND_CUDA)
+        return;
+    if (config->graph > 0)
+        fprintf(stderr, "ep-bench: --graph: left out, the host backend has no graphs\n");
+    config->graph = 0;
 }
 
 static ep_status settle(struct group_link *link, struct bench_config *config, bool own,
@@ -197,8 +186,7 @@ static ep_status settle(struct group_link *link, struct bench_config *config, bo
     struct routing *routing = NULL;
     ep_status status = own ? settle_backend(link, config, error) : group_adopt(link, config, error);
 
-    if (status == EP_OK)
-        status = fit_backend(config, error);
+    fit_backend(config);
     group_needs_of(config, needs);
     fill_defaults(config);
     if (status == EP_OK)
@@ -228,7 +216,9 @@ static ep_status run_in_group(struct group_link *link, struct sweep *sweep, stru
         status = group_create(link, config, &needs, error);
     if (status != EP_OK)
         return status;
-    status = config->soak_s || config->soak_ops ? soak_run(sweep, error) : sweep_run(sweep, error);
+    status = group_find_servers(link, config, error);
+    if (status == EP_OK)
+        status = config->soak_s || config->soak_ops ? soak_run(sweep, link, error) : sweep_run(sweep, error);
     if (own) {
         struct ep_error left = EP_ERROR_INIT;
 
@@ -241,7 +231,7 @@ static ep_status run_in_group(struct group_link *link, struct sweep *sweep, stru
 ep_status run_sweep(struct sweep *sweep, struct ep_error *error)
 {
     struct group_link *link;
-    ep_status status = group_link_open(sweep->config.server, &link, error);
+    ep_status status = group_link_open(sweep->config.server[0], &link, error);
 
     if (status != EP_OK)
         return status;

@@ -11,6 +11,7 @@
 #define SWEEP_H
 
 #include "crew.h"
+#include "group.h"
 
 struct bench_quantiles {
     double p50, p90, p99;
@@ -55,6 +56,13 @@ struct soak_result {
     uint64_t wrong;           /* elements, counts and rows */
     uint32_t kills;
     double longest_claim_us;  /* until a new worker could claim the rank */
+    uint32_t turns, added, removed; /* --follow; workers that came for new ranks, and that had no place any more */
+    double step_us;           /* mean, from result to result of a rank */
+    struct soak_turn {
+        uint64_t epoch, step; /* gone over to, and its first step */
+        double pause_us;      /* at the slowest rank */
+    } turn[BENCH_MAX_EPOCHS];
+    double pause_p50_us, pause_p99_us, pause_max_us; /* of these */
 };
 
 struct sweep {
@@ -78,7 +86,26 @@ ep_status sweep_verdict(const struct sweep *sweep);
 ep_status sweep_attach(struct crew *crew, struct sweep *sweep, struct ep_error *error);
 
 /* soak.c: instead of the cases.  What went wrong is in the result, what is returned kept it from being run. */
-ep_status soak_run(struct sweep *sweep, struct ep_error *error);
+ep_status soak_run(struct sweep *sweep, struct group_link *link, struct ep_error *error);
+
+/* soak_follow.c: the group that a soak follows. */
+struct follower {
+    struct group_link *link; /* NULL: it does not */
+    struct crew *crew;
+    uint64_t look_ns;        /* of the last look */
+    struct group_view view;
+    uint32_t servers;
+    char node[BENCH_MAX_SERVERS][64];    /* that each server is on */
+    uint32_t server_of[BENCH_MAX_RANKS]; /* of each worker */
+};
+ep_status follower_open(struct follower *f, struct group_link *link, struct crew *crew, struct ep_error *error);
+/* Looks at the group when the last time is a while ago; workers find its newest epoch in shared memory then. */
+ep_status follower_look(struct follower *f, struct ep_error *error);
+/* Starts a worker for a rank that waits for its first one and is not that of any of the workers `taken`, and has it
+ * attach; *worker: its number, which answers when it has, or BENCH_MAX_RANKS when there is none to start. */
+ep_status follower_add(struct follower *f, uint64_t taken, uint32_t *worker, struct ep_error *error);
+/* Turns, from shared memory. */
+void follower_sum(const struct follower *f, struct soak_result *result);
 
 /* kill.c: the middle of a prepared and verified case; afterwards everybody is there again. */
 ep_status kill_run(struct crew *crew, const struct bench_config *config, uint32_t case_index,

@@ -274,6 +274,7 @@ ep_status verify_combine(struct verifier *verifier, const void *result, const ui
     struct experts_model model;
     struct ep_ref_combine combine = { .dtype = bench_dtypes[inputs->of.dtype].combine,
                                       .hidden = inputs->hidden,
+                                      .node = inputs->of.mode == EP_MODE_HT ? inputs->config->node_of : NULL,
                                       .arrived = from,
                                       .expert = experts_model_expert,
                                       .user = &model };

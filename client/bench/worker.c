@@ -32,12 +32,14 @@ static ep_executor executor_of(const struct worker *worker)
     return (ep_executor)worker->config->executor;
 }
 
-static ep_status join(struct worker *worker, bool retry, struct ep_error *error)
+ep_status worker_join(struct worker *worker, bool retry, struct ep_error *error)
 {
     ep_join_options options = { .size = sizeof options,
                                 .group = worker->config->group,
                                 .rank = (int32_t)worker->rank,
-                                .executor = executor_of(worker) };
+                                .executor = executor_of(worker),
+                                .ht_sms = worker->config->ht_sms,
+                                .follow = worker->config->follow };
     uint64_t first = ep_clock_ns(), start;
     ep_status status;
 
@@ -77,7 +79,7 @@ static ep_status make_context(struct worker *worker, struct ep_error *error)
 }
 
 /* Streams, marks and graphs are the caller's; ep-bench has them from where the library has them. */
-static ep_status open_device(struct worker *worker, struct ep_error *error)
+static ep_status open_gpu(struct worker *worker, struct ep_error *error)
 {
     worker->gpu = worker->info.backend == EP_BACKEND_CUDA;
     if (!worker->gpu)
@@ -97,9 +99,37 @@ static ep_status check_memory(const struct worker *worker, struct ep_error *erro
                         "it can have it", worker->rank);
 }
 
+ep_status worker_describe(struct worker *worker, struct ep_error *error)
+{
+    ep_status status;
+
+    worker->info = (ep_rank_info){ .size = sizeof worker->info };
+    status = ep_rank_describe(worker->ep, &worker->info);
+    if (status != EP_OK)
+        return worker_failure(error, status, "ep_rank_describe");
+    worker->result->window_bytes = worker->info.group.window_bytes;
+    worker->result->arena_bytes = worker->info.group.arena_bytes;
+    worker->result->backend = worker->info.backend;
+    worker->result->executor = worker->info.executor;
+    __atomic_store_n(&worker->result->epoch, worker->info.group.epoch, __ATOMIC_RELEASE); /* partner: the coordinator */
+    return EP_OK;
+}
+
+ep_status worker_open_routing(struct worker *worker, struct ep_error *error)
+{
+    const struct bench_config *config = worker->config;
+    struct routing_shape shape = { config->ranks, config->experts, config->top_k, config->seed,
+                                   config->drop };
+
+    routing_close(worker->routing);
+    worker->routing = NULL;
+    return routing_open(&config->routing, &shape, &worker->routing, error);
+}
+
 static ep_status attach(struct worker *worker, bool retry, struct ep_error *error)
 {
     const struct bench_config *config = worker->config;
+    const char *server = config->server[config->server_of[worker->rank]];
     uint64_t start;
     char name[64];
     ep_client_options options = { .size = sizeof options, .name = name };
@@ -109,28 +139,14 @@ static ep_status attach(struct worker *worker, bool retry, struct ep_error *erro
         return error->status;
     snprintf(name, sizeof name, "ep-bench rank %u", worker->rank);
     start = ep_clock_ns();
-    status = ep_client_open(config->server[0] ? config->server : NULL, &options, &worker->client);
+    status = ep_client_open(server[0] ? server : NULL, &options, &worker->client);
     if (status != EP_OK)
         return worker_failure(error, status, "ep_client_open");
     worker->result->open_us = (double)(ep_clock_ns() - start) / 1e3;
-    status = join(worker, retry, error);
-    if (status != EP_OK)
-        return status;
-    worker->info.size = sizeof worker->info;
-    status = ep_rank_describe(worker->ep, &worker->info);
-    if (status != EP_OK)
-        return worker_failure(error, status, "ep_rank_describe");
-    worker->result->window_bytes = worker->info.group.window_bytes;
-    worker->result->arena_bytes = worker->info.group.arena_bytes;
-    worker->result->backend = worker->info.backend;
-    worker->result->executor = worker->info.executor;
-    if (open_device(worker, error) != EP_OK || check_memory(worker, error) != EP_OK)
+    if (worker_join(worker, retry, error) != EP_OK || worker_describe(worker, error) != EP_OK ||
+        open_gpu(worker, error) != EP_OK || check_memory(worker, error) != EP_OK)
         return error->status;
-
-    struct routing_shape shape = { config->ranks, config->experts, config->top_k, config->seed,
-                                   config->drop };
-
-    return routing_open(&config->routing, &shape, &worker->routing, error);
+    return worker_open_routing(worker, error);
 }
 
 static void detach(struct worker *worker)
@@ -141,6 +157,7 @@ static void detach(struct worker *worker)
         worker->cuda->stream_destroy(worker->device, worker->stream);
     ep_client_close(worker->client);
     routing_close(worker->routing);
+    free(worker->fitted);
 }
 
 /* ---- commands ---------------------------------------------------------------------- */
@@ -193,15 +210,18 @@ static bool map_shared(struct worker *worker, int fd)
 int bench_worker(const char *argument)
 {
     struct worker worker = { 0 };
+    uint32_t number;
     int memory;
 
     prctl(PR_SET_PDEATHSIG, SIGKILL); /* never longer than the coordinator */
-    if (sscanf(argument, "%u,%d,%d", &worker.rank, &worker.socket, &memory) != 3 ||
+    signal(SIGINT, SIG_IGN);          /* a terminal's is for that one, too */
+    if (sscanf(argument, "%u,%d,%d", &number, &worker.socket, &memory) != 3 ||
         !map_shared(&worker, memory)) {
         fprintf(stderr, "ep-bench: --worker is ep-bench's own\n");
         return ep_status_exit_code(EP_INVALID_ARGUMENT);
     }
     worker.config = &worker.shared->config;
-    worker.result = bench_result(worker.shared, worker.rank);
+    worker.rank = worker.shared->rank_of[number];
+    worker.result = bench_result(worker.shared, number);
     return serve(&worker);
 }

@@ -16,28 +16,30 @@ struct slot {
     const char *name;
     size_t bytes;
     void *there, *own;
+    bool peers; /* write it, in an HT dispatch: then it is in the window */
 };
 
 static void list(struct worker *worker, struct slot slots[WORKER_BUFFERS])
 {
     const struct buffer_sizes *s = &worker->sizes;
     struct buffers *b = &worker->buffers, *o = &worker->own;
+    const bool ht = worker->of.mode == EP_MODE_HT;
     const struct slot all[WORKER_BUFFERS] = {
-        { "tokens", s->x, &b->x, &o->x },
-        { "scales", s->x_scales, &b->x_scales, &o->x_scales },
-        { "topk_idx", s->topk, &b->topk, &o->topk },
-        { "topk_weights", s->weights, &b->weights, &o->weights },
-        { "out", s->out, &b->out, &o->out },
-        { "out_scales", s->out_scales, &b->out_scales, &o->out_scales },
-        { "counts", s->counts, &b->counts, &o->counts },
-        { "offsets", s->offsets, &b->offsets, &o->offsets },
-        { "out_topk", s->out_topk, &b->out_topk, &o->out_topk },
-        { "out_weights", s->out_weights, &b->out_weights, &o->out_weights },
-        { "sources", s->sources, &b->sources, &o->sources },
-        { "rows", s->rows, &b->rows, &o->rows },
-        { "result", s->result, &b->result, &o->result },
-        { "row_grads", s->row_grads, &b->row_grads, &o->row_grads },
-        { "topk_grads", s->topk_grads, &b->topk_grads, &o->topk_grads },
+        { "tokens", s->x, &b->x, &o->x, false },
+        { "scales", s->x_scales, &b->x_scales, &o->x_scales, false },
+        { "topk_idx", s->topk, &b->topk, &o->topk, false },
+        { "topk_weights", s->weights, &b->weights, &o->weights, false },
+        { "out", s->out, &b->out, &o->out, ht },
+        { "out_scales", s->out_scales, &b->out_scales, &o->out_scales, ht },
+        { "counts", s->counts, &b->counts, &o->counts, false },
+        { "offsets", s->offsets, &b->offsets, &o->offsets, false },
+        { "out_topk", s->out_topk, &b->out_topk, &o->out_topk, false },
+        { "out_weights", s->out_weights, &b->out_weights, &o->out_weights, false },
+        { "sources", s->sources, &b->sources, &o->sources, false },
+        { "rows", s->rows, &b->rows, &o->rows, false },
+        { "result", s->result, &b->result, &o->result, false },
+        { "row_grads", s->row_grads, &b->row_grads, &o->row_grads, false },
+        { "topk_grads", s->topk_grads, &b->topk_grads, &o->topk_grads, false },
     };
 
     memcpy(slots, all, sizeof all);
@@ -90,7 +92,7 @@ static ep_status open_slot(struct worker *worker, const struct slot *slot, struc
 
     if (slot->bytes == 0)
         return EP_OK;
-    status = worker->config->own_memory ? make(worker, slot, memory, error) : take(worker, slot, error);
+    status = worker->config->own_memory && !slot->peers ? make(worker, slot, memory, error) : take(worker, slot, error);
     if (status != EP_OK)
         return status;
     own = worker->gpu ? malloc(slot->bytes) : get(slot->there);

@@ -52,6 +52,8 @@ struct worker {
     const struct bench_config *config;
     struct bench_rank_result *result;
     struct routing *routing;
+    struct bench_config *fitted; /* with --follow: `config`, as the rank's epoch has it */
+    struct bench_epoch *epoch;   /* likewise */
 
     ep_client *client;
     ep_rank *ep;
@@ -144,6 +146,29 @@ ep_status worker_receive(struct worker *worker, struct verifier *verifier, const
 ep_status worker_prepare(struct worker *worker, uint32_t case_index, struct ep_error *error);
 ep_status worker_verify(struct worker *worker, bool masked, struct ep_error *error);
 void worker_end(struct worker *worker);
+
+/* ---- worker.c ---- */
+
+/* The rank, as it is now: also for one that has gone over to another epoch. */
+ep_status worker_join(struct worker *worker, bool retry, struct ep_error *error);
+ep_status worker_describe(struct worker *worker, struct ep_error *error);
+ep_status worker_open_routing(struct worker *worker, struct ep_error *error);
+
+/* ---- worker_follow.c ---- */
+
+/* Makes the configuration that of the epoch the rank is in, which the coordinator must have seen. */
+ep_status follow_settle(struct worker *worker, struct ep_error *error);
+/* That the epoch's ops begin with this step; all ranks say the same. */
+ep_status follow_begins(struct worker *worker, uint64_t step, struct ep_error *error);
+void follow_paused(struct worker *worker, uint64_t ns);
+
+enum follow_place {
+    FOLLOW_HERE,
+    FOLLOW_SUPERSEDED, /* there is a newer epoch, and this one's ops have not begun */
+    FOLLOW_GONE        /* no op begins any more */
+};
+/* In an epoch that the others have not gone over to yet: the step with which they do. */
+enum follow_place follow_await_begin(struct worker *worker, uint64_t *step);
 
 /* ---- worker_soak.c ---- */
 

@@ -2,6 +2,9 @@
  * A soak at one rank: the steps of the plan, several under way, and all that they bring checked.
  *
  * A lane is the rank's worker with a case, a handle and memory of its own, one step after the other.
+ *
+ * With --follow there is a boundary before each step.  Where the rank goes over to another epoch, what is under way is
+ * finished in the old one, and the next chapter is the first in the new one, of the plan for what that holds.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -27,7 +30,9 @@ struct lane {
 struct soak {
     struct worker *worker;
     uint64_t present;    /* as the chapter's last dispatch said; 0: not known yet, somebody may have joined */
-    uint64_t ll_count;   /* LL dispatches of this process */
+    uint64_t ll_count;   /* LL dispatches in this epoch */
+    uint64_t result_ns;  /* of the last op that was over; 0: none */
+    bool turning;        /* no op is over since the rank has gone over */
     struct lane lane[SOAK_LANES];
 };
 
@@ -122,6 +127,22 @@ static void count_dispatch(struct lane *lane, const ep_op_info *info)
     totals->masked += info->absent > 0;
 }
 
+/* An op is over: the program has its result. */
+static void note_result(struct soak *soak)
+{
+    struct bench_soak *totals = &soak->worker->result->soak;
+    const uint64_t now = ep_clock_ns(), gap = now - soak->result_ns;
+
+    if (soak->turning) {
+        follow_paused(soak->worker, gap);
+    } else if (soak->result_ns) {
+        totals->gaps++;
+        totals->gap_ns += gap;
+    }
+    soak->turning = false;
+    soak->result_ns = now;
+}
+
 /* ---- one op -------------------------------------------------------------------------------- */
 
 static ep_status dispatch(struct soak *soak, const struct soak_step *step, struct ep_error *error)
@@ -181,6 +202,7 @@ static ep_status receive(struct soak *soak, struct lane *lane, struct ep_error *
         status = worker_failure(error, status, "ep_dispatch_info");
     if (status == EP_OK)
         status = check_time(lane, &info, error);
+    note_result(soak);
     return status == EP_OK ? look_at_dispatch(soak, lane, &info, error) : status;
 }
 
@@ -210,7 +232,7 @@ static ep_status look_at_combine(struct lane *lane, const ep_op_info *info, stru
     return status == EP_OK ? check_verdict(lane, error) : status;
 }
 
-static ep_status finish(struct lane *lane, struct ep_error *error)
+static ep_status finish(struct soak *soak, struct lane *lane, struct ep_error *error)
 {
     ep_op_info info = { .size = sizeof info };
     ep_status status = worker_complete(&lane->worker, error);
@@ -221,6 +243,7 @@ static ep_status finish(struct lane *lane, struct ep_error *error)
         status = worker_failure(error, status, "ep_combine_info");
     if (status == EP_OK)
         status = check_time(lane, &info, error);
+    note_result(soak);
     if (status == EP_OK)
         status = look_at_combine(lane, &info, error);
     if (status == EP_OK)
@@ -240,7 +263,7 @@ static ep_status advance_lane(struct soak *soak, struct lane *lane, uint64_t now
     if (lane->state == LANE_DISPATCHED && now >= number + lane->step.combine_after)
         status = receive_and_combine(soak, lane, error);
     if (status == EP_OK && lane->state == LANE_COMBINED && now >= number + lane->step.result_after)
-        status = finish(lane, error);
+        status = finish(soak, lane, error);
     if (status == EP_OK)
         return EP_OK;
     soak_step_text(lane->worker.config, &lane->step, lane->worker.rank, text, sizeof text);
@@ -313,49 +336,7 @@ static ep_status take_step(struct soak *soak, uint64_t number, struct ep_error *
     return advance(soak, number, error);
 }
 
-/* ---- chapters --------------------------------------------------------------------------- */
-
-/* The last step that may be taken now, and one more; `next` when there will be none.  The leash is closed after its
- * end was set (partner: the coordinator's stores), so it is looked at in the other order. */
-static uint64_t wait_for_leash(const struct worker *worker, uint64_t next)
-{
-    const struct bench_leash *leash = &worker->shared->leash;
-
-    for (;;) {
-        const bool closed = __atomic_load_n(&leash->closed, __ATOMIC_ACQUIRE);
-        const uint64_t granted = __atomic_load_n(&leash->granted, __ATOMIC_ACQUIRE);
-
-        if (granted > next || closed)
-            return granted;
-        nanosleep(&(struct timespec){ .tv_nsec = LEASH_NS }, NULL);
-    }
-}
-
-static ep_status run_chapter(struct soak *soak, uint64_t first, uint64_t end, struct ep_error *error)
-{
-    ep_status status = EP_OK;
-
-    soak->present = 0;
-    for (uint64_t number = first; status == EP_OK && number < end; number++)
-        status = take_step(soak, number, error);
-    return status == EP_OK ? advance(soak, UINT64_MAX, error) : status;
-}
-
-static ep_status run_chapters(struct soak *soak, struct ep_error *error)
-{
-    uint64_t *next = &soak->worker->result->soak_next, granted;
-    ep_status status = EP_OK;
-
-    while (status == EP_OK && (granted = wait_for_leash(soak->worker, *next)) > *next) {
-        const uint64_t chapter = *next - *next % SOAK_CHAPTER + SOAK_CHAPTER;
-        const uint64_t end = granted < chapter ? granted : chapter;
-
-        status = run_chapter(soak, *next, end, error);
-        if (status == EP_OK)
-            __atomic_store_n(next, end, __ATOMIC_RELEASE); /* partner: the coordinator's leash */
-    }
-    return status;
-}
+/* ---- all lanes --------------------------------------------------------------------------- */
 
 static ep_status open_lanes(struct soak *soak, struct ep_error *error)
 {
@@ -377,12 +358,133 @@ static void close_lanes(struct soak *soak)
     for (uint32_t i = 0; i < SOAK_LANES; i++) {
         close_lane(&soak->lane[i]);
         ep_handle_destroy(soak->lane[i].worker.handle);
+        soak->lane[i].worker.handle = NULL;
     }
+}
+
+/* ---- boundaries ------------------------------------------------------------------------- */
+
+enum boundary { BOUNDARY_PASSED, BOUNDARY_TURN, BOUNDARY_GONE };
+
+/* The rank is another one from here on: the epoch's first step is `step`. */
+static ep_status begin_epoch(struct soak *soak, ep_rank *next, uint64_t step, struct ep_error *error)
+{
+    struct worker *worker = soak->worker;
+
+    close_lanes(soak);
+    ep_leave(worker->ep);
+    worker->ep = next;
+    soak->ll_count = 0;
+    soak->turning = soak->result_ns != 0;
+    if (worker_describe(worker, error) != EP_OK || follow_settle(worker, error) != EP_OK ||
+        follow_begins(worker, step, error) != EP_OK)
+        return error->status;
+    return open_lanes(soak, error);
+}
+
+/* Before a step of the chapter that ends with `end`.  What is under way at a turn is finished in the old epoch. */
+static ep_status pass_boundary(struct soak *soak, uint64_t end, enum boundary *boundary, struct ep_error *error)
+{
+    struct worker *worker = soak->worker;
+    ep_rank *next = NULL;
+    ep_status status = worker->config->follow ? ep_advance(worker->ep, &next) : EP_OK;
+
+    *boundary = next ? BOUNDARY_TURN : status == EP_DETACHED ? BOUNDARY_GONE : BOUNDARY_PASSED;
+    if (*boundary == BOUNDARY_PASSED)
+        return status == EP_OK ? EP_OK : worker_failure(error, status, "ep_advance");
+    status = advance(soak, UINT64_MAX, error);
+    return status == EP_OK && next ? begin_epoch(soak, next, end, error) : status;
+}
+
+/* ---- chapters --------------------------------------------------------------------------- */
+
+/* The last step that may be taken now, and one more; `next` when there will be none.  The leash is closed after its
+ * end was set (partner: the coordinator's stores), so it is looked at in the other order. */
+static uint64_t wait_for_leash(const struct worker *worker, uint64_t next)
+{
+    const struct bench_leash *leash = &worker->shared->leash;
+
+    for (;;) {
+        const bool closed = __atomic_load_n(&leash->closed, __ATOMIC_ACQUIRE);
+        const uint64_t granted = __atomic_load_n(&leash->granted, __ATOMIC_ACQUIRE);
+
+        if (granted > next || closed)
+            return granted;
+        nanosleep(&(struct timespec){ .tv_nsec = LEASH_NS }, NULL);
+    }
+}
+
+/* Or a part of it, where the rank goes over. */
+static ep_status run_chapter(struct soak *soak, uint64_t first, uint64_t end, enum boundary *boundary,
+                             struct ep_error *error)
+{
+    ep_status status = EP_OK;
+
+    soak->present = 0;
+    *boundary = BOUNDARY_PASSED;
+    for (uint64_t number = first; number < end; number++) {
+        status = pass_boundary(soak, end, boundary, error);
+        if (status != EP_OK || *boundary != BOUNDARY_PASSED)
+            return status;
+        status = take_step(soak, number, error);
+        if (status != EP_OK)
+            return status;
+    }
+    return advance(soak, UINT64_MAX, error);
+}
+
+static ep_status run_chapters(struct soak *soak, struct ep_error *error)
+{
+    uint64_t *next = &soak->worker->result->soak_next, granted;
+    enum boundary boundary = BOUNDARY_PASSED;
+    ep_status status = EP_OK;
+
+    while (status == EP_OK && boundary != BOUNDARY_GONE &&
+           (granted = wait_for_leash(soak->worker, *next)) > *next) {
+        const uint64_t chapter = *next - *next % SOAK_CHAPTER + SOAK_CHAPTER;
+        const uint64_t end = granted < chapter ? granted : chapter;
+
+        status = run_chapter(soak, *next, end, &boundary, error);
+        if (status == EP_OK)
+            __atomic_store_n(next, end, __ATOMIC_RELEASE); /* partner: the coordinator's leash */
+    }
+    if (status == EP_OK && boundary == BOUNDARY_GONE)
+        __atomic_store_n(&soak->worker->result->gone, 1, __ATOMIC_RELEASE); /* partner: the coordinator */
+    return status;
+}
+
+/* ---- the whole ---------------------------------------------------------------------------- */
+
+/* A rank that is new waits in its epoch until the others come.  *gone: nothing is to be done here. */
+static ep_status find_begin(struct worker *worker, bool *gone, struct ep_error *error)
+{
+    uint64_t *next = &worker->result->soak_next, begin;
+
+    *gone = false;
+    if (!worker->shared->config.follow)
+        return EP_OK;
+    if (follow_settle(worker, error) != EP_OK)
+        return error->status;
+    if (*next == 0)
+        return follow_begins(worker, 0, error);
+    while (*next == BENCH_NOT_BEGUN && !*gone)
+        switch (follow_await_begin(worker, &begin)) {
+        case FOLLOW_HERE: __atomic_store_n(next, begin, __ATOMIC_RELEASE); break;
+        case FOLLOW_GONE: *gone = true; break;
+        case FOLLOW_SUPERSEDED:
+            ep_leave(worker->ep);
+            worker->ep = NULL;
+            if (worker_join(worker, true, error) != EP_OK || worker_describe(worker, error) != EP_OK ||
+                follow_settle(worker, error) != EP_OK)
+                return error->status;
+        }
+    return EP_OK;
 }
 
 ep_status worker_soak(struct worker *worker, struct ep_error *error)
 {
     struct soak *soak = calloc(1, sizeof *soak);
+    bool gone = false;
     ep_status status;
 
     if (!soak)
@@ -391,8 +493,10 @@ ep_status worker_soak(struct worker *worker, struct ep_error *error)
     memset(&worker->result->soak, 0, sizeof worker->result->soak);
     memset(&worker->result->verdict, 0, sizeof worker->result->verdict);
     worker_end(worker);
-    status = open_lanes(soak, error);
-    if (status == EP_OK)
+    status = find_begin(worker, &gone, error);
+    if (status == EP_OK && !gone)
+        status = open_lanes(soak, error);
+    if (status == EP_OK && !gone)
         status = run_chapters(soak, error);
     close_lanes(soak);
     free(soak);

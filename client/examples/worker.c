@@ -1,7 +1,8 @@
 /*
  * worker: one rank per process.  Dispatches and combines in a loop, prints a line per second, and
- * does what a real worker must: goes on when a peer is lost, moves to a new epoch, leaves when the
- * server drains, comes back when it returns.  See usage() for how to start four of them.
+ * does what a real worker must: goes on when a peer is lost, moves to a new epoch (with --follow at the same step as
+ * all others, without leaving), leaves when the server drains, comes back when it returns.  See usage() for how to start
+ * four of them.
  */
 #include <getopt.h>
 #include <math.h>
@@ -21,18 +22,20 @@
 struct options {
     const char *address, *group;
     int rank;
-    bool ll, ht, once;
+    bool ll, ht, once, follow;
     uint32_t tokens;
     unsigned pause_ms, seconds;
 };
 
 /* What one mode needs: a handle, its memory and its arguments. */
 struct lane {
+    bool used; /* asked for, and the group has the mode */
     ep_handle *handle;
     ep_dispatch_args dispatch;
     ep_combine_args combine;
     uint16_t *result; /* own copy of combine.out */
     uint64_t steps, wrong, dropped, step_ns;
+    uint64_t longest_ns; /* of an op, also of one that failed */
 };
 
 struct worker {
@@ -43,6 +46,7 @@ struct worker {
     uint64_t failures;
     unsigned in_a_row;
     uint32_t absent; /* in the last step */
+    uint64_t awake_ns, pause_ns; /* since when no op has ended but for its own rest; the longest such time */
     bool leave;      /* asked to */
     bool rejoin;     /* and to come back in the new epoch */
 };
@@ -74,8 +78,14 @@ static void say(const struct worker *w, const char *text)
 
 /* ---- memory -------------------------------------------------------------------------------- */
 
-/* bf16 1.0, weights that add up to 1 and experts that change nothing: every result is 1.0. */
-#define ONE 0x3f80u
+/*
+ * Weights that add up to 1 and experts that change nothing: every token comes back as it was.  Its elements are all the
+ * same, one of 128 numbers that bf16 has exactly, by its rank and its number.
+ */
+static uint16_t element_of(const struct worker *w, uint32_t token)
+{
+    return (uint16_t)(0x3f80u + (w->info.rank * 37u + token * 11u) % 128u); /* 1 to 2, in steps of 1/128 */
+}
 
 /* Made here and copied: the rank's memory may be a GPU's. */
 static bool fill_inputs(const struct worker *w, uint32_t tokens, void *x, void *choices, void *weights)
@@ -88,7 +98,7 @@ static bool fill_inputs(const struct worker *w, uint32_t tokens, void *x, void *
     bool ok = (own_x && own_choices && own_weights) || tokens == 0;
 
     for (size_t i = 0; ok && i < elements; i++)
-        own_x[i] = ONE;
+        own_x[i] = element_of(w, (uint32_t)(i / g->hidden));
     for (uint32_t i = 0; ok && i < n; i++) {
         own_choices[i] = (int32_t)((i * 7u + w->info.rank) % g->experts);
         own_weights[i] = 1.0f / (float)g->top_k;
@@ -161,6 +171,26 @@ static void free_lanes(struct worker *w)
 {
     free(w->ll.result);
     free(w->ht.result);
+    w->ll = w->ht = (struct lane){ 0 };
+}
+
+/* What the rank has become, and what its steps need there. */
+static ep_status settle_in(struct worker *w)
+{
+    const ep_group_info *g = &w->info.group;
+    ep_status status;
+
+    w->info = (ep_rank_info){ .size = sizeof w->info, .group.size = sizeof w->info.group };
+    status = ep_rank_describe(w->rank, &w->info);
+    if (status != EP_OK)
+        return status;
+    w->ll.used = w->options->ll && g->ll_max_tokens > 0;
+    w->ht.used = w->options->ht && g->ht_max_tokens > 0;
+    if (!w->ll.used && !w->ht.used)
+        fprintf(stderr, "worker: the group has no mode of those to use\n");
+    if ((w->ll.used && !make_lane(w, &w->ll, EP_MODE_LL)) || (w->ht.used && !make_lane(w, &w->ht, EP_MODE_HT)))
+        return EP_RESOURCE_EXHAUSTED;
+    return w->ll.used || w->ht.used ? EP_OK : EP_FAILED_PRECONDITION;
 }
 
 /* ---- steps --------------------------------------------------------------------------------- */
@@ -177,7 +207,8 @@ static float from_bf16(uint16_t half)
 static void check(struct worker *w, struct lane *lane)
 {
     ep_op_info d = { .size = sizeof d }, c = { .size = sizeof c };
-    const size_t n = (size_t)lane->dispatch.num_tokens * w->info.group.hidden;
+    const uint32_t hidden = w->info.group.hidden;
+    const size_t n = (size_t)lane->dispatch.num_tokens * hidden;
 
     if (ep_dispatch_info(lane->handle, &d) != EP_OK || ep_combine_info(lane->handle, &c) != EP_OK)
         return;
@@ -188,21 +219,44 @@ static void check(struct worker *w, struct lane *lane)
     if (ep_read(w->rank, lane->result, lane->combine.out, n * sizeof *lane->result, NULL) != EP_OK)
         return; /* the next step says why */
     for (size_t i = 0; i < n; i++)
-        lane->wrong += fabsf(from_bf16(lane->result[i]) - 1.0f) > 1.0f / 64;
+        lane->wrong += fabsf(from_bf16(lane->result[i]) - from_bf16(element_of(w, (uint32_t)(i / hidden)))) > 1.0f / 64;
+}
+
+static ep_status wait_for(struct lane *lane, uint64_t since_ns)
+{
+    const ep_status status = ep_handle_wait(lane->handle, -1);
+    const uint64_t took_ns = now_ns() - since_ns;
+
+    if (took_ns > lane->longest_ns)
+        lane->longest_ns = took_ns;
+    return status;
+}
+
+static void op_ended(struct worker *w)
+{
+    const uint64_t now = now_ns();
+
+    if (now - w->awake_ns > w->pause_ns)
+        w->pause_ns = now - w->awake_ns;
+    w->awake_ns = now;
 }
 
 static ep_status step(struct worker *w, struct lane *lane)
 {
     const uint64_t start = now_ns();
+    uint64_t middle;
     ep_status status = ep_dispatch(lane->handle, &lane->dispatch, NULL);
 
     if (status == EP_OK)
-        status = ep_handle_wait(lane->handle, -1);
+        status = wait_for(lane, start);
+    op_ended(w);
     /* Here the experts would work on lane->dispatch.out. */
+    middle = now_ns();
     if (status == EP_OK)
         status = ep_combine(lane->handle, &lane->combine, NULL);
     if (status == EP_OK)
-        status = ep_handle_wait(lane->handle, -1);
+        status = wait_for(lane, middle);
+    op_ended(w);
     if (status != EP_OK)
         return status;
     lane->steps++;
@@ -225,8 +279,9 @@ static void handle_event(struct worker *w, const ep_event *event)
         snprintf(text, sizeof text, "rank %u joined", event->rank);
         break;
     case EP_EVENT_EPOCH:
-        snprintf(text, sizeof text, "moving to epoch %llu", (unsigned long long)event->epoch);
-        w->leave = w->rejoin = true;
+        snprintf(text, sizeof text, "%s epoch %llu", w->options->follow ? "attaching to" : "moving to",
+                 (unsigned long long)event->epoch);
+        w->leave = w->rejoin = w->leave || !w->options->follow;
         break;
     case EP_EVENT_DRAINING:
         snprintf(text, sizeof text, "leaving, the server drains: %s", event->text);
@@ -257,12 +312,13 @@ static void handle_events(struct worker *w)
 
 static int describe(const char *name, struct lane *lane, char *text, size_t room)
 {
-    int n = snprintf(text, room, "  %s %llu steps, %.1f us each, %llu dropped, %llu wrong", name,
+    int n = snprintf(text, room, "  %s %llu steps, %.1f us each, an op at most %.1f us, %llu dropped, %llu wrong", name,
                      (unsigned long long)lane->steps,
                      lane->steps ? (double)lane->step_ns / (double)lane->steps / 1000.0 : 0.0,
-                     (unsigned long long)lane->dropped, (unsigned long long)lane->wrong);
+                     (double)lane->longest_ns / 1000.0, (unsigned long long)lane->dropped,
+                     (unsigned long long)lane->wrong);
 
-    lane->steps = lane->step_ns = lane->dropped = lane->wrong = 0;
+    lane->steps = lane->step_ns = lane->longest_ns = lane->dropped = lane->wrong = 0;
     return n;
 }
 
@@ -271,11 +327,13 @@ static void report(struct worker *w)
     char text[400];
     int n = snprintf(text, sizeof text, "absent %u, failures %llu", w->absent, (unsigned long long)w->failures);
 
-    if (w->options->ll)
+    if (w->ll.used)
         n += describe("LL", &w->ll, text + n, sizeof text - (size_t)n);
-    if (w->options->ht)
-        describe("HT", &w->ht, text + n, sizeof text - (size_t)n);
+    if (w->ht.used)
+        n += describe("HT", &w->ht, text + n, sizeof text - (size_t)n);
+    snprintf(text + n, sizeof text - (size_t)n, "; longest pause %.1f us", (double)w->pause_ns / 1000.0);
     say(w, text);
+    w->pause_ns = 0;
 }
 
 /* ---- the loop ------------------------------------------------------------------------------ */
@@ -286,13 +344,49 @@ static bool is_the_end(ep_status status)
     return status == EP_SERVER_LOST || status == EP_DETACHED || status == EP_CANCELLED;
 }
 
+/* Between two steps nothing is under way: all that the old rank had is done with. */
+static ep_status go_over(struct worker *w, ep_rank *next)
+{
+    char text[64];
+
+    report(w);
+    interruptible = NULL;
+    ep_leave(w->rank);
+    free_lanes(w);
+    w->rank = next;
+    interruptible = next;
+    ep_status status = settle_in(w);
+
+    snprintf(text, sizeof text, "gone over, %u ranks", w->info.group.ranks);
+    say(w, text);
+    return status;
+}
+
+/* The boundary between steps: the same for all ranks. */
+static ep_status next_epoch(struct worker *w)
+{
+    ep_rank *next = NULL;
+    ep_status status = w->options->follow ? ep_advance(w->rank, &next) : EP_OK;
+
+    if (status == EP_OK && next)
+        return go_over(w, next);
+    if (status != EP_DETACHED)
+        return status;
+    say(w, ep_error_message());
+    if (ep_sync(w->rank, 0) != EP_OK) /* the rank itself is lost */
+        return status;
+    w->leave = true; /* the others have gone over, and have no place for it here */
+    return EP_OK;
+}
+
 static ep_status steps(struct worker *w)
 {
-    ep_status status = EP_OK;
+    ep_status status;
 
-    if (w->options->ll)
+    status = next_epoch(w);
+    if (w->ll.used && status == EP_OK && !w->leave)
         status = step(w, &w->ll);
-    if (w->options->ht && status == EP_OK)
+    if (w->ht.used && status == EP_OK && !w->leave)
         status = step(w, &w->ht);
     if (status == EP_OK || status == EP_CANCELLED) {
         w->in_a_row = 0;
@@ -308,6 +402,7 @@ static ep_status loop(struct worker *w, uint64_t end_ns)
     uint64_t next_report = now_ns() + 1000000000u;
     ep_status status = EP_OK;
 
+    w->awake_ns = now_ns();
     while (status == EP_OK && !stop && !w->leave && now_ns() < end_ns) {
         status = steps(w);
         handle_events(w);
@@ -317,22 +412,21 @@ static ep_status loop(struct worker *w, uint64_t end_ns)
         }
         if (w->options->pause_ms)
             usleep(w->options->pause_ms * 1000);
+        w->awake_ns += w->options->pause_ms * 1000000ull;
     }
+    report(w);
     return status;
 }
 
 static ep_status join(ep_client *client, struct worker *w)
 {
-    ep_join_options join = { .size = sizeof join, .group = w->options->group, .rank = w->options->rank };
+    ep_join_options join = { .size = sizeof join, .group = w->options->group, .rank = w->options->rank,
+                             .follow = w->options->follow };
     ep_status status = ep_join(client, &join, &w->rank);
 
     if (status != EP_OK)
         return status;
-    w->info = (ep_rank_info){ .size = sizeof w->info, .group.size = sizeof w->info.group };
-    status = ep_rank_describe(w->rank, &w->info);
-    if ((status == EP_OK && w->options->ll && !make_lane(w, &w->ll, EP_MODE_LL))
-        || (status == EP_OK && w->options->ht && !make_lane(w, &w->ht, EP_MODE_HT)))
-        status = EP_RESOURCE_EXHAUSTED;
+    status = settle_in(w);
     if (status != EP_OK) {
         ep_leave(w->rank);
         free_lanes(w);
@@ -392,6 +486,8 @@ static void usage(FILE *out)
           "  --tokens=N        tokens per step (default: 8, at most what the group allows)\n"
           "  --pause-ms=N      rest after every step (default: 0)\n"
           "  --seconds=N       leave after that time (default: never)\n"
+          "  --follow          go over to the group's new epochs between steps, without leaving; modes that the group has\n"
+          "                    not are left out\n"
           "  --once            exit when the server is lost; without it the worker waits for it\n"
           "\n"
           "Start four of them, one per rank of a group of four:\n"
@@ -400,7 +496,7 @@ static void usage(FILE *out)
           "  ep-admin group create hello --ranks=4 --experts=16 --hidden=512 --top-k=2\n"
           "  for r in 0 1 2 3; do worker --rank=$r & done\n"
           "\n"
-          "Each prints a line per second: absent ranks, failed steps, steps done and their time.\n"
+          "Each prints a line per second: absent ranks, failed steps, steps done, their time, the longest pause.\n"
           "Kill one with SIGKILL: the others go on, and a new one may take its rank.\n"
           "SIGTERM or SIGINT: leave cleanly.\n",
           out);
@@ -431,6 +527,7 @@ static bool set_option(struct options *o, int option, const char *value)
     case 'g': o->group = value; break;
     case 's': o->address = value; break;
     case 'o': o->once = true; break;
+    case 'f': o->follow = true; break;
     case 'm': ok = set_mode(o, value); break;
     case 'r': ok = set_number(value, EP_MAX_RANKS - 1, &n); o->rank = (int)n; break;
     case 't': ok = set_number(value, 1u << 20, &n); o->tokens = (uint32_t)n; break;
@@ -450,7 +547,8 @@ static void parse(int argc, char **argv, struct options *o)
         { "server", required_argument, NULL, 's' },   { "mode", required_argument, NULL, 'm' },
         { "tokens", required_argument, NULL, 't' },   { "pause-ms", required_argument, NULL, 'p' },
         { "seconds", required_argument, NULL, 'n' },  { "once", no_argument, NULL, 'o' },
-        { "help", no_argument, NULL, 'h' },           { 0 },
+        { "follow", no_argument, NULL, 'f' },         { "help", no_argument, NULL, 'h' },
+        { 0 },
     };
     int option;
 

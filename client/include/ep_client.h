@@ -54,21 +54,40 @@
  * Under executor server the ops of a worker are executed by ep-server, which checks every one of them.  The
  * worker has its own window and nothing else of its group, and the server has that and what the worker registers:
  * what it does wrongly spoils its own tokens only.
- * On cuda each op is handed over and back in stream order, which costs 6 to 10 us on an H200 with an MPS
- * server.  Without one the GPU switches between the two processes, which takes 0.3 ms per op.
+ * On cuda each op is handed over and back in stream order, which costs some 10 us on an H200 with an MPS
+ * server, and 17 us without one as long as ops follow each other (in graphs, the first 55 that differ; 25 us more for
+ * others).  Where kernels of the worker stand between them, the GPU switches to its process and back, which takes 0.3 ms
+ * without MPS.
  *
  * Under executor direct (cuda) the worker's own process launches the kernels on windows of its peers that are
  * mapped into it: no hand-over, and nothing that checks.  A fault in such a worker can spoil the memory of its
  * group, so a server hands windows out to workers of its own user only, unless it was told otherwise.
  *
- * Ranks of one group may differ in it, and a program need not know which it has; but that HT on cuda is there under
- * executor direct only: EP_UNIMPLEMENTED otherwise.
+ * Ranks of one group may differ in it, and a program need not know which it has.
  *
  * ## Every rank, in the same order
  * Dispatch and combine are collective: the k-th LL dispatch of each rank belong together, likewise
  * the k-th HT op.  Ranks may differ in tokens, layout of outputs and in what they read.  What travels
  * (wire_dtype, scale_format) is the same everywhere, and to see to that is the callers': HT ops that do not
  * fit end with EP_FAILED_PRECONDITION, an LL dispatch takes rows for what its own arguments say they are.
+ *
+ * A rank that joins while others run takes part from the first op of each mode that nobody has begun.  Where they do
+ * LL and HT in turn, whose turn it is only the program knows: a newcomer that begins with the other one waits for them
+ * and they for it, until time is over.  One that has to replace a worker there must be told, or have all begin anew.
+ *
+ * ## Steps, and going over to the group's next epoch
+ * When an operator changes what a group is made of, its next epoch is formed beside the running one.  A rank that
+ * follows (ep_join_options.follow) attaches to it in the background, ops going on, and all ranks go over at one and the
+ * same place of their programs:
+ *
+ *     for (;;) {
+ *         if (ep_advance(rank, &next) == EP_OK && next) {  // a boundary between steps
+ *             ... finish on `rank` what began there ...
+ *             ep_leave(rank);
+ *             rank = next;                                 // other sizes perhaps: ep_rank_describe(), ep_alloc()
+ *         }
+ *         ... dispatch, experts, combine ...
+ *     }
  *
  * Versioned structs start with their size, as ep_join_options above: set it to sizeof.  A library that
  * is older than the program takes them as long as what it does not know is 0.
@@ -158,6 +177,9 @@ typedef struct ep_join_options {
     const char *group;
     int32_t rank;           /* EP_ANY_RANK: a free one */
     ep_executor executor;
+    uint32_t ht_sms;        /* multiprocessors that HT ops fill, where this process runs them (cuda, executor direct);
+                               0: all.  The others are free for what it computes meanwhile */
+    bool follow;            /* the program calls ep_advance() between its steps, see there; host backend */
 } ep_join_options;
 
 /*
@@ -167,7 +189,8 @@ typedef struct ep_join_options {
  * last worker has left and may still write its memory; a rank that is free within half a second is
  * waited for.  EP_FAILED_PRECONDITION or EP_PERMISSION_DENIED: executor direct was asked for and the backend
  * has it not, or the group does not allow it.  EP_RESOURCE_EXHAUSTED: executor server, and the ops of other
- * ranks fill the GPU; the message says whose.  EP_UNIMPLEMENTED: this process cannot use GPUs.
+ * ranks fill the GPU; the message says whose.  EP_UNIMPLEMENTED: this process cannot use GPUs, or `follow` was asked for
+ * on one.
  *
  * On cuda, the first join of a process starts the CUDA driver if nothing else has, and makes the GPU's
  * context: most of a second, against milliseconds of a process that has one.  A program that holds several
@@ -183,6 +206,34 @@ EP_API ep_status ep_join(ep_client *client, const ep_join_options *options, ep_r
  */
 EP_API void ep_leave(ep_rank *rank);
 
+/*
+ * A boundary between two steps of a rank that follows its group.  A collective, like an op: every rank calls it at the
+ * same places among its ops; calls without a dispatch in between count as one.  Until a program has called it once, its
+ * group does not go over to another epoch, and neither does it while a worker that does not follow is attached.
+ *
+ * EP_OK and *next NULL: go on, which is what it nearly always says, for the price of a lock that nobody else wants.
+ *
+ * EP_OK and a *next: here all ranks go over to the group's next epoch.  It is the same rank there, attached and ready
+ * for ops, with nothing of this one's memory or handles: sizes, modes, placement and the number of ranks may differ.
+ * Dispatches go to it from here on; what began on `rank` is finished on `rank`: its combines, ep_complete(), passes with
+ * cached routing.  Then ep_leave(rank).  Nobody waits for that, and no peer is told.  Until it is handed over, the
+ * successor is the library's, and goes with ep_leave(rank) or ep_client_close().
+ *
+ * EP_DETACHED: the others go over, and this rank has no place there on this node; the message says why.  What began is
+ * finished in the same way, and ep_leave().  (When the rank itself was taken away, ep_sync() says EP_DETACHED too.)
+ *
+ * It waits only where going over has been agreed on but not confirmed: rarely, for milliseconds, and for the group's
+ * timeout at most.  EP_TIMEOUT then, and EP_CANCELLED after ep_rank_interrupt(): the boundary has not been passed, and
+ * until it is called again no dispatch begins on the rank.  EP_SERVER_LOST and EP_DETACHED as by ep_sync().
+ * EP_FAILED_PRECONDITION: the rank does not follow, or has gone over before.
+ */
+EP_API ep_status ep_advance(ep_rank *rank, ep_rank **next);
+
+/* Where an expert is: as local expert `local` of `rank`. */
+typedef struct ep_home {
+    uint32_t expert, rank, local;
+} ep_home;
+
 typedef struct ep_rank_info {
     size_t size;
     uint32_t rank;
@@ -192,6 +243,8 @@ typedef struct ep_rank_info {
     ep_backend backend;
     ep_executor executor;        /* server or direct */
     uint8_t device_uuid[16];     /* cuda: the GPU that the rank's memory is on, as CUdevice and NVML name it */
+    uint32_t n_homes;
+    const ep_home *homes;        /* [n_homes] of all experts, in their order; valid while joined */
 } ep_rank_info;
 
 EP_API ep_status ep_rank_describe(const ep_rank *rank, ep_rank_info *info);
@@ -352,7 +405,7 @@ EP_API ep_status ep_sync(ep_rank *rank, int32_t timeout_ms);
 EP_API ep_status ep_handle_wait(ep_handle *handle, int32_t timeout_ms);
 
 /* Makes the wait that the rank's thread is in, or the next one, return EP_CANCELLED: ep_sync(),
- * ep_handle_wait(), ep_event_next(), or on the host backend a call that waits for a free slot or a copy.
+ * ep_handle_wait(), ep_event_next(), ep_advance(), or on the host backend a call that waits for a free slot or a copy.
  * Any thread, async-signal-safe. */
 EP_API void ep_rank_interrupt(ep_rank *rank);
 
@@ -389,7 +442,8 @@ typedef enum ep_event_type {
     EP_EVENT_NONE = 0,
     EP_EVENT_RANK_LOST = 1,   /* rank: peers go on without it */
     EP_EVENT_RANK_JOINED = 2, /* rank */
-    EP_EVENT_EPOCH = 3,       /* a newer epoch is there: leave and join again to move */
+    EP_EVENT_EPOCH = 3,       /* a newer epoch is there: leave and join again to move.  A rank that follows attaches to
+                               * it in the background, ep_advance() hands it over */
     EP_EVENT_DRAINING = 4,    /* leave when it suits */
     EP_EVENT_DETACHED = 5,    /* the group is gone: leave */
     EP_EVENT_EVENTS_LOST = 6, /* value: that many were dropped because nobody read them */

@@ -115,7 +115,12 @@ ep_status ep_client_open(const char *address, const ep_client_options *options, 
     if (!client)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a client");
     if (set_path(client, address, error) != EP_OK || set_options(client, options, error) != EP_OK
-        || connect_server(client, error) != EP_OK || monitor_start(client, error) != EP_OK) {
+        || connect_server(client, error) != EP_OK || following_init(client, error) != EP_OK) {
+        destroy(client);
+        return error->status;
+    }
+    if (monitor_start(client, error) != EP_OK) {
+        following_fini(client);
         destroy(client);
         return error->status;
     }
@@ -123,13 +128,28 @@ ep_status ep_client_open(const char *address, const ep_client_options *options, 
     return EP_OK;
 }
 
+/* Successors that were not handed over go with those that they succeed. */
+static struct ep_rank *rank_to_leave(struct ep_client *client)
+{
+    struct ep_rank *rank = client->ranks;
+
+    while (rank && rank->ahead)
+        rank = rank->next;
+    return rank;
+}
+
 void ep_client_close(ep_client *client)
 {
     if (!client)
         return;
-    while (client->ranks)
-        ep_leave(client->ranks);
+
+    struct ep_rank *rank;
+
+    following_stop(client); /* from here on no rank is added */
+    while ((rank = rank_to_leave(client)))
+        ep_leave(rank);
     monitor_stop(client);
+    following_fini(client);
     destroy(client);
 }
 

@@ -4,14 +4,16 @@
  *   error.c    the thread's last error, versioned structs
  *   client.c   connection to the server
  *   spec.c     a group's spec as limits, layout and placement
- *   join.c     claim, side socket, mapping; leave
+ *   join.c     claim, side socket, mapping
  *   monitor.c  the thread that hears the server: events, and its end
  *   events.c   the queue of a rank's events
  *   arena.c    ep_alloc
  *   region.c   ep_register
  *   handle.c   handles and what is known of their ops
  *   op.c       dispatch, combine, complete: arguments to descriptors
- *   rank.c     waiting for ops, their failures, the loss of a rank
+ *   rank.c     a rank's beginning and end; waiting for its ops, their failures
+ *   advance.c  ep_advance: a rank that follows its group, and the thread that attaches to the next epoch
+ *   wait.c     how long a wait is and what ends it: an interrupt, the loss of the rank
  *   copy.c     ep_write, ep_read
  *   ring.c     executor server on the host: descriptors in, results out
  *   device.c   a rank on a GPU: its window, streams, waiting, copies
@@ -21,7 +23,7 @@
  *   result.c   what a GPU says of ops, as results
  *
  * Threads.  A rank and its handles belong to one thread at a time (the rank's thread).  The
- * client's monitor thread shares with it the fields named so below.  Lock order: client, events.
+ * client's monitor thread shares with it the fields named so below.  Lock order: client, following, turn; client, events.
  */
 #ifndef EP_CLIENT_PRIVATE_H
 #define EP_CLIENT_PRIVATE_H
@@ -94,7 +96,33 @@ uint64_t arena_reach(const struct arena *arena, uint64_t offset);
 /* ---- region.c ----------------------------------------------------------------- */
 
 /* Bytes from there to the end of the region around it, whose `offset` is as in struct ep_span; 0: in none. */
-uint64_t region_reach(const struct ep_regions *regions, const void *memory, uint64_t *offset);
+uint64_t registered_reach(const struct ep_regions *regions, const void *memory, uint64_t *offset);
+
+/* ---- advance.c: what it has of client and rank ---------------------------------- */
+
+/* The thread that attaches ranks to their group's next epoch. */
+struct following {
+    pthread_mutex_t lock;
+    pthread_cond_t work;          /* there may be some, or it is to stop; monotonic clock */
+    bool started, stop;           /* under lock, as all below */
+    pthread_t thread;
+    struct successor *successors; /* one for each rank that follows */
+};
+
+/* What the rank's thread and the monitor agree on: see attach_frame.h. */
+struct turn {
+    pthread_mutex_t lock;
+    bool advances;            /* the program has called ep_advance(); under lock, as the next five */
+    uint64_t passed;
+    uint64_t promised, at;    /* positions: where it waits for the decision, and the decision; or EP_ATTACH_NO_TURN */
+    uint64_t epoch;           /* of the decision */
+    bool missed;              /* the rank had passed the position when it was told */
+    uint32_t news;            /* 1: something has changed; atomic, a word to sleep on */
+    uint64_t position;        /* atomic: the rank's thread writes */
+    bool stands;              /* before a boundary that ep_advance() has not passed; the rank's thread */
+    bool over;                /* gone over; likewise */
+    struct ep_error no_place; /* of a rank that has gone over to nowhere; likewise */
+};
 
 /* ---- objects ------------------------------------------------------------------ */
 
@@ -110,6 +138,8 @@ struct ep_client {
     pthread_mutex_t lock;
     struct ep_rank *ranks; /* under lock */
     uint64_t next_id;      /* under lock */
+
+    struct following following;
 };
 
 /* The first failure that nobody has been told of. */
@@ -169,8 +199,11 @@ struct ep_rank {
     int socket;
     uint32_t rank;
     uint64_t epoch;
+    uint32_t ht_sms; /* ep_join_options */
     struct group_shape shape;
     uint32_t *local_to_expert;
+    ep_home *homes;
+    uint32_t n_homes;
 
     const struct executor *executor; /* NULL until the rank is attached */
     uint8_t *window; /* cuda: GPU memory, never followed here */
@@ -202,6 +235,10 @@ struct ep_rank {
     uint32_t first_event, n_events;
     uint64_t events_lost;
     int event_fd; /* readable while an event waits */
+
+    struct successor *successor; /* NULL: it does not follow */
+    bool ahead;                  /* is the successor of a rank that has not gone over; under following.lock */
+    struct turn turn;
 
     uint32_t asked;                /* under events_lock: number of the last request */
     struct ep_attach_frame answer; /* to it; written under events_lock before `answered` */
@@ -250,15 +287,48 @@ void monitor_remove(struct ep_rank *rank);
 ep_status events_init(struct ep_rank *rank, struct ep_error *error);
 void events_fini(struct ep_rank *rank);
 void events_push(struct ep_rank *rank, const ep_event *event);
-/* EP_CANCELLED and the flag is down again, when ep_rank_interrupt() was called. */
-ep_status take_interrupt(struct ep_rank *rank);
-
 /* ---- rank.c ------------------------------------------------------------------- */
+
+/* Nothing of it is there yet; NULL: no memory. */
+struct ep_rank *rank_new(struct ep_client *client);
+/* Frees what is there; works on a half-made rank too. */
+void rank_free(struct ep_rank *rank);
+
+/* ---- advance.c ------------------------------------------------------------------ */
+
+struct joining;
+
+/* Of a new client; and its end, before its ranks': joins the thread, which a call to the server may take timeout_ms. */
+ep_status following_init(struct ep_client *client, struct ep_error *error);
+void following_stop(struct ep_client *client);
+void following_fini(struct ep_client *client);
+
+/* The rank, which joined so, follows from here on; the monitor may not have it yet. */
+ep_status follow_begin(struct ep_rank *rank, const struct joining *how, struct ep_error *error);
+/* Drops the successor, if there is one that was not handed over.  Also of ranks that do not follow. */
+void follow_end(struct ep_rank *rank);
+
+/* The position at which the rank begins; nobody shares it yet. */
+void turn_begin(struct ep_rank *rank, uint64_t position);
+/* A dispatch has begun. */
+void turn_count(struct ep_rank *rank);
+/* The monitor's thread has heard EPOCH, ASK, TURN. */
+void follow_epoch(struct ep_rank *rank, uint64_t epoch);
+void turn_asked(struct ep_rank *rank, const struct ep_attach_frame *ask);
+void turn_decided(struct ep_rank *rank, const struct ep_attach_frame *turn);
+
+/* ---- wait.c ------------------------------------------------------------------- */
 
 /* Why the rank's ops cannot run any more, as an error; EP_OK when they can. */
 ep_status rank_lost(const struct ep_rank *rank, struct ep_error *error);
 /* Any thread, the first one counts: no op of the rank will end well any more; ends all waits. */
 void rank_lose(struct ep_rank *rank, ep_status why, const char *text);
+
+/* EP_CANCELLED and the flag is down again, when ep_rank_interrupt() was called. */
+ep_status take_interrupt(struct ep_rank *rank);
+/* Eventfds. */
+void raise_fd(int fd);
+void lower_fd(int fd);
 
 /* timeout_ms < 0: NO_DEADLINE. */
 uint64_t deadline_after(int32_t timeout_ms);
@@ -289,10 +359,11 @@ struct device {
     ep_stream own;     /* for ops without a stream */
     ep_stream control; /* of the rank's thread, and... */
     ep_stream alarm;   /* of the monitor: copies that must not wait for ops */
-    /* Puts an op that was checked on a stream.  Never waits, takes nothing but a launch: it may be captured. */
+    /* Puts an op that was checked on a stream.  Never waits for ops; may be captured. */
     ep_status (*launch)(struct ep_rank *rank, const struct ep_op *op, ep_stream stream, struct ep_error *error);
 
-    bool spins; /* executor server: a kernel waits for the end of an op, not the stream */
+    /* executor server */
+    struct ep_cuda_ringer *ringer;
 
     /* direct */
     struct ep_cuda_memory *state_memory;
@@ -365,6 +436,13 @@ void handle_result(struct ep_rank *rank, uint64_t seq, const struct pending *pen
 void handles_free(struct ep_rank *rank);
 
 /* ---- join.c ------------------------------------------------------------------- */
+
+/* ep_join() for whoever asks. */
+struct joining {
+    ep_join_options options; /* its group is only read during the call */
+    uint64_t after;          /* epoch of the rank that this one succeeds; 0: of none */
+};
+ep_status join_group(struct ep_client *client, const struct joining *how, struct ep_rank **rank, struct ep_error *error);
 
 ep_status call_server(struct ep_client *client, const char *method, const ProtobufCMessage *request,
                       ProtobufCMessage **reply, struct ep_error *error);

@@ -51,7 +51,7 @@ static ep_status check(const struct ep_rank *rank, const char *name, const void 
                 ? 0
                 : window_reach(rank, (uintptr_t)memory - (uintptr_t)rank->window);
     if (reach == 0)
-        reach = region_reach(&rank->regions, memory, &offset);
+        reach = registered_reach(&rank->regions, memory, &offset);
     if (reach == 0)
         return ep_error_set(error, EP_INVALID_ARGUMENT,
                             "%s does not point into memory of ep_alloc()%s or a view of this rank", name,

@@ -158,6 +158,7 @@ void device_detach(struct ep_rank *rank)
         return;
     ep_stream stream[] = { d->own, d->control, d->alarm };
 
+    d->api->ring_close(d->ringer);
     if (d->runner)
         d->api->rank_close(d->runner);
     for (size_t i = 0; i < sizeof stream / sizeof *stream; i++)
@@ -186,17 +187,7 @@ static ep_status note_stream(struct device *d, ep_stream stream, struct ep_error
     return EP_OK;
 }
 
-/* Kernels of HT trust what workers can write, so it is workers that launch them. */
-static ep_status check_mode(const struct ep_rank *rank, const struct ep_op *op, struct ep_error *error)
-{
-    if (op->mode != EP_MODE_HT || rank->executor->kind == EP_EXECUTOR_DIRECT)
-        return EP_OK;
-    return ep_error_set(error, EP_UNIMPLEMENTED,
-                        "mode is HT: on GPUs workers run it themselves, and the server runs this rank's ops: attach "
-                        "with EP_EXECUTOR_DIRECT to a group that allows it");
-}
-
-/* Never waits, takes nothing but a launch: it may be captured. */
+/* Never waits for ops; may be captured. */
 ep_status device_submit(struct ep_rank *rank, const struct ep_op *op, const struct pending *pending,
                         ep_stream given, struct ep_error *error)
 {
@@ -207,8 +198,7 @@ ep_status device_submit(struct ep_rank *rank, const struct ep_op *op, const stru
      * no stream of which we know that it stands in order. */
     if (op->kind == EP_OP_RELEASE)
         return EP_OK;
-    if (rank_lost(rank, error) != EP_OK || check_mode(rank, op, error) != EP_OK
-        || ep_op_check_own(&rank->shape.map, &rank->regions, op, error) != EP_OK
+    if (rank_lost(rank, error) != EP_OK || ep_op_check_own(&rank->shape.map, &rank->regions, op, error) != EP_OK
         || note_stream(d, stream, error) != EP_OK || d->launch(rank, op, stream, error) != EP_OK)
         return error->status;
 

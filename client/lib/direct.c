@@ -104,7 +104,7 @@ static ep_status check_identity(struct ep_rank *rank, struct ep_error *error)
 
 /* ---- ops ------------------------------------------------------------------------- */
 
-static ep_status open_runner(struct ep_rank *rank, uint32_t sms, struct ep_error *error)
+static ep_status open_runner(struct ep_rank *rank, uint32_t sms, uint32_t ht_sms, struct ep_error *error)
 {
     struct device *d = rank->device;
     void *windows[EP_DEVICE_MAX_RANKS] = { NULL };
@@ -119,6 +119,7 @@ static ep_status open_runner(struct ep_rank *rank, uint32_t sms, struct ep_error
                                                   .windows = windows,
                                                   .state = d->state,
                                                   .max_sms = sms,
+                                                  .max_ht_sms = ht_sms,
                                                   .regions = &rank->regions };
 
     if (d->api->rank_open(&options, &d->runner, error) != EP_OK)
@@ -137,7 +138,7 @@ ep_status direct_attach(struct ep_rank *rank, const struct ep_cuda_api *api, con
     rank->executor = &direct_executor;
     if (device_open(rank, api, reply, welcome, fd, error) != EP_OK
         || receive_all(rank, welcome->count, error) != EP_OK || check_identity(rank, error) != EP_OK
-        || open_runner(rank, reply->sms, error) != EP_OK)
+        || open_runner(rank, reply->sms, rank->ht_sms, error) != EP_OK)
         return error->status;
     rank->device->launch = launch;
     return device_ready(rank, error);

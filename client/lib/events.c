@@ -5,53 +5,6 @@
 #include <unistd.h>
 
 #include "client_private.h"
-#include "ep_futex.h"
-
-/* ---- eventfds -------------------------------------------------------------------- */
-
-static void raise_fd(int fd)
-{
-    const uint64_t one = 1;
-
-    (void)!write(fd, &one, sizeof one); /* full means raised */
-}
-
-static void lower_fd(int fd)
-{
-    uint64_t count;
-
-    (void)!read(fd, &count, sizeof count);
-}
-
-/* ---- interrupt ------------------------------------------------------------------- */
-
-/* Only what a signal handler may do. */
-void ep_rank_interrupt(ep_rank *rank)
-{
-    const int saved = errno;
-
-    if (!rank)
-        return;
-    /* Partner is wait_asleep.  It may look at the flag just before and sleep just after: the
-     * monitor hears of interrupt_fd and wakes it again until the flag is taken. */
-    __atomic_store_n(&rank->interrupted, 1, __ATOMIC_SEQ_CST);
-    raise_fd(rank->interrupt_fd);
-
-    uint32_t *word = __atomic_load_n(&rank->waiting, __ATOMIC_SEQ_CST);
-
-    if (word)
-        ep_futex_wake_all(word);
-    errno = saved;
-}
-
-ep_status take_interrupt(struct ep_rank *rank)
-{
-    if (!__atomic_load_n(&rank->interrupted, __ATOMIC_RELAXED))
-        return EP_OK;
-    __atomic_store_n(&rank->interrupted, 0, __ATOMIC_SEQ_CST);
-    lower_fd(rank->interrupt_fd);
-    return EP_CANCELLED;
-}
 
 /* ---- queue ----------------------------------------------------------------------- */
 

@@ -21,9 +21,6 @@
 #define HIGH_FD 1024
 #define HIGH_FDS 64
 
-/* ep_leave: what a running op may take beyond the group's bound, and again when nothing waits any more. */
-#define LEAVE_SLACK_MS 1000u
-
 _Static_assert((int)EP_EXECUTOR_AUTO == EP__V1__EXECUTOR__EXECUTOR_AUTO
                    && (int)EP_EXECUTOR_SERVER == EP__V1__EXECUTOR__EXECUTOR_SERVER
                    && (int)EP_EXECUTOR_DIRECT == EP__V1__EXECUTOR__EXECUTOR_DIRECT
@@ -33,9 +30,11 @@ _Static_assert((int)EP_EXECUTOR_AUTO == EP__V1__EXECUTOR__EXECUTOR_AUTO
 
 /* ---- claim ----------------------------------------------------------------------- */
 
-static ep_status fill_claim(const struct ep_client *client, const ep_join_options *options,
+static ep_status fill_claim(const struct ep_client *client, const struct joining *how,
                             Ep__V1__ClaimRequest *request, struct ep_error *error)
 {
+    const ep_join_options *options = &how->options;
+
     if (!options->group)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "ep_join_options.group is NULL");
     if (options->rank < EP_ANY_RANK)
@@ -56,16 +55,17 @@ static ep_status fill_claim(const struct ep_client *client, const ep_join_option
     request->window_version = EP_WINDOW_VERSION;
     request->attach_version = EP_ATTACH_VERSION;
     request->executor = (Ep__V1__Executor)options->executor;
+    request->follow = options->follow;
+    request->after = how->after;
     return EP_OK;
 }
 
-static ep_status claim(struct ep_client *client, const ep_join_options *options,
-                       Ep__V1__ClaimReply **reply, struct ep_error *error)
+static ep_status claim(struct ep_client *client, const struct joining *how, Ep__V1__ClaimReply **reply, struct ep_error *error)
 {
     Ep__V1__ClaimRequest request = EP__V1__CLAIM_REQUEST__INIT;
     ProtobufCMessage *message = NULL;
 
-    if (fill_claim(client, options, &request, error) != EP_OK)
+    if (fill_claim(client, how, &request, error) != EP_OK)
         return error->status;
 
     const uint64_t end = ep_clock_ns() + CLAIM_PATIENCE_MS * EP_NS_PER_MS;
@@ -98,7 +98,7 @@ static ep_status choose_executor(const Ep__V1__ClaimReply *reply, const struct e
     return EP_OK;
 }
 
-static ep_status check_reply(const Ep__V1__ClaimReply *reply, ep_executor asked,
+static ep_status check_reply(const Ep__V1__ClaimReply *reply, const ep_join_options *options,
                              const struct executor **executor, struct ep_error *error)
 {
     if (!reply->spec || reply->ticket.len != EP_ATTACH_TICKET_BYTES)
@@ -106,10 +106,14 @@ static ep_status check_reply(const Ep__V1__ClaimReply *reply, ep_executor asked,
                             reply->spec ? "ticket" : "spec");
     if (choose_executor(reply, executor, error) != EP_OK)
         return error->status;
-    if (asked != EP_EXECUTOR_AUTO && asked != (*executor)->kind)
+    if (options->executor != EP_EXECUTOR_AUTO && options->executor != (*executor)->kind)
         return ep_error_set(error, EP_UNIMPLEMENTED,
                             "ep_join_options.executor is %d: the group's backend has executor %d only",
-                            (int)asked, (int)(*executor)->kind);
+                            (int)options->executor, (int)(*executor)->kind);
+    if (options->follow && (*executor)->streams)
+        return ep_error_set(error, EP_UNIMPLEMENTED,
+                            "ep_join_options.follow: how many ops have begun is known to the GPU alone, so ranks of backend "
+                            "cuda cannot go over by themselves; join without it, and leave and join again at EP_EVENT_EPOCH");
     return EP_OK;
 }
 
@@ -221,7 +225,8 @@ static ep_status map_window(struct ep_rank *rank, int fd, uint64_t bytes, struct
                             (unsigned long long)st.st_size, (unsigned long long)bytes,
                             (unsigned long long)rank->shape.map.total_bytes);
 
-    void *window = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    /* A successor's pages are there before its first op: others wait for that. */
+    void *window = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | (rank->ahead ? MAP_POPULATE : 0), fd, 0);
 
     if (window == MAP_FAILED)
         return ep_error_errno(error, EP_NO_MEMORY, "map a window of %llu bytes", (unsigned long long)bytes);
@@ -262,34 +267,20 @@ static ep_status list_experts(struct ep_rank *rank, struct ep_error *error)
     return EP_OK;
 }
 
+static ep_status list_homes(struct ep_rank *rank, struct ep_error *error)
+{
+    const struct ep_placement *p = &rank->shape.placement;
+
+    rank->homes = calloc(p->first[p->experts] + 1, sizeof *rank->homes);
+    if (!rank->homes)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for the group's placement");
+    for (uint32_t e = 0; e < p->experts; e++)
+        for (uint32_t i = p->first[e]; i < p->first[e + 1]; i++)
+            rank->homes[rank->n_homes++] = (ep_home){ e, p->rank[i], p->local[i] };
+    return EP_OK;
+}
+
 /* ---- join ------------------------------------------------------------------------ */
-
-/* Frees what is there; works on a half-made rank too. */
-static void destroy(struct ep_rank *rank)
-{
-    if (rank->executor)
-        rank->executor->detach(rank);
-    if (rank->event_fd >= 0)
-        events_fini(rank);
-    if (rank->socket >= 0)
-        close(rank->socket);
-    arena_fini(&rank->arena);
-    ep_placement_free(&rank->shape.placement);
-    free(rank->local_to_expert);
-    free(rank);
-}
-
-static struct ep_rank *make_rank(struct ep_client *client)
-{
-    struct ep_rank *rank = calloc(1, sizeof *rank);
-
-    if (!rank)
-        return NULL;
-    rank->client = client;
-    rank->socket = -1;
-    rank->event_fd = -1;
-    return rank;
-}
 
 static ep_status attach_host(struct ep_rank *rank, const struct ep_attach_frame *welcome, int fd,
                              struct ep_error *error)
@@ -331,17 +322,18 @@ static ep_status attach(struct ep_rank *rank, const Ep__V1__ClaimReply *reply,
     close(fd);
     if (status != EP_OK)
         return status;
+    turn_begin(rank, welcome.offset);
     if (fcntl(rank->socket, F_SETFL, O_NONBLOCK) < 0)
         return ep_error_errno(error, EP_IO, "the rank's connection");
     return EP_OK;
 }
 
-static ep_status set_up(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, ep_executor asked,
+static ep_status set_up(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, const struct joining *how,
                         struct ep_error *error)
 {
     const struct executor *executor = NULL;
 
-    if (check_reply(reply, asked, &executor, error) != EP_OK
+    if (check_reply(reply, &how->options, &executor, error) != EP_OK
         || shape_from_spec(reply->spec, reply->window_bytes, &rank->shape, error) != EP_OK)
         return error->status;
     rank->rank = reply->rank;
@@ -350,90 +342,50 @@ static ep_status set_up(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, e
     if (rank->rank >= rank->shape.map.limits.ranks)
         return ep_error_set(error, EP_PROTOCOL, "the server gave rank %u of %u", rank->rank,
                             rank->shape.map.limits.ranks);
-    if (list_experts(rank, error) != EP_OK
+    if (list_experts(rank, error) != EP_OK || list_homes(rank, error) != EP_OK
         || arena_init(&rank->arena, rank->shape.map.limits.arena_bytes, error) != EP_OK
-        || events_init(rank, error) != EP_OK || attach(rank, reply, executor, error) != EP_OK)
+        || events_init(rank, error) != EP_OK || attach(rank, reply, executor, error) != EP_OK
+        || (how->options.follow && follow_begin(rank, how, error) != EP_OK))
         return error->status;
     return monitor_add(rank, error);
+}
+
+static void undo(struct ep_rank *rank)
+{
+    follow_end(rank);
+    rank_free(rank);
+}
+
+ep_status join_group(struct ep_client *client, const struct joining *how, struct ep_rank **out, struct ep_error *error)
+{
+    struct ep_rank *rank = rank_new(client);
+    Ep__V1__ClaimReply *reply = NULL;
+    ep_status status;
+
+    if (!rank)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
+    rank->ht_sms = how->options.ht_sms;
+    rank->ahead = how->after != 0;
+    status = claim(client, how, &reply, error);
+    if (status == EP_OK) {
+        status = set_up(rank, reply, how, error);
+        protobuf_c_message_free_unpacked(&reply->base, NULL);
+    }
+    if (status == EP_OK)
+        *out = rank;
+    else
+        undo(rank);
+    return status;
 }
 
 ep_status ep_join(ep_client *client, const ep_join_options *given, ep_rank **out)
 {
     struct ep_error *error = last_error();
-    Ep__V1__ClaimReply *reply = NULL;
-    ep_join_options options;
-    struct ep_rank *rank;
+    struct joining how = { .after = 0 };
 
     if (!client || !out)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "%s is NULL", client ? "rank" : "client");
-    if (take_struct("ep_join_options", given, &options, sizeof options) != EP_OK)
+    if (take_struct("ep_join_options", given, &how.options, sizeof how.options) != EP_OK)
         return EP_INVALID_ARGUMENT;
-    rank = make_rank(client);
-    if (!rank)
-        return ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
-    if (claim(client, &options, &reply, error) == EP_OK
-        && set_up(rank, reply, options.executor, error) == EP_OK) {
-        protobuf_c_message_free_unpacked(&reply->base, NULL);
-        *out = rank;
-        return EP_OK;
-    }
-    if (reply)
-        protobuf_c_message_free_unpacked(&reply->base, NULL);
-    destroy(rank);
-    return error->status;
-}
-
-/* ---- leave ----------------------------------------------------------------------- */
-
-/* The window is unmapped: its memory may be used again at once. */
-static void say_bye(const struct ep_rank *rank)
-{
-    struct ep_attach_frame bye;
-
-    ep_attach_frame_init(&bye, EP_ATTACH_BYE);
-    (void)ep_attach_send(rank->socket, &bye, -1, NULL);
-}
-
-/* Waits for what runs; what does not end by itself is cut off from its peers and waited for again. */
-static bool come_to_rest(struct ep_rank *rank)
-{
-    const uint64_t bound = (uint64_t)rank->shape.timeout_ms + LEAVE_SLACK_MS;
-    const bool over = rank->executor->drain(rank, ep_clock_ns() + bound * EP_NS_PER_MS);
-
-    monitor_remove(rank);
-    if (over)
-        return true;
-    rank->executor->cut(rank);
-    return rank->executor->drain(rank, ep_clock_ns() + LEAVE_SLACK_MS * EP_NS_PER_MS);
-}
-
-void ep_leave(ep_rank *rank)
-{
-    if (!rank)
-        return;
-    if (come_to_rest(rank)) {
-        rank->executor->detach(rank);
-        say_bye(rank);
-    } else {
-        rank->executor = NULL; /* what still runs keeps its memory until the process ends */
-    }
-    handles_free(rank);
-    destroy(rank);
-}
-
-ep_status ep_rank_describe(const ep_rank *rank, ep_rank_info *info)
-{
-    ep_rank_info full = { .size = sizeof full };
-
-    if (!rank)
-        return ep_error_set(last_error(), EP_INVALID_ARGUMENT, "rank is NULL");
-    full.rank = rank->rank;
-    full.local_experts = rank->shape.placement.local_experts[rank->rank];
-    full.local_to_expert = rank->local_to_expert;
-    full.backend = rank->executor->backend;
-    full.executor = rank->executor->kind;
-    if (rank->device)
-        memcpy(full.device_uuid, rank->device->uuid, sizeof full.device_uuid);
-    shape_info(&rank->shape, rank->epoch, &full.group);
-    return give_struct("ep_rank_info", info, &full, sizeof full);
+    return join_group(client, &how, out, error);
 }

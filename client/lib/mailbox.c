@@ -3,22 +3,10 @@
  * to the server in the order of the caller's stream, through the mailbox in the window (window.h).  What is registered
  * is handed on to the server, which maps it, and names it by number in ops.
  *
- * The end.  When the server or the rank is lost, nobody may answer the doorbell any more, and streams wait for
- * `done`, in graphs that were launched before too.  `closed` is set, and when that is over `done`, once each,
- * by copies that pass the ops.  All that is left goes on by itself then.  In the order of the streams, which is
- * one order for all ops of a rank, each op is
- *
- *     gate:  closed?  no: write op, doorbell = 1.  yes: done = 1
- *     wait:  until done = 1, then done = 0
- *
- * where the stream waits.  (A kernel that waits, under MPS, looks at `closed` too, and needs no more to end.)
- *
- *   - A gate that comes after `closed` answers itself, so its op waits for nobody.
- *   - At most one op has a gate that found `closed` unset, and has not passed its wait: the next gate comes after
- *     that wait.  Our done = 1 comes after `closed`, so after that gate, and after every done = 0 of earlier ops.
- *     What can still set done = 0 is the op's own wait, which has passed then.
- *   - If the op's wait had been answered by the server already, its done = 0 may wipe out ours, which nobody
- *     needs; or ours stays, as a late answer of the server's does, and the next op finds `done` set by two.
+ * The end.  When the server or the rank is lost, nobody may answer the bell any more, and streams wait for that, in
+ * graphs that were launched before too.  `closed` is set, once, by a copy that passes the ops, and every wait
+ * ends for it as for an answer, those that come later too.  Their ops may still ring; who would hear it has been told
+ * to begin no op, or is gone.
  *
  * `closed` is never unset: whoever has the rank next finds the window cleared, after this process has let go of
  * it.
@@ -39,18 +27,19 @@ static ep_status launch(struct ep_rank *rank, const struct ep_op *op, ep_stream 
 {
     const struct device *d = rank->device;
 
-    return d->api->ring(d->ordinal, rank->window, op, d->spins, stream, error);
+    return d->api->ring(d->ringer, op, stream, error);
 }
 
 /* Both processes' kernels run on the GPU at once, when both go through its MPS server. */
-static ep_status find_mps(struct device *d, const Ep__V1__ClaimReply *reply, struct ep_error *error)
+static ep_status open_ringer(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, struct ep_error *error)
 {
+    struct device *d = rank->device;
     struct ep_cuda_device gpu;
 
     if (d->api->device_info(d->ordinal, &gpu, error) != EP_OK)
         return error->status;
-    d->spins = gpu.mps && reply->mps;
-    return EP_OK;
+    return d->api->ring_open(d->ordinal, d->api->memory_at(d->window[rank->rank]), gpu.mps && reply->mps, &d->ringer,
+                             error);
 }
 
 ep_status mailbox_attach(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
@@ -62,7 +51,7 @@ ep_status mailbox_attach(struct ep_rank *rank, const struct ep_cuda_api *api, co
                             "the server sends %u memories beside the window: under executor server there are none",
                             welcome->count);
     if (device_open(rank, api, reply, welcome, fd, error) != EP_OK
-        || device_check_window(rank, rank->rank, error) != EP_OK || find_mps(rank->device, reply, error) != EP_OK)
+        || device_check_window(rank, rank->rank, error) != EP_OK || open_ringer(rank, reply, error) != EP_OK)
         return error->status;
     rank->device->launch = launch;
     return device_ready(rank, error);
@@ -76,7 +65,6 @@ static void cut(struct ep_rank *rank)
     const uint32_t one = 1;
 
     (void)d->api->write(d->ordinal, &mailbox->closed, &one, sizeof one, d->alarm, &ignored);
-    (void)d->api->write(d->ordinal, &mailbox->done, &one, sizeof one, d->alarm, &ignored);
 }
 
 /* ---- memory of this process, which the server maps ------------------------------------------------- */

@@ -41,11 +41,25 @@ static void on_event(struct ep_rank *rank, const struct ep_attach_frame *frame)
 
     memcpy(event.text, frame->text, sizeof event.text);
     events_push(rank, &event);
+    if (event.type == EP_EVENT_EPOCH)
+        follow_epoch(rank, event.epoch);
     if (event.type != EP_EVENT_DETACHED)
         return;
     snprintf(text, sizeof text, "the server has detached this rank: %s",
              event.text[0] ? event.text : "no reason given");
     lose(rank, EP_DETACHED, text);
+}
+
+/* False: it says nothing that a rank is told while it is attached. */
+static bool understand(struct ep_rank *rank, const struct ep_attach_frame *frame)
+{
+    switch (frame->type) {
+    case EP_ATTACH_EVENT:  on_event(rank, frame); return true;
+    case EP_ATTACH_ANSWER: request_answered(rank, frame); return true;
+    case EP_ATTACH_ASK:    turn_asked(rank, frame); return true;
+    case EP_ATTACH_TURN:   turn_decided(rank, frame); return true;
+    default:               return false;
+    }
 }
 
 /* False: the connection has ended. */
@@ -60,18 +74,12 @@ static bool read_frame(struct ep_rank *rank)
         close(fd);
     if (status == EP_UNAVAILABLE)
         return true;
-    if (status == EP_OK && frame.type == EP_ATTACH_EVENT) {
-        on_event(rank, &frame);
+    if (status == EP_OK && understand(rank, &frame))
         return true;
-    }
-    if (status == EP_OK && frame.type == EP_ATTACH_ANSWER) {
-        request_answered(rank, &frame);
-        return true;
-    }
     if (status == EP_OK && frame.type == EP_ATTACH_REFUSED)
         lose(rank, EP_DETACHED, frame.text);
     else if (status == EP_OK || status == EP_PROTOCOL)
-        lose(rank, EP_SERVER_LOST, "the server sent something that is neither event nor answer");
+        lose(rank, EP_SERVER_LOST, "the server sent something that has no place after WELCOME");
     else
         lose(rank, EP_SERVER_LOST, "the server is gone: it closed the rank's connection");
     return false;

@@ -55,7 +55,7 @@ static ep_status span(const struct call *c, const char *name, const void *memory
                             (unsigned long long)bytes);
     reach = at < arena ? 0 : arena_reach(&c->rank->arena, at - arena);
     if (reach == 0)
-        reach = region_reach(&c->rank->regions, memory, &offset);
+        reach = registered_reach(&c->rank->regions, memory, &offset);
     if (reach == 0)
         return nowhere(c, name);
     if (at % SPAN_ALIGN != 0)
@@ -196,6 +196,22 @@ static ep_status check_dtypes(const struct call *c)
     return EP_OK;
 }
 
+/* What began before the turn may go on: cached passes too. */
+static ep_status check_turn(const struct call *c)
+{
+    const struct turn *turn = &c->rank->turn;
+
+    if (!(turn->over || turn->stands) || c->op->flags & EP_OP_CACHED)
+        return EP_OK;
+    if (turn->stands)
+        return ep_error_set(c->error, EP_FAILED_PRECONDITION,
+                            "the last ep_advance() of this rank has not passed its boundary: call it again, others may go "
+                            "over to another epoch there");
+    return ep_error_set(c->error, EP_FAILED_PRECONDITION,
+                        "this rank has gone over to epoch %llu: dispatch on the one that ep_advance() gave; here only what "
+                        "began before is finished", (unsigned long long)turn->epoch);
+}
+
 /* A cached dispatch has the routing, and with it the shape, of the handle's last one. */
 static ep_status check_cached(const struct call *c, const struct ep_handle *handle)
 {
@@ -327,7 +343,7 @@ static ep_status fill_dispatch(const struct call *c, const struct ep_handle *han
     ep_status status;
 
     dispatch_op(handle, args, c->op);
-    if ((status = check_mode(c)) != EP_OK
+    if ((status = check_turn(c)) != EP_OK || (status = check_mode(c)) != EP_OK
         || (status = check_flags(c, EP_OP_SEND_ONLY | EP_OP_CACHED)) != EP_OK
         || (status = check_counts(c)) != EP_OK || (status = check_dtypes(c)) != EP_OK
         || (status = check_cached(c, handle)) != EP_OK
@@ -346,7 +362,11 @@ static ep_status submit(struct ep_handle *handle, const struct ep_op *op, enum o
 {
     struct pending pending = { .handle = handle, .part = part, .half = half };
 
-    return handle->rank->executor->submit(handle->rank, op, &pending, stream, error);
+    if (handle->rank->executor->submit(handle->rank, op, &pending, stream, error) != EP_OK)
+        return error->status;
+    if (op->kind == EP_OP_DISPATCH)
+        turn_count(handle->rank);
+    return EP_OK;
 }
 
 static ep_status check_call(const struct ep_handle *handle, ep_stream stream, struct ep_error *error)

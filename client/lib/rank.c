@@ -1,56 +1,82 @@
-/* What holds for a rank whoever runs its ops: waiting, failures that are told once, the end. */
+/* What holds for a rank whoever runs its ops: its beginning and end, waiting for it, failures that are told once. */
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
 #include "client_private.h"
-#include "ep_futex.h"
 
-/* ---- the end --------------------------------------------------------------------- */
+/* ep_leave: what a running op may take beyond the group's bound, and again when nothing waits any more. */
+#define LEAVE_SLACK_MS 1000u
 
-ep_status rank_lost(const struct ep_rank *rank, struct ep_error *error)
+/* ---- memory ---------------------------------------------------------------------- */
+
+struct ep_rank *rank_new(struct ep_client *client)
 {
-    /* Acquire: partner is rank_lose; the text is there. */
-    uint32_t why = __atomic_load_n(&rank->lost, __ATOMIC_SEQ_CST);
+    struct ep_rank *rank = calloc(1, sizeof *rank);
 
-    return why == EP_OK ? EP_OK : ep_error_set(error, (ep_status)why, "%s", rank->lost_text);
+    if (!rank)
+        return NULL;
+    rank->client = client;
+    rank->socket = -1;
+    rank->event_fd = -1;
+    pthread_mutex_init(&rank->turn.lock, NULL);
+    return rank;
 }
 
-void rank_lose(struct ep_rank *rank, ep_status why, const char *text)
+void rank_free(struct ep_rank *rank)
 {
-    if (__atomic_load_n(&rank->lost, __ATOMIC_RELAXED) != EP_OK)
-        return;
-    copy_text(rank->lost_text, sizeof rank->lost_text, text);
-    __atomic_store_n(&rank->lost, (uint32_t)why, __ATOMIC_SEQ_CST);
+    if (rank->executor)
+        rank->executor->detach(rank);
+    if (rank->event_fd >= 0)
+        events_fini(rank);
+    if (rank->socket >= 0)
+        close(rank->socket);
+    arena_fini(&rank->arena);
+    ep_placement_free(&rank->shape.placement);
+    free(rank->local_to_expert);
+    free(rank->homes);
+    pthread_mutex_destroy(&rank->turn.lock);
+    free(rank);
+}
+
+/* ---- leave ----------------------------------------------------------------------- */
+
+/* The window is unmapped: its memory may be used again at once. */
+static void say_bye(const struct ep_rank *rank)
+{
+    struct ep_attach_frame bye;
+
+    ep_attach_frame_init(&bye, EP_ATTACH_BYE);
+    bye.epoch = rank->turn.over ? rank->turn.epoch : 0;
+    (void)ep_attach_send(rank->socket, &bye, -1, NULL);
+}
+
+/* Waits for what runs; what does not end by itself is cut off from its peers and waited for again. */
+static bool come_to_rest(struct ep_rank *rank)
+{
+    const uint64_t bound = (uint64_t)rank->shape.timeout_ms + LEAVE_SLACK_MS;
+    const bool over = rank->executor->drain(rank, ep_clock_ns() + bound * EP_NS_PER_MS);
+
+    monitor_remove(rank);
+    if (over)
+        return true;
     rank->executor->cut(rank);
+    return rank->executor->drain(rank, ep_clock_ns() + LEAVE_SLACK_MS * EP_NS_PER_MS);
 }
 
-/* ---- waiting --------------------------------------------------------------------- */
-
-uint64_t deadline_after(int32_t timeout_ms)
+void ep_leave(ep_rank *rank)
 {
-    return timeout_ms < 0 ? NO_DEADLINE : ep_clock_ns() + (uint32_t)timeout_ms * EP_NS_PER_MS;
-}
-
-ep_status wait_over(struct ep_rank *rank, uint64_t deadline_ns, bool interruptible, struct ep_error *error)
-{
-    if (interruptible && take_interrupt(rank) == EP_CANCELLED)
-        return ep_error_set(error, EP_CANCELLED, "the wait was interrupted");
-    if (deadline_ns != NO_DEADLINE && ep_clock_ns() >= deadline_ns)
-        return ep_error_set(error, EP_DEADLINE_EXCEEDED, "ops of this rank are still running");
-    return EP_OK;
-}
-
-void wait_asleep(struct ep_rank *rank, uint32_t *word, uint64_t most_ns, uint64_t deadline_ns,
-                 bool interruptible)
-{
-    const uint64_t now = ep_clock_ns();
-    const uint64_t bound = deadline_ns - now < most_ns ? deadline_ns - now : most_ns;
-
-    if (now >= deadline_ns)
+    if (!rank)
         return;
-    /* Partner is ep_rank_interrupt: it sets the flag, then wakes the word that it finds here. */
-    __atomic_store_n(&rank->waiting, word, __ATOMIC_SEQ_CST);
-    if (!(interruptible && __atomic_load_n(&rank->interrupted, __ATOMIC_SEQ_CST))
-        && !__atomic_load_n(&rank->lost, __ATOMIC_SEQ_CST) && __atomic_load_n(word, __ATOMIC_SEQ_CST) == 0)
-        ep_futex_wait(word, 0, bound);
-    __atomic_store_n(&rank->waiting, NULL, __ATOMIC_SEQ_CST);
+    follow_end(rank);
+    if (come_to_rest(rank)) {
+        rank->executor->detach(rank);
+        say_bye(rank);
+    } else {
+        rank->executor = NULL; /* what still runs keeps its memory until the process ends */
+    }
+    handles_free(rank);
+    rank_free(rank);
 }
 
 /* ---- the calls ------------------------------------------------------------------- */
@@ -95,4 +121,23 @@ ep_status ep_handle_wait(ep_handle *handle, int32_t timeout_ms)
         return error->status;
     }
     return rank_lost(rank, error);
+}
+
+ep_status ep_rank_describe(const ep_rank *rank, ep_rank_info *info)
+{
+    ep_rank_info full = { .size = sizeof full };
+
+    if (!rank)
+        return ep_error_set(last_error(), EP_INVALID_ARGUMENT, "rank is NULL");
+    full.rank = rank->rank;
+    full.local_experts = rank->shape.placement.local_experts[rank->rank];
+    full.local_to_expert = rank->local_to_expert;
+    full.n_homes = rank->n_homes;
+    full.homes = rank->homes;
+    full.backend = rank->executor->backend;
+    full.executor = rank->executor->kind;
+    if (rank->device)
+        memcpy(full.device_uuid, rank->device->uuid, sizeof full.device_uuid);
+    shape_info(&rank->shape, rank->epoch, &full.group);
+    return give_struct("ep_rank_info", info, &full, sizeof full);
 }

@@ -8,7 +8,7 @@
 
 _Static_assert(EP_MAX_REGISTERED == EP_MAX_REGIONS, "ep_client.h says how many");
 
-uint64_t region_reach(const struct ep_regions *regions, const void *memory, uint64_t *offset)
+uint64_t registered_reach(const struct ep_regions *regions, const void *memory, uint64_t *offset)
 {
     for (uint32_t i = 0; i < regions->n; i++) {
         const struct ep_region *region = &regions->region[i];

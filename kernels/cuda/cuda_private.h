@@ -7,8 +7,9 @@
  *   device.c   GPUs of this process, what they are and can do
  *   memory.c   VMM allocations; copy.c: to and from them
  *   stream.c   streams and events; graph.c: captured work
- *   rank.c     a rank's ops: chooses and launches kernels
- *   serve.c    executor server: both halves of a mailbox; forecast.c: which op is to be expected there
+ *   rank.c     a rank's ops: chooses and launches kernels; rank_base.c: what these are told of the rank
+ *   ring.c     executor server: the worker's half of a mailbox
+ *   serve.c    the server's; forecast.c: which op is to be expected there
  *   module.c   the table that is exported
  */
 #ifndef CUDA_PRIVATE_H
@@ -66,10 +67,8 @@ static inline CUstream ep_cuda_stream(const struct ep_cuda_context *context, voi
 
 /* ---- ranks ------------------------------------------------------------------------- */
 
-struct ep_ll_rank;
-
-/* All of *rank but what depends on how many blocks fit. */
-void ep_cuda_rank_base(const struct ep_cuda_rank_options *options, struct ep_ll_rank *rank);
+/* What peers write of an HT op is where they can. */
+ep_status ep_cuda_check_reach(const struct ep_op *op, struct ep_error *error);
 /* Multiprocessors for the rank, whose kernels have been asked for: `result` and `blocks` on each. */
 ep_status ep_cuda_rank_sms(const struct ep_cuda_rank_options *options, int result, uint32_t blocks, uint32_t *sms,
                            struct ep_error *error);
@@ -116,8 +115,10 @@ void ep_cuda_rank_close(struct ep_cuda_rank *rank);
 ep_status ep_cuda_rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, void *stream,
                            struct ep_error *error);
 
-ep_status ep_cuda_ring(uint32_t device, void *window, const struct ep_op *op, bool spins, void *stream,
-                       struct ep_error *error);
+ep_status ep_cuda_ring_open(uint32_t device, void *window, bool spins, struct ep_cuda_ringer **out,
+                            struct ep_error *error);
+ep_status ep_cuda_ring(struct ep_cuda_ringer *ringer, const struct ep_op *op, void *stream, struct ep_error *error);
+void ep_cuda_ring_close(struct ep_cuda_ringer *ringer);
 ep_status ep_cuda_serve_open(const struct ep_cuda_rank_options *options, struct ep_cuda_serve **out,
                              struct ep_error *error);
 ep_status ep_cuda_serve_post(struct ep_cuda_serve *serve, uint32_t ops, struct ep_error *error);

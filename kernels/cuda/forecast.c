@@ -6,7 +6,7 @@
 /* The kernels may be further than `ended` says, by one op and what is written of the next. */
 #define IN_DOUBT 2u
 
-static const struct ep_op *op_of(const struct ep_forecast_log *log, uint64_t number)
+static const struct ep_forecast_op *op_of(const struct ep_forecast_log *log, uint64_t number)
 {
     return &log->op[(number - 1) % EP_FORECAST_OPS];
 }
@@ -25,7 +25,7 @@ static bool repeats_after(const struct ep_forecast_log *log, uint32_t period)
     if (log->ended < oldest + 2ull * period - 1)
         return false;
     for (uint64_t n = oldest + period; n <= log->ended; n++)
-        if (memcmp(op_of(log, n), op_of(log, n - period), sizeof(struct ep_op)) != 0)
+        if (memcmp(op_of(log, n), op_of(log, n - period), sizeof(struct ep_forecast_op)) != 0)
             return false;
     return true;
 }
@@ -38,9 +38,9 @@ uint32_t ep_forecast_period(const struct ep_forecast_log *log)
     return 0;
 }
 
-const struct ep_op *ep_forecast_of(const struct ep_forecast_log *log, uint32_t period, uint64_t number)
+const struct ep_forecast_op *ep_forecast_of(const struct ep_forecast_log *log, uint32_t period, uint64_t entry)
 {
     if (period == 0)
         return NULL;
-    return op_of(log, log->ended - (period - 1 - (number - log->ended - 1) % period));
+    return op_of(log, log->ended - (period - 1 - (entry - log->entry - 1) % period));
 }

@@ -12,6 +12,8 @@
 extern "C" {
 #endif
 
+struct ep_ll_serve;
+
 struct ep_ht_args {
     /* the rank */
     uint8_t *window[EP_DEVICE_MAX_RANKS];
@@ -23,10 +25,12 @@ struct ep_ht_args {
     uint64_t notes, note_stride, flags, closed, combine_tags, headers, combine_rows, combine_grads; /* in a window */
     uint32_t header_bytes;
     uint32_t counting_warps;
-    uint32_t *before, *totals, *index, *counts_in, *bases_in, *starts_in; /* struct ep_device_ht_tables */
+    uint64_t arena, window_bytes; /* where outputs of peers can be */
+    uint64_t partials;            /* that a window holds */
+    uint32_t *before, *totals, *index, *counts_in, *bases_in, *starts_in, *granted; /* struct ep_device_ht_tables */
 
     /* the op; spans as addresses, NULL: not given */
-    uint32_t blocks;       /* that work on it */
+    uint32_t blocks, sms;  /* that work on it; multiprocessors that they fill */
     uint32_t layout, cached, handle, generation;
     uint32_t tokens, top_k, index_bytes, alignment;
     uint32_t input_dtype, wire_dtype, scale_format;
@@ -57,6 +61,11 @@ int ep_ht_prepare(uint32_t shared_bytes, uint32_t *dispatch_blocks, uint32_t *co
 
 int ep_ht_dispatch(const struct ep_ht_args *args, uint32_t shared_bytes, void *stream);
 int ep_ht_combine(const struct ep_ht_args *args, void *stream);
+
+/* Executor server: blocks of the kernel below that one multiprocessor holds.  shared_bytes: ep_ht_served_bytes(). */
+int ep_ht_serve_prepare(uint32_t shared_bytes, uint32_t *blocks);
+/* The op that the kernel before, of the same entry, found to be an HT one; with serve->ht_blocks. */
+int ep_ht_serve_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, void *stream);
 
 #ifdef __cplusplus
 }

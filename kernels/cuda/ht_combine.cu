@@ -1,5 +1,6 @@
 /* HT combine as kernels of its own, told by value what to do. */
 #include "ht_combine.cuh"
+#include "launch.cuh"
 
 namespace ep {
 namespace ht {
@@ -8,7 +9,9 @@ namespace {
 template <class T>
 __global__ void __launch_bounds__(kThreads, 2) combine_op(const __grid_constant__ ep_ht_args a)
 {
-    combine::run<T>(a);
+    extern __shared__ uint32_t shared[];
+
+    combine::run<T>(a, shared);
 }
 
 using Kernel = void (*)(ep_ht_args);
@@ -27,7 +30,7 @@ Kernel kernel_of(const ep_ht_args &a)
 int combine_prepare(uint32_t *blocks_per_sm)
 {
     return prepare({ (const void *)combine_op<__nv_bfloat16>, (const void *)combine_op<__half>,
-                     (const void *)combine_op<float> }, 0, blocks_per_sm);
+                     (const void *)combine_op<float> }, EP_DEVICE_HT_RING_BYTES, blocks_per_sm);
 }
 
 } // namespace ht
@@ -35,7 +38,7 @@ int combine_prepare(uint32_t *blocks_per_sm)
 
 extern "C" int ep_ht_combine(const struct ep_ht_args *args, void *stream)
 {
-    ep::ht::kernel_of(*args)<<<args->blocks, ep::kThreads, 0, (cudaStream_t)stream>>>(*args);
+    ep::ht::kernel_of(*args)<<<args->blocks, ep::kThreads, EP_DEVICE_HT_RING_BYTES, (cudaStream_t)stream>>>(*args);
     return cudaGetLastError();
 }
 

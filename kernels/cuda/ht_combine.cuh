@@ -2,11 +2,12 @@
  * HT combine: each rank sums a token's rows over its own experts in fp32, rounds once and pushes the partial to the
  * token's source; the source sums partials in the order of ranks as they land.  ht_device.cuh has the protocol.
  *
- * Some warps of each block push and the others sum; who has pushed all of his sums too.
+ * Some blocks push and the others sum; who has pushed all of his sums too.
  */
 #ifndef EP_HT_COMBINE_CUH
 #define EP_HT_COMBINE_CUH
 
+#include "ht_bulk.cuh"
 #include "ht_device.cuh"
 
 namespace ep {
@@ -15,7 +16,7 @@ namespace combine {
 
 using ep::combine::Format;
 
-constexpr uint32_t kPushers = 1056, kPackedPushers = 1584; /* warps; of packed rows several make one partial */
+constexpr uint32_t kPushingSms = 16, kPackedPushingSms = 88; /* at most; of packed rows several make one partial */
 constexpr uint32_t kNowhere = 0xffffffffu;
 
 /* ---- sums ------------------------------------------------------------------------------------ */
@@ -27,64 +28,70 @@ struct Terms {
     float weight;
 };
 
-/* Vecs at + i * 32 of a lane: the first kTerms of `mask` are fetched, then added in their order.  Returns the rest. */
-template <class T, uint32_t kUnder, uint32_t kTerms>
-__device__ inline uint32_t add_terms(const Terms &terms, uint32_t mask, uint32_t at, uint32_t pieces,
-                                     float (*sum)[Format<T>::n])
+constexpr uint32_t kLaneVecs = kPieceBytes / 512; /* 16 bytes of a piece that are a lane's */
+
+/* The terms piece by piece, and of each piece one after the other. */
+struct Walk {
+    uint32_t rest, at; /* terms of the piece that are to come, and where it begins */
+};
+
+/* A warp: the next term's piece of the walk into the ring, if there is one. */
+__device__ inline void load_next(Ring *ring, const Terms &terms, uint32_t bytes, Walk *walk)
 {
-    Vec v[kTerms][kUnder];
-    float weight[kTerms];
-    const uint32_t n = __popc(mask);
+    if (walk->at >= bytes)
+        return;
+    const uint64_t row = __shfl_sync(kAll, (uint64_t)terms.row, __ffs(walk->rest) - 1);
 
-#pragma unroll
-    for (uint32_t k = 0; k < kTerms; k++) {
-        const uint32_t from = mask ? __ffs(mask) - 1 : 0;
-        const uint8_t *row = (const uint8_t *)__shfl_sync(kAll, (uint64_t)terms.row, from);
+    load_piece(ring, (const uint8_t *)row + walk->at, min(bytes - walk->at, kPieceBytes));
+    walk->rest &= walk->rest - 1;
+    if (walk->rest)
+        return;
+    walk->rest = terms.mask;
+    walk->at += kPieceBytes;
+}
 
-        weight[k] = __shfl_sync(kAll, terms.weight, from);
-        mask &= mask - 1;
+/* fn(i, byte) for the 16 bytes of a lane in the piece that begins at `at`. */
+template <class Fn> __device__ inline void each_vec(uint32_t at, uint32_t bytes, Fn fn)
+{
 #pragma unroll
-        for (uint32_t i = 0; i < kUnder; i++)
-            if (k < n && at + i * 32 < pieces)
-                v[k][i] = load_row(row + (uint64_t)(at + i * 32) * 16);
+    for (uint32_t i = 0; i < kLaneVecs; i++) {
+        const uint32_t byte = at + (i * 32 + threadIdx.x % 32) * 16;
+
+        if (byte < bytes)
+            fn(i, byte);
     }
-#pragma unroll
-    for (uint32_t k = 0; k < kTerms; k++) {
-        if (k >= n)
-            break;
-#pragma unroll
-        for (uint32_t i = 0; i < kUnder; i++) {
-            float x[Format<T>::n];
-
-            Format<T>::decode(v[k][i], x);
-            for (uint32_t e = 0; e < Format<T>::n; e++)
-                sum[i][e] = fmaf(weight[k], x[e], sum[i][e]);
-        }
-    }
-    return mask;
 }
 
 /* A warp: the sum of the terms, and of the bias in the end, to `to`. */
 template <class T>
-__device__ inline void sum_rows(const Terms &terms, uint32_t pieces, const uint8_t *bias, uint8_t *to)
+__device__ inline void sum_rows(Ring *ring, const Terms &terms, uint32_t bytes, const uint8_t *bias, uint8_t *to)
 {
-    constexpr uint32_t kElements = Format<T>::n, kUnder = 2, kTerms = 4;
-    const uint32_t lane = threadIdx.x % 32;
+    constexpr uint32_t kElements = Format<T>::n;
+    Walk walk = { terms.mask, terms.mask ? 0 : bytes };
+
+    for (uint32_t i = 0; i < kStages; i++)
+        load_next(ring, terms, bytes, &walk);
+#pragma unroll 1
+    for (uint32_t at = 0; at < bytes; at += kPieceBytes) {
+        float sum[kLaneVecs][kElements] = {};
 
 #pragma unroll 1
-    for (uint32_t base = 0; base < pieces; base += kUnder * 32) {
-        const uint32_t at = base + lane;
-        float sum[kUnder][kElements] = {};
+        for (uint32_t rest = terms.mask; rest; rest &= rest - 1) {
+            const float weight = __shfl_sync(kAll, terms.weight, __ffs(rest) - 1);
+            const uint8_t *piece = take_piece(ring);
 
-#pragma unroll 1
-        for (uint32_t rest = terms.mask; rest;)
-            rest = add_terms<T, kUnder, kTerms>(terms, rest, at, pieces, sum);
-#pragma unroll
-        for (uint32_t i = 0; i < kUnder; i++) {
-            const uint64_t byte = (uint64_t)(at + i * 32) * 16;
+            each_vec(at, bytes, [&](uint32_t i, uint32_t byte) {
+                float x[kElements];
 
-            if (at + i * 32 >= pieces)
-                continue;
+                Format<T>::decode(*(const Vec *)(piece + (byte - at)), x);
+                for (uint32_t e = 0; e < kElements; e++)
+                    sum[i][e] = fmaf(weight, x[e], sum[i][e]);
+            });
+            fence_stage(); /* it is read */
+            __syncwarp();
+            load_next(ring, terms, bytes, &walk);
+        }
+        each_vec(at, bytes, [&](uint32_t i, uint32_t byte) {
             if (bias) {
                 float x[kElements];
 
@@ -93,41 +100,37 @@ __device__ inline void sum_rows(const Terms &terms, uint32_t pieces, const uint8
                     sum[i][e] += x[e];
             }
             store_row(to + byte, Format<T>::encode(sum[i]));
-        }
+        });
     }
 }
 
 /* One term of weight 1 is a copy, bit for bit. */
 template <class T>
-__device__ inline void sum_or_copy(const Terms &terms, uint32_t pieces, const uint8_t *bias, uint8_t *to)
+__device__ inline void sum_or_copy(Ring *ring, const Terms &terms, uint32_t bytes, const uint8_t *bias, uint8_t *to)
 {
     const uint32_t first = terms.mask ? __ffs(terms.mask) - 1 : 0;
     const float weight = __shfl_sync(kAll, terms.weight, first);
     const uint8_t *row = (const uint8_t *)__shfl_sync(kAll, (uint64_t)terms.row, first);
 
+    __syncwarp();
+    fence_acquired();
     if (__popc(terms.mask) == 1 && weight == 1.0f && !bias)
-        walk_row(row, pieces, [&](uint32_t at, const Vec *v) { store_pieces(to, at, pieces, v); });
+        copy_row(ring, row, bytes, threadIdx.x % 32 == 0 ? to : nullptr);
     else
-        sum_rows<T>(terms, pieces, bias, to);
+        sum_rows<T>(ring, terms, bytes, bias, to);
 }
 
 /* ---- asks ---------------------------------------------------------------------------------------- */
 
-/* Whose partials are asked for; in shared memory. */
-struct Asks {
-    uint32_t mask;  /* ranks that take theirs */
-    uint32_t grads; /* of these, who wants gradients of the weights */
-};
-
 __device__ inline uint32_t traits_of(const ep_ht_args &a) { return EP_OP_COMBINE | a.wire_dtype << 8; }
 
-/* Warp 0 of block 0, lane d to rank d. */
+/* Warp 0 of block 0, lane d of rank d. */
 __device__ inline void ask_all(const ep_ht_args &a, const Op &op)
 {
     const uint32_t lane = threadIdx.x;
 
     if (op.members >> lane & 1) {
-        uint8_t *note = note_at(a, lane, kAsk, a.rank);
+        uint8_t *note = note_at(a, kAsk, a.rank, lane);
 
         store_vec(note, tagged(traits_of(a), a.topk_grads != nullptr, op.tag));
         store_vec(note + EP_HT_ASK_ROUTING_LOW / 2 * sizeof(Vec),
@@ -136,8 +139,8 @@ __device__ inline void ask_all(const ep_ht_args &a, const Op &op)
     __syncwarp();
 }
 
-/* Warp 0 of each block, lane s from rank s. */
-__device__ inline void take_asks(const ep_ht_args &a, const Op &op, Asks *asks)
+/* Warp 0 of block 0, for all blocks, lane s from rank s: who takes his partials. */
+__device__ inline void take_asks(const ep_ht_args &a, const Op &op)
 {
     const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
     const uint32_t lane = threadIdx.x;
@@ -156,8 +159,11 @@ __device__ inline void take_asks(const ep_ht_args &a, const Op &op, Asks *asks)
     }
     const uint32_t mask = __ballot_sync(kAll, fits), grads = __ballot_sync(kAll, fits && traits.w[1] != 0);
 
-    if (lane == 0)
-        *asks = { mask, grads };
+    if (lane == 0) {
+        run_of(a).asked = mask;
+        run_of(a).asked_grads = grads;
+    }
+    __syncwarp();
 }
 
 /* ---- pushing partials -------------------------------------------------------------------------------- */
@@ -182,7 +188,7 @@ __device__ inline void push_grads(const ep_ht_args &a, uint64_t i, uint32_t plac
 
 /* Row `slot` of source s. */
 template <class T>
-__device__ inline void push_partial(const ep_ht_args &a, const Op &op, const Asks &asks, uint32_t s, uint32_t slot)
+__device__ inline void push_partial(const ep_ht_args &a, const Op &op, Ring *ring, uint32_t s, uint32_t slot)
 {
     const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
     const uint64_t i = (uint64_t)h.from_first[s] + slot, partial = (uint64_t)h.back[s] + slot;
@@ -201,8 +207,8 @@ __device__ inline void push_partial(const ep_ht_args &a, const Op &op, const Ask
 
         terms = { __ballot_sync(kAll, here), a.x + (uint64_t)(here ? place : 0) * a.row_bytes, weight };
     }
-    sum_or_copy<T>(terms, a.row_bytes / 16, nullptr, partial_at(a, s, partial));
-    if (asks.grads >> s & 1)
+    sum_or_copy<T>(ring, terms, a.row_bytes, nullptr, partial_at(a, s, partial));
+    if (load_u32(&run_of(a).asked_grads) >> s & 1)
         push_grads(a, i, place, s, partial);
     __syncwarp();
     fence_sys(); /* release; partner: find_partials */
@@ -217,11 +223,11 @@ __device__ inline bool sums_in_place(const ep_ht_args &a, uint32_t r)
 }
 
 /* A warp takes partials that nobody has taken: first ones of all sources first, the next rank first. */
-template <class T> __device__ inline void push_partials(const ep_ht_args &a, const Op &op, const Asks &asks)
+template <class T> __device__ inline void push_partials(const ep_ht_args &a, const Op &op, Ring *ring)
 {
     const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
     const uint32_t lane = threadIdx.x % 32;
-    const uint32_t own = asks.mask >> lane & 1 && !sums_in_place(a, lane) ? h.from[lane] : 0;
+    const uint32_t own = load_u32(&run_of(a).asked) >> lane & 1 && !sums_in_place(a, lane) ? h.from[lane] : 0;
     const uint32_t end = __reduce_max_sync(kAll, own) * a.ranks;
 
 #pragma unroll 1
@@ -235,7 +241,7 @@ template <class T> __device__ inline void push_partials(const ep_ht_args &a, con
         if (slot >= __shfl_sync(kAll, own, s))
             continue;
         if (open_of(a, op, 1u << s))
-            push_partial<T>(a, op, asks, s, slot);
+            push_partial<T>(a, op, ring, s, slot);
         else if (lane == 0)
             atomicOr(&run_of(a).unsent, 1u << s);
     }
@@ -325,7 +331,7 @@ __device__ inline void gather_grads(const ep_ht_args &a, const Sources &from, ui
 }
 
 /* A warp takes tokens that nobody has taken. */
-template <class T> __device__ inline void sum_tokens(const ep_ht_args &a, const Op &op)
+template <class T> __device__ inline void sum_tokens(const ep_ht_args &a, const Op &op, Ring *ring)
 {
 #pragma unroll 1
     for (;;) {
@@ -336,8 +342,8 @@ template <class T> __device__ inline void sum_tokens(const ep_ht_args &a, const 
         const Sources from = find_partials(a, op, t);
         const uint64_t row = (uint64_t)t * a.row_bytes;
 
-        sum_or_copy<T>({ from.comes, from.row, 1.0f }, a.row_bytes / 16,
-                       a.bias ? a.bias + row : nullptr, a.out + row);
+        sum_or_copy<T>(ring, { from.comes, from.row, 1.0f }, a.row_bytes, a.bias ? a.bias + row : nullptr,
+                       a.out + row);
         if (a.topk_grads)
             gather_grads(a, from, t);
     }
@@ -351,17 +357,18 @@ __device__ inline void start(const ep_ht_args &a, Op *op)
     const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
     const uint64_t tag = ep_ht_tag(a.state->ht_number, (uint32_t)a.state->ht_combines + 1);
     const bool usable = h.number && h.generation == a.generation && h.routed && h.layout == a.layout
-                        && h.tokens == a.tokens && (!a.topk_grads || h.top_k == a.top_k);
+                        && h.tokens == a.tokens && ((!a.topk_grads && !a.row_grads) || h.top_k == a.top_k);
 
     begin(a, op, tag, h.number, usable ? EP_OK : EP_STALE_HANDLE);
     if (op->status == EP_OK) {
         ask_all(a, *op);
         announce(a, *op, op->members);
+        take_asks(a, *op);
     }
 }
 
-/* One thread: who waits for partials and gets none, because the rows here are too few, because his did not come, or
- * because he runs another op. */
+/* One thread of block 0: who waits for partials and gets none, because the rows here are too few, because his did not
+ * come, or because he runs another op. */
 __device__ inline void refuse(const ep_ht_args &a, const Op &op, uint32_t served)
 {
     const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
@@ -373,20 +380,25 @@ __device__ inline void refuse(const ep_ht_args &a, const Op &op, uint32_t served
         atomicOr(&run_of(a).unsent, refused & ~served & op.members);
 }
 
-template <class T> __device__ inline void move(const ep_ht_args &a, const Op &op, Asks *asks)
+/* Does this block push from the beginning?  So many multiprocessors keep the wire busy, and the others sum undisturbed:
+ * where one pushes, all stores stand behind those for the wire. */
+__device__ inline bool pushes_first(const ep_ht_args &a)
 {
-    const uint32_t warp = threadIdx.x / 32;
-    const bool usable = a.state->ht_handles[a.handle].rows <= a.in_rows;
+    return blockIdx.x % a.sms < (a.layout == EP_LAYOUT_PACKED ? kPackedPushingSms : kPushingSms);
+}
 
-    if (warp == 0)
-        take_asks(a, op, asks);
-    __syncthreads();
-    if (threadIdx.x == 0)
-        refuse(a, op, usable ? asks->mask : 0);
-    if (usable && warp >= kWarps - pushers_of(a, a.layout == EP_LAYOUT_PACKED ? kPackedPushers : kPushers))
-        push_partials<T>(a, op, *asks);
+template <class T> __device__ inline void move(const ep_ht_args &a, const Op &op, uint32_t *shared)
+{
+    const bool usable = a.state->ht_handles[a.handle].rows <= a.in_rows;
+    Ring ring = open_ring(shared);
+
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        refuse(a, op, usable ? run_of(a).asked : 0);
+    __syncthreads(); /* before a warp of block 0 is through */
+    if (usable && pushes_first(a))
+        push_partials<T>(a, op, &ring);
     pushed(a, op);
-    sum_tokens<T>(a, op);
+    sum_tokens<T>(a, op, &ring);
 }
 
 /* Who is in the sums: of those that rows were sent to, who was not missed; the others have no part in them. */
@@ -410,10 +422,9 @@ __device__ inline void last_words(const ep_ht_args &a, const Op &op, int32_t *st
     a.state->ht_combines++;
 }
 
-template <class T> __device__ __forceinline__ void run(const ep_ht_args &a)
+template <class T> __device__ __forceinline__ void run(const ep_ht_args &a, uint32_t *shared)
 {
     __shared__ Op op;
-    __shared__ Asks asks;
     uint32_t met = 0;
 
     if (blockIdx.x == 0 && threadIdx.x < 32)
@@ -421,7 +432,7 @@ template <class T> __device__ __forceinline__ void run(const ep_ht_args &a)
     barrier(a, &met);
     take_op(a, &op);
     if (op.status == EP_OK)
-        move<T>(a, op, &asks);
+        move<T>(a, op, shared);
     barrier(a, &met);
     if (blockIdx.x == 0 && threadIdx.x < 32)
         close(a, op);

@@ -6,13 +6,13 @@
  * barrier waits for are blocks of the same kernel, which come to it after bounded waits only.  An op has a tag
  * (window.h): all ranks that make the same calls give it the same one, and a later op has a larger one.
  *
- *   dispatch   ask     to each member: rows that go to it and to each of its experts, and where its partials are to
- *                      lie one day
+ *   dispatch   ask     each member: rows that go to it and to each of its experts, and where its partials are to lie
+ *                      one day
  *              grant   to each member that asked: where its rows go here
  *              push    each row to where its token's first expert of a rank wants it, then its header, whose tag
  *                      says that the row is there; then `done`
  *              lay out what came: rows of further experts are copied here, so that no row crosses NVLink twice
- *   combine    ask     to each member of the dispatch: the memory for partials is free here
+ *   combine    ask     each member of the dispatch: the memory for partials is free here
  *              push    partials to those whose rows came, each with the tag beside it; then `done`
  *              sum     as they land
  *   close      and drain, if somebody was missed
@@ -25,10 +25,35 @@
  * the ask.  So two ranks may count different ones in, and yet every row has one place that both of its ends know.
  *
  * ## Why notes are not overwritten too early
- * A note of s at d is written again by the next op of s.  In a dispatch s goes on after d's grant (d has read the note
- * before), or after it has given d up; then d finds a later tag and knows that s is past this op (`beyond`).  A
- * combine's ask is awaited by those only that have rows of s; s goes on when these have pushed, or given up.  A grant
- * of d at s is written again after the next ask of s.
+ * A note lies at the rank that tells it and is read there by the one that it is for, block 0 of which looks until it is
+ * there.  A note of s for d is written again by the next op of s.  In a dispatch s goes on after d's grant (d has read
+ * the note before), or after it has given d up; then d finds a later tag and knows that s is past this op (`beyond`),
+ * also when it finds it in the middle of the note, as all pieces have one.  A combine's ask is awaited by those only
+ * that have rows of s; s goes on when these have pushed, or given up.  A grant of d for s is written again after d has
+ * read the next ask of s.
+ *
+ * ## Why the next op can have all the rest
+ * There is one region for all ops.  A rank's own follow each other in its stream, so it has read what it reads before
+ * its next op begins; what matters is what others write here, and when.
+ *   begun, done, ceased   are compared with the tag, so older ones say nothing.  Their writer sets them for a later op
+ *              when it is past this one, of which its `closed` has told.
+ *   closed     only grows, and is the last that a rank tells of an op: who finds it, and then looks once more, sees
+ *              all that was to come.
+ *   headers, rows   are written by whom this op has granted places, and nobody else has them.  The op ends when all
+ *              those are done; when one is not, it is closed and drained.  What came of a rank that is missed is zeroed
+ *              after that.
+ *   partials   are written by d when s asks for them in this op, which s does when its last one is over.  d has s in
+ *              `arrived` only if s was done with d, and then s has d in `sent`: so s waits for all that d pushes,
+ *              unless it misses d; then it closes and drains.  They lie by the counts of the dispatch (first, back),
+ *              whoever takes part by now.
+ * So nothing is handed back at the end of an op, and one that is skipped owes nothing: after a dispatch without a
+ * combine, or with several, or one of an older handle, the next op asks anew, with a tag of its own.  A pass over a
+ * cached handle is a dispatch like any other.  LL ops in between use memory of their own; of `from` HT heeds only
+ * whether a rank is absent.
+ * A rank that is absent is asked by nobody and awaited by nobody; it finds all absent itself and ceases.  A new worker
+ * begins with a number that nobody has begun: what bears older tags says nothing to it, and no row of an older number
+ * is begun for it any more, as its ht_from is above them.
+ * tests/model/ht.pml goes through this with two and three ranks, and breaks the rules one by one.
  *
  * ## Late writers
  * Peers write into `out`, which is the worker's again when the op is over, and to the partials, which the next combine
@@ -39,10 +64,11 @@
  *              neither done nor has ceased?  Then wait for that.
  * (Dekker: either w sees that it is closed, or o sees that w has begun.)  What w looks at is its own memory.  When all
  * have done what they had to, nobody has to be waited for.  Between begun and done a writer waits for grants at most,
- * as o did, so this is short for a writer that runs; one that takes part no more (from[] of its own says so, when the
- * server lets it go) ceases before its next row.  o waits for a writer that is there as long as for anything else, and
- * kDrainNs for one that has left: its process may be gone, and nothing tells when its last store has landed.  What this
- * leaves is a GPU that stood still for so long between a look and the stores of the one row that a warp had in hand.
+ * in a combine for asks, as o did, so this is short for a writer that runs; one that takes part no more (from[] of its
+ * own says so, when the server lets it go) ceases before its next row.  o waits for a writer that is there as long as
+ * for anything else, and kDrainNs for one that has left: its process may be gone, and nothing tells when its last store
+ * has landed.  What this leaves is a GPU that stood still for so long between a look and the stores of the one row that
+ * a warp had in hand.
  *
  * ## Waits
  * For an ask: whoever is waited for needs nothing to send it, it begins the op with it.  For a grant: it follows asks.
@@ -54,9 +80,23 @@
  * ht_begun is raised to n, fence (seq_cst), then ht_from is read, once for all blocks.  The server writes ht_from, then
  * reads ht_begun: either the op counts r in, or r is told a later number.
  *
- * ## Executor server
- * is not served by this yet: grants and asks lie in windows, which a worker can write, and become addresses at its
- * peers.  Where workers are not trusted they must lie in the states.
+ * ## What a worker can write
+ * Under executor server the worker of a rank is trusted by nobody and can write its own window at any time, and no
+ * other.  What is an address in a peer's window comes from that peer's own notes, read once by block 0 and kept in the
+ * state.
+ *   grants     held against the window (take_grants): rows, headers and scales lie in the granter's arena and headers,
+ *              or the grant counts for nothing.  They say again how many rows may come, to each expert too, and no
+ *              more are sent (load_choice): who changes what he asked for meanwhile spoils his own rows.
+ *   asks       rows, of experts too: at most T_max of a source (keep_asked), and rows that do not come are waited for
+ *              until their source is done.  Where partials go at the source: within its partials (take_asks).
+ *   headers    local expert below L, place below the rows that came (take_header); of a combine, below those of x.
+ *   begun, done, ceased, partials and their tags   compared only.  Who forges them takes rows for there that are not,
+ *              or has memory of his own written that he thought was his again.
+ *   closed     hides that a peer takes no more.  It waits then, as it has seen `begun`, until this rank is done,
+ *              which waits for nobody.
+ *   counts, offsets   written; one that is read again (zero_padding) is held against the next expert's first row.
+ *   topk, rows, scales, weights, gradients, bias   as in ll_device.cuh.
+ * All blocks have the same op, a copy that nobody else can reach (ht_serve.cu).
  */
 #ifndef EP_HT_DEVICE_CUH
 #define EP_HT_DEVICE_CUH
@@ -74,11 +114,15 @@ constexpr uint64_t kDrainNs = 20000000; /* for writers that are gone; more than 
 
 enum Note { kAsk, kGrant };
 
-__device__ inline uint8_t *note_at(const ep_ht_args &a, uint32_t where, Note kind, uint32_t from)
+/* What rank `from` tells `to`. */
+__device__ inline uint8_t *note_at(const ep_ht_args &a, Note kind, uint32_t from, uint32_t to)
 {
-    return a.window[where] + a.notes + ((uint64_t)kind * a.ranks + from) * a.note_stride;
+    return a.window[from] + a.notes + ((uint64_t)kind * a.ranks + to) * a.note_stride;
 }
-__device__ inline uint32_t note_vecs(const ep_ht_args &a) { return (EP_HT_NOTE_EXPERTS + a.local_experts + 1) / 2; }
+__device__ inline uint32_t note_vecs(const ep_ht_args &a, Note kind)
+{
+    return kind == kAsk ? (EP_HT_ASK_EXPERTS + a.local_experts + 1) / 2 : EP_HT_GRANT_EXPERTS / 2 + a.local_experts;
+}
 
 __device__ inline struct ep_ht_flags *flags_at(const ep_ht_args &a, uint32_t where, uint32_t from)
 {
@@ -134,17 +178,13 @@ __device__ inline void arrive(const ep_ht_args &a, uint32_t *met)
     __syncthreads();
     ++*met;
     if (threadIdx.x == 0)
-        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" : : "l"(&run_of(a).barrier) : "memory");
+        count_release(&run_of(a).barrier);
 }
 __device__ inline void wait_for_all(const ep_ht_args &a, uint32_t met)
 {
-    if (threadIdx.x == 0) {
-        uint32_t there;
-
-        do
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(&run_of(a).barrier) : "memory");
-        while (there < met * a.blocks);
-    }
+    if (threadIdx.x == 0)
+        while (acquire_count(&run_of(a).barrier) < met * a.blocks)
+            ;
     __syncthreads();
 }
 __device__ inline void barrier(const ep_ht_args &a, uint32_t *met)
@@ -230,7 +270,7 @@ __device__ inline uint32_t missed(const ep_ht_args &a)
 /* Word pair i of a note; false: it will not come, which has been noted. */
 __device__ inline bool take_note(const ep_ht_args &a, const Op &op, Note kind, uint32_t from, uint32_t i, Vec *v)
 {
-    const uint8_t *at = note_at(a, a.rank, kind, from) + i * sizeof *v;
+    const uint8_t *at = note_at(a, kind, from, a.rank) + i * sizeof *v;
     const Wait end = wait_for(
         a, op, from,
         [&] {
@@ -255,7 +295,7 @@ __device__ inline void announce(const ep_ht_args &a, const Op &op, uint32_t rank
 
     if (ranks >> lane & 1)
         store_u64(&flags_at(a, lane, a.rank)->begun, op.tag);
-    asm volatile("fence.sc.sys;" : : : "memory"); /* partner: close */
+    fence_total(); /* partner: close */
     __syncwarp();
 }
 
@@ -280,7 +320,7 @@ __device__ inline void pushed(const ep_ht_args &a, const Op &op)
 
     __syncwarp();
     if (lane == 0)
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(&run.pushed) : "memory");
+        before = count_acq_rel(&run.pushed);
     if (__shfl_sync(kAll, before, 0) != a.blocks * kWarps - 1)
         return;
     if (lane < a.ranks && op.members >> lane & 1) {
@@ -300,7 +340,7 @@ __device__ inline void drain(const ep_ht_args &a, const Op &op)
     const struct ep_ht_flags *flags = flags_at(a, a.rank, lane < a.ranks ? lane : 0);
     const uint64_t start = now_ns(), bound = load_u64(&run_of(a).timeout_ns);
 
-    asm volatile("fence.sc.sys;" : : : "memory"); /* partner: announce */
+    fence_total(); /* partner: announce */
     while (lane < a.ranks && lane != a.rank && load_u64(&flags->begun) == op.tag && acquire_u64(&flags->done) != op.tag
            && acquire_u64(&flags->ceased) != op.tag) {
         const uint64_t waited = now_ns() - start;
@@ -407,9 +447,8 @@ template <class Last> __device__ inline bool finish(const ep_ht_args &a, const O
 
     __syncthreads();
     if (threadIdx.x == 0) {
-        uint32_t over;
+        const uint32_t over = count_acq_rel(&run.over);
 
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(over) : "l"(&run.over) : "memory");
         before = over;
         if (over == a.blocks - 1) {
             int32_t status = op.status;
@@ -428,20 +467,6 @@ template <class Last> __device__ inline bool finish(const ep_ht_args &a, const O
     __syncthreads();
     return before == a.blocks - 1;
 }
-
-/* Warps of a block that push from the beginning, one to all but one, when `enough` in all keep the wire busy: were
- * there more, each would end its rows later, and whoever waits for rows would begin later. */
-__device__ inline uint32_t pushers_of(const ep_ht_args &a, uint32_t enough)
-{
-    return min(max((enough + a.blocks - 1) / a.blocks, 1u), kWarps - 1);
-}
-
-/* ---- launching (host) -------------------------------------------------------------------- */
-
-/* As fit() for LL's. */
-int prepare(std::initializer_list<const void *> kernels, uint32_t shared_bytes, uint32_t *blocks_per_sm);
-int dispatch_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm);
-int combine_prepare(uint32_t *blocks_per_sm);
 
 } // namespace ht
 } // namespace ep

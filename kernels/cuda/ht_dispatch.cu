@@ -1,5 +1,6 @@
 /* HT dispatch as kernels of its own, told by value what to do. */
 #include "ht_dispatch.cuh"
+#include "launch.cuh"
 
 namespace ep {
 namespace ht {

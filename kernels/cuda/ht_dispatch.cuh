@@ -14,7 +14,7 @@ namespace ep {
 namespace ht {
 namespace dispatch {
 
-constexpr uint32_t kPushers = 264; /* warps, when others copy rows meanwhile */
+constexpr uint32_t kPushers = 264; /* warps, when others copy rows meanwhile: more would end each row later */
 
 /* Warp 0 of block 0. */
 __device__ inline void start(const ep_ht_args &a, Op *op)
@@ -26,10 +26,18 @@ __device__ inline void start(const ep_ht_args &a, Op *op)
 
     if (threadIdx.x == 0) {
         atomicMax((unsigned long long *)&a.state->ht_begun, (unsigned long long)n);
-        asm volatile("fence.sc.sys;" : : : "memory"); /* partner: the server's write of ht_from */
+        fence_total(); /* partner: the server's write of ht_from */
     }
     __syncwarp();
     begin(a, op, ep_ht_tag(n, 0), n, usable ? EP_OK : EP_STALE_HANDLE);
+}
+
+/* Does this warp push from the beginning, when rows that come are to be copied?  One to all but one of a block do. */
+__device__ inline bool pushes_first(const ep_ht_args &a)
+{
+    const uint32_t pushers = min(max((kPushers + a.blocks - 1) / a.blocks, 1u), kWarps - 1);
+
+    return a.layout != EP_LAYOUT_PACKED || threadIdx.x / 32 >= kWarps - pushers;
 }
 
 /* From what is granted to what has come. */
@@ -43,10 +51,10 @@ template <Cast C> __device__ inline void move(const ep_ht_args &a, const Op &op,
         await_rows(a, op);
         return;
     }
-    if (a.layout == EP_LAYOUT_PACKED && warp < kWarps - pushers_of(a, kPushers))
-        pushed(a, op);
-    else
+    if (pushes_first(a))
         push_tokens<C>(a, op, g);
+    else
+        pushed(a, op);
     if (a.layout == EP_LAYOUT_PACKED && rows <= a.out_rows)
         zero_padding(a, warp * a.blocks + blockIdx.x - 1, a.blocks * kWarps - 1);
     receive_rows(a, op, rows);
@@ -134,7 +142,7 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ht_args &a, uint3
     barrier(a, &met);
     take_op(a, &op);
     if (op.status == EP_OK) {
-        take_grants(a, op, shared, &grants);
+        find_grants(a, &grants);
         if (threadIdx.x < 32)
             roomy = __ballot_sync(kAll, grants.mask >> threadIdx.x & 1 && grants.bits[threadIdx.x] & EP_HT_GRANT_ROOM);
         move<C>(a, op, grants);

@@ -31,20 +31,20 @@ __device__ inline uint32_t ask_word(const ep_ht_args &a, const Exchange &x, uint
     case EP_HT_ASK_ROWS: return a.totals[d];
     case EP_HT_ASK_BACK: return x.first[d];
     }
-    const uint32_t l = word - EP_HT_NOTE_EXPERTS;
+    const uint32_t l = word - EP_HT_ASK_EXPERTS;
 
-    return word >= EP_HT_NOTE_EXPERTS && l < a.local_experts ? a.totals[expert_column(a, d, l)] : 0;
+    return word >= EP_HT_ASK_EXPERTS && l < a.local_experts ? a.totals[expert_column(a, d, l)] : 0;
 }
 
 __device__ inline void ask_all(const ep_ht_args &a, const Op &op, const Exchange &x)
 {
-    const uint32_t vecs = note_vecs(a);
+    const uint32_t vecs = note_vecs(a, kAsk);
 
     for (uint32_t i = threadIdx.x; i < a.ranks * vecs; i += kThreads) {
         const uint32_t d = i / vecs, v = i % vecs;
 
         if (op.members >> d & 1)
-            store_vec(note_at(a, d, kAsk, a.rank) + v * sizeof(Vec),
+            store_vec(note_at(a, kAsk, a.rank, d) + v * sizeof(Vec),
                       tagged(ask_word(a, x, d, 2 * v), ask_word(a, x, d, 2 * v + 1), op.tag));
     }
 }
@@ -52,7 +52,7 @@ __device__ inline void ask_all(const ep_ht_args &a, const Op &op, const Exchange
 /* No source sends more than its tokens, and to an expert no more than that: a bound for whatever stands there. */
 __device__ inline void keep_asked(const ep_ht_args &a, Exchange *x, uint32_t s, uint32_t word, uint32_t value)
 {
-    const uint32_t l = word - EP_HT_NOTE_EXPERTS;
+    const uint32_t l = word - EP_HT_ASK_EXPERTS;
 
     if (word == EP_HT_ASK_TRAITS && value != traits_of(a, EP_OP_DISPATCH))
         atomicOr(&x->mismatched, 1u << s);
@@ -60,23 +60,26 @@ __device__ inline void keep_asked(const ep_ht_args &a, Exchange *x, uint32_t s, 
         x->from[s] = min(value, a.max_tokens);
     else if (word == EP_HT_ASK_BACK)
         x->back[s] = value;
-    else if (word >= EP_HT_NOTE_EXPERTS && l < a.local_experts)
+    else if (word >= EP_HT_ASK_EXPERTS && l < a.local_experts)
         a.counts_in[s * a.local_experts + l] = min(value, a.max_tokens);
 }
 
 __device__ inline void take_asks(const ep_ht_args &a, const Op &op, Exchange *x)
 {
-    const uint32_t vecs = note_vecs(a);
+    const uint32_t vecs = note_vecs(a, kAsk), s = threadIdx.x;
 
     for (uint32_t i = threadIdx.x; i < a.ranks * vecs; i += kThreads) {
-        const uint32_t s = i / vecs, v = i % vecs;
+        const uint32_t from = i / vecs, v = i % vecs;
         Vec got;
 
-        if (!(op.members >> s & 1) || !take_note(a, op, kAsk, s, v, &got))
+        if (!(op.members >> from & 1) || !take_note(a, op, kAsk, from, v, &got))
             continue;
-        keep_asked(a, x, s, 2 * v, got.w[0]);
-        keep_asked(a, x, s, 2 * v + 1, got.w[1]);
+        keep_asked(a, x, from, 2 * v, got.w[0]);
+        keep_asked(a, x, from, 2 * v + 1, got.w[1]);
     }
+    __syncthreads();
+    if (s < a.ranks && (uint64_t)x->back[s] + x->from[s] > a.partials)
+        atomicOr(&x->mismatched, 1u << s);
 }
 
 /* ---- where rows go ------------------------------------------------------------------------- */
@@ -165,31 +168,115 @@ __device__ inline uint32_t grant_word(const ep_ht_args &a, const Exchange &x, ui
 {
     const uint8_t *own = a.window[a.rank];
     const uint64_t out = a.out ? a.out - own : 0, scales = a.out_scales ? a.out_scales - own : 0;
-    const uint32_t l = word - EP_HT_NOTE_EXPERTS;
+    const uint32_t l = word / 2 - EP_HT_GRANT_EXPERTS / 2, i = s * a.local_experts + l;
 
     switch (word) {
     case EP_HT_GRANT_ROW: return x.from_first[s];
+    case EP_HT_GRANT_ROWS: return x.from[s];
     case EP_HT_GRANT_BITS:
         return (x.rows <= a.out_rows ? EP_HT_GRANT_ROOM : 0) | (a.layout == EP_LAYOUT_PACKED ? EP_HT_GRANT_PACKED : 0);
     case EP_HT_GRANT_OUT_LOW: return (uint32_t)out;
     case EP_HT_GRANT_OUT_HIGH: return (uint32_t)(out >> 32);
     case EP_HT_GRANT_SCALES_LOW: return (uint32_t)scales;
     case EP_HT_GRANT_SCALES_HIGH: return (uint32_t)(scales >> 32);
-    default: return a.layout == EP_LAYOUT_PACKED && l < a.local_experts ? a.bases_in[s * a.local_experts + l] : 0;
+    default:
+        if (a.layout != EP_LAYOUT_PACKED || word < EP_HT_GRANT_EXPERTS)
+            return 0;
+        return word % 2 ? a.counts_in[i] : a.bases_in[i];
     }
 }
 
 __device__ inline void grant_all(const ep_ht_args &a, const Op &op, const Exchange &x)
 {
-    const uint32_t vecs = note_vecs(a);
+    const uint32_t vecs = note_vecs(a, kGrant);
 
     for (uint32_t i = threadIdx.x; i < a.ranks * vecs; i += kThreads) {
         const uint32_t s = i / vecs, v = i % vecs;
 
         if (x.given >> s & 1)
-            store_vec(note_at(a, s, kGrant, a.rank) + v * sizeof(Vec),
+            store_vec(note_at(a, kGrant, a.rank, s) + v * sizeof(Vec),
                       tagged(grant_word(a, x, s, 2 * v), grant_word(a, x, s, 2 * v + 1), op.tag));
     }
+}
+
+/* ---- what others granted ------------------------------------------------------------------------ */
+
+__device__ inline void keep_granted(const ep_ht_args &a, uint32_t d, uint32_t vec, const Vec &v)
+{
+    struct ep_device_ht_grant *g = &a.state->ht_grants[d];
+    const uint64_t offset = (uint64_t)v.w[1] << 32 | v.w[0];
+
+    if (vec == EP_HT_GRANT_ROW / 2) {
+        g->row = v.w[0];
+        g->bits = v.w[1];
+    } else if (vec == EP_HT_GRANT_OUT_LOW / 2) {
+        g->out = offset;
+    } else if (vec == EP_HT_GRANT_SCALES_LOW / 2) {
+        g->scales = offset;
+    } else if (vec == EP_HT_GRANT_ROWS / 2) {
+        g->rows = v.w[0];
+    } else {
+        uint32_t *expert = a.granted + 2 * (d * a.local_experts + vec - EP_HT_GRANT_EXPERTS / 2);
+
+        expert[0] = v.w[0];
+        expert[1] = v.w[1];
+    }
+}
+
+/* Rows below `end` of what begins there lie in an arena. */
+__device__ inline bool in_arena(const ep_ht_args &a, uint64_t offset, uint64_t end, uint64_t row_bytes)
+{
+    return offset % 16 == 0 && offset >= a.arena && offset <= a.window_bytes
+           && end * row_bytes <= a.window_bytes - offset; /* end: 33 bits, row_bytes: 23 */
+}
+
+/* A thread: may rows be written where rank d says?  The last of them, of all experts when it is packed, is `end`. */
+__device__ inline bool grant_holds(const ep_ht_args &a, uint32_t d)
+{
+    const struct ep_device_ht_grant &g = a.state->ht_grants[d];
+    uint64_t end = (uint64_t)g.row + g.rows;
+
+    if (g.rows > a.max_tokens || end > (uint64_t)a.ranks * a.max_tokens)
+        return false;
+    if (!(g.bits & EP_HT_GRANT_ROOM) || g.rows == 0) /* none is written, and there need be no place for any */
+        return true;
+    if (g.bits & EP_HT_GRANT_PACKED) {
+        const uint32_t *expert = a.granted + 2 * d * a.local_experts;
+
+        end = 0;
+        for (uint32_t l = 0; l < a.local_experts; l++)
+            end = max(end, (uint64_t)expert[2 * l] + expert[2 * l + 1]);
+    }
+    return in_arena(a, g.out, end, a.row_bytes)
+           && (a.row_scales == 0 || in_arena(a, g.scales, end, a.row_scales * a.scale_bytes));
+}
+
+/* Block 0, for all blocks: what holds is in the state. */
+__device__ inline void take_grants(const ep_ht_args &a, const Op &op)
+{
+    const uint32_t vecs = note_vecs(a, kGrant), d = threadIdx.x;
+    struct ep_device_ht_run &run = run_of(a);
+
+    if (threadIdx.x == 0)
+        run.granted = op.members;
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < a.ranks * vecs; i += kThreads) {
+        const uint32_t from = i / vecs, v = i % vecs;
+        Vec got;
+
+        if (!(op.members >> from & 1))
+            continue;
+        if (take_note(a, op, kGrant, from, v, &got))
+            keep_granted(a, from, v, got);
+        else
+            atomicAnd(&run.granted, ~(1u << from));
+    }
+    __syncthreads();
+    if (d >= a.ranks || !(load_u32(&run.granted) >> d & 1) || grant_holds(a, d))
+        return;
+    atomicAnd(&run.granted, ~(1u << d));
+    atomicOr(&run.gone, 1u << d);
+    atomicOr(&run.mismatched, 1u << d);
 }
 
 /* ---- all of it -------------------------------------------------------------------------------- */
@@ -258,6 +345,7 @@ __device__ inline void grant(const ep_ht_args &a, Op *op, uint32_t *shared, Exch
         run.rows = x.rows;
         run.rows_needed = x.rows > a.out_rows ? x.rows : 0;
     }
+    take_grants(a, *op);
 }
 
 } // namespace ht

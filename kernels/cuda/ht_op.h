@@ -5,14 +5,32 @@
 #define EP_HT_OP_H
 
 #include "ht.h"
-#include "ll_op.h"
 
 /* A rank, as whoever runs its ops knows it. */
 struct ep_ht_rank {
     struct ep_ht_args base;                   /* all that is the same for every op */
     struct ep_device_ht_tables tables;        /* in the state */
+    uint32_t sms;                             /* multiprocessors that its kernels fill */
     uint32_t dispatch_blocks, combine_blocks; /* that run at once, at most */
 };
+
+/* What a server keeps of a rank's HT ops where its worker cannot write; in GPU memory. */
+struct ep_ht_desk {
+    struct ep_ht_rank rank; /* server, once */
+    uint64_t number;        /* kernel: the last entry whose op is an HT one and good; of it: */
+    struct ep_ht_args args;
+    struct ep_op op;
+    uint64_t ended;         /* as in struct ep_forecast_log, before it */
+    uint32_t spins, place;
+};
+EP_STATIC_ASSERT(sizeof(struct ep_ht_args) % 8 == 0 && offsetof(struct ep_ht_desk, args) % 8 == 0
+                     && offsetof(struct ep_ht_desk, op) % 8 == 0, "args and op are copied in pieces of 8 bytes");
+
+/* Shared memory of a block that runs either kind of op. */
+static inline uint32_t ep_ht_served_bytes(uint32_t dispatch_bytes)
+{
+    return dispatch_bytes > EP_DEVICE_HT_RING_BYTES ? dispatch_bytes : EP_DEVICE_HT_RING_BYTES;
+}
 
 /* Peers write the rows of a dispatch where they are to be: they have this rank's window, and nothing else of it. */
 EP_HD static inline bool ep_ht_can_reach(const struct ep_op *op)
@@ -64,6 +82,7 @@ EP_HD static inline void ep_ht_fill(const struct ep_ht_rank *rank, const struct 
     uint8_t *state = (uint8_t *)rank->base.state + rank->tables.handle_stride * op->handle;
 
     a->blocks = op->kind == EP_OP_COMBINE ? rank->combine_blocks : rank->dispatch_blocks;
+    a->sms = rank->sms;
     a->layout = op->layout;
     a->cached = (op->flags & EP_OP_CACHED) != 0;
     a->handle = op->handle;

@@ -10,53 +10,26 @@ namespace ht {
 /* What this rank was granted; in shared memory. */
 struct Grants {
     uint32_t mask;
-    uint32_t row[EP_DEVICE_MAX_RANKS], bits[EP_DEVICE_MAX_RANKS];
+    uint32_t row[EP_DEVICE_MAX_RANKS], rows[EP_DEVICE_MAX_RANKS], bits[EP_DEVICE_MAX_RANKS];
     uint8_t *out[EP_DEVICE_MAX_RANKS], *scales[EP_DEVICE_MAX_RANKS]; /* at that rank */
-    uint32_t *base; /* [R][L] packed: rows of the experts */
 };
 
-/* ---- grants ---------------------------------------------------------------------------------- */
-
-__device__ inline void keep_granted(const ep_ht_args &a, Grants *g, uint32_t d, uint32_t vec, const Vec &v)
+/* All threads, when block 0 has taken them. */
+__device__ inline void find_grants(const ep_ht_args &a, Grants *g)
 {
-    const uint64_t offset = (uint64_t)v.w[1] << 32 | v.w[0];
+    const uint32_t d = threadIdx.x;
 
-    if (vec == EP_HT_GRANT_ROW / 2) {
-        g->row[d] = v.w[0];
-        g->bits[d] = v.w[1];
-    } else if (vec == EP_HT_GRANT_OUT_LOW / 2) {
-        g->out[d] = a.window[d] + offset;
-    } else if (vec == EP_HT_GRANT_SCALES_LOW / 2) {
-        g->scales[d] = a.window[d] + offset;
-    } else {
-        const uint32_t l = 2 * vec - EP_HT_NOTE_EXPERTS;
+    if (d < a.ranks) {
+        const struct ep_device_ht_grant &granted = a.state->ht_grants[d];
 
-        for (uint32_t i = 0; i < 2 && l + i < a.local_experts; i++)
-            g->base[d * a.local_experts + l + i] = v.w[i];
+        g->row[d] = granted.row;
+        g->rows[d] = granted.rows;
+        g->bits[d] = granted.bits;
+        g->out[d] = a.window[d] + granted.out;
+        g->scales[d] = a.window[d] + granted.scales;
     }
-}
-
-/* All threads.  base: R * L words of shared memory. */
-__device__ inline void take_grants(const ep_ht_args &a, const Op &op, uint32_t *base, Grants *g)
-{
-    const uint32_t vecs = note_vecs(a);
-
-    if (threadIdx.x == 0) {
-        g->mask = op.members;
-        g->base = base;
-    }
-    __syncthreads();
-    for (uint32_t i = threadIdx.x; i < a.ranks * vecs; i += kThreads) {
-        const uint32_t d = i / vecs, v = i % vecs;
-        Vec got;
-
-        if (!(op.members >> d & 1))
-            continue;
-        if (take_note(a, op, kGrant, d, v, &got))
-            keep_granted(a, g, d, v, got);
-        else
-            atomicAnd(&g->mask, ~(1u << d));
-    }
+    if (d == 0)
+        g->mask = load_u32(&run_of(a).granted);
     __syncthreads();
 }
 
@@ -74,7 +47,8 @@ struct Token {
     uint32_t routes;      /* rank: choices there */
 };
 
-__device__ inline void load_choice(const ep_ht_args &a, const Grants &g, uint32_t t, Token *token, uint32_t *slot)
+/* Lane k choice k.  False: its rank did not grant it a row. */
+__device__ inline bool load_choice(const ep_ht_args &a, const Grants &g, uint32_t t, Token *token, uint32_t *slot)
 {
     const uint32_t lane = threadIdx.x % 32, i = t * a.top_k + lane;
 
@@ -83,14 +57,23 @@ __device__ inline void load_choice(const ep_ht_args &a, const Grants &g, uint32_
     token->weight = 0;
     token->place = *slot = 0;
     if (lane >= a.top_k)
-        return;
+        return true;
     token->route = __ldcg(a.routing + i);
-    if (token->route < 0)
-        return;
+    if (token->route < 0 || !(g.mask >> rank_of(token->route) & 1))
+        return true;
+    const uint32_t r = rank_of(token->route);
+
     token->weight = __ldcg(a.weights + i);
     *slot = __ldcg(a.slots + i);
-    if (has_row(token->route))
-        token->place = g.base[rank_of(token->route) * a.local_experts + (token->route & 0xffff)] + __ldcg(a.index + i);
+    if (has_row(token->route) && g.bits[r] & EP_HT_GRANT_PACKED) {
+        const uint32_t *granted = a.granted + 2 * (r * a.local_experts + (token->route & 0xffff));
+        const uint32_t index = __ldcg(a.index + i);
+
+        token->place = granted[0] + index;
+        if (index >= granted[1])
+            return false;
+    }
+    return *slot < g.rows[r];
 }
 
 __device__ inline Token find_token(const ep_ht_args &a, const Grants &g, uint32_t t)
@@ -98,9 +81,13 @@ __device__ inline Token find_token(const ep_ht_args &a, const Grants &g, uint32_
     const uint32_t lane = threadIdx.x % 32;
     uint32_t slot;
     Token token;
+    const bool granted = load_choice(a, g, t, &token, &slot);
+    const uint32_t refused = __reduce_or_sync(kAll, granted ? 0 : 1u << rank_of(token.route));
 
-    load_choice(a, g, t, &token, &slot);
     token.to = __reduce_or_sync(kAll, token.route >= 0 ? 1u << rank_of(token.route) : 0);
+    if (refused && lane == 0)
+        atomicOr(&run_of(a).unsent, refused);
+    token.to &= ~refused;
     token.slot = token.row = token.routes = 0;
 #pragma unroll 1
     for (uint32_t k = 0; k < a.top_k; k++) {

@@ -89,16 +89,14 @@ struct ep_ll_expected;
 int ep_ll_serve_prepare(uint32_t shared_bytes, uint32_t *blocks);
 /* For ep_ll_serve_prepare: those of ep_ll_expect. */
 int ep_ll_expect_prepare(uint32_t shared_bytes, uint32_t *blocks);
-/* The op in the mailbox if it is the expected one, which is no complete and no release; else nothing.  To be followed
- * by ep_ll_serve_one of the same entry. */
+/* The op in the mailbox if it is the expected one, which is no complete and no release; else it goes on waiting. */
 int ep_ll_expect(const struct ep_ll_expected *expected, uint32_t shared_bytes, void *stream);
-/* The op in the mailbox, whatever it is, unless ep_ll_expect, with serve->expected blocks, has executed it.  All
- * entries of a rank have as many blocks: its dispatch_blocks. */
+/* The op in the mailbox, whatever it is.  All of a rank have as many blocks: its dispatch_blocks. */
 int ep_ll_serve_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, void *stream);
 /* Loads the code of the next one. */
 int ep_ll_gate_prepare(void);
-/* Puts the op into a mailbox and rings.  spins: it ends when the op is done. */
-int ep_ll_gate(struct ep_mailbox *mailbox, const struct ep_op *op, int spins, void *stream);
+/* Puts the op into a mailbox, rings, and ends when the op is done. */
+int ep_ll_gate(struct ep_mailbox *mailbox, const struct ep_op *op, void *stream);
 
 const char *ep_ll_error_text(int error);
 

@@ -1,5 +1,6 @@
 /* Combine and release as kernels of their own, told by value what to do. */
 #include "ll_combine.cuh"
+#include "launch.cuh"
 
 namespace ep {
 namespace {

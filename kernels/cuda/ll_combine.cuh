@@ -269,8 +269,7 @@ __device__ inline void end_push(const ep_ll_args &a, const Op &op, const Pushed 
 
     announce(op, pushed);
     if (threadIdx.x % 32 == 0)
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
-                     : "=r"(before) : "l"(&a.state->scratch.pushed) : "memory");
+        before = count_acq_rel(&a.state->scratch.pushed);
     if (__shfl_sync(kAll, before, 0) != a.blocks - 1)
         return;
     if (threadIdx.x % 32 == 0)
@@ -344,7 +343,8 @@ __device__ inline uint32_t ranks_of(int32_t route)
 }
 
 /* Warp 0: waits for a part of the partials of token t; those that come are the terms, in the order of ranks. */
-__device__ inline void find_partials(const ep_ll_args &a, Op *op, uint32_t t, uint32_t part, uint32_t ranks, Terms *terms)
+__device__ inline void find_partials(const ep_ll_args &a, Op *op, uint32_t t, uint32_t part, uint32_t ranks,
+                                     Terms *terms)
 {
     const uint32_t lane = threadIdx.x;
     bool comes = (ranks & op->members & ~op->missed) >> lane & 1;

@@ -17,8 +17,8 @@
  *   - so does a release.
  * Blocks of one op never wait for each other, only for peers, and all of them run at once; what a peer
  * needs from us (rows, headers, counts, credits) is sent before we wait for anything but its credit, or by
- * a warp that waits for nobody, and credits depend on older numbers alone.  So every wait is for something of a smaller (number, phase),
- * and the chain ends at a rank that waits for nobody.
+ * a warp that waits for nobody, and credits depend on older numbers alone.  So every wait is for something of a
+ * smaller (number, phase), and the chain ends at a rank that waits for nobody.
  *
  * The combine region [d] of s's bank is written by d for n after d saw the header of a row of n from s.
  * s sent that after its stream had ended combine n - B, or abandoned it: nobody reads the old partials.
@@ -69,10 +69,9 @@
 #ifndef EP_LL_DEVICE_CUH
 #define EP_LL_DEVICE_CUH
 
-#include <initializer_list>
-
 #include "ll.h"
 #include "ll_quantise.cuh"
+#include "ptx.cuh"
 
 namespace ep {
 
@@ -82,79 +81,6 @@ constexpr uint32_t kBlocks = 3; /* of a multiprocessor, at least */
 constexpr uint32_t kAll = 0xffffffffu;
 constexpr uint32_t kLooks = 64; /* at a flag, between two looks at clock and membership */
 constexpr int32_t kBadRoute = -2; /* an expert that does not exist; -1: none was asked for */
-
-/* ---- memory order ---------------------------------------------------------------- */
-
-__device__ inline uint32_t load_u32(const uint32_t *p)
-{
-    uint32_t v;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-__device__ inline uint64_t load_u64(const uint64_t *p)
-{
-    uint64_t v;
-    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-}
-__device__ inline void store_u32(uint32_t *p, uint32_t v)
-{
-    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" : : "l"(p), "r"(v) : "memory");
-}
-__device__ inline void store_u64(uint64_t *p, uint64_t v)
-{
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" : : "l"(p), "l"(v) : "memory");
-}
-/* 16 bytes at once: b128 accesses are single-copy atomic (PTX ISA 8.3). */
-__device__ inline void store_vec(void *p, Vec v)
-{
-    asm volatile("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.sys.global.b128 [%0], v; }"
-                 : : "l"(p), "l"((uint64_t)v.w[1] << 32 | v.w[0]), "l"((uint64_t)v.w[3] << 32 | v.w[2])
-                 : "memory");
-}
-__device__ inline Vec load_vec(const void *p)
-{
-    uint64_t lo, hi;
-    asm volatile("{ .reg .b128 v; ld.relaxed.sys.global.b128 v, [%2]; mov.b128 {%0, %1}, v; }"
-                 : "=l"(lo), "=l"(hi) : "l"(p) : "memory");
-    return Vec{ { (uint32_t)lo, (uint32_t)(lo >> 32), (uint32_t)hi, (uint32_t)(hi >> 32) } };
-}
-/* The same; what its writer had fenced before is there for whoever sees it. */
-__device__ inline Vec acquire_vec(const void *p)
-{
-    uint64_t lo, hi;
-    asm volatile("{ .reg .b128 v; ld.acquire.sys.global.b128 v, [%2]; mov.b128 {%0, %1}, v; }"
-                 : "=l"(lo), "=l"(hi) : "l"(p) : "memory");
-    return Vec{ { (uint32_t)lo, (uint32_t)(lo >> 32), (uint32_t)hi, (uint32_t)(hi >> 32) } };
-}
-__device__ inline uint32_t acquire_u32(const uint32_t *p)
-{
-    uint32_t v;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-__device__ inline uint64_t acquire_u64(const uint64_t *p)
-{
-    uint64_t v;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-}
-__device__ inline void fence_sys() { asm volatile("fence.acq_rel.sys;" : : : "memory"); }
-__device__ inline void fence_total() { asm volatile("fence.sc.sys;" : : : "memory"); } /* for Dekker, too */
-
-/* Rows: past the L1 cache, which peers do not keep coherent. */
-__device__ inline Vec load_row(const void *p)
-{
-    Vec v;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(p) : "memory");
-    return v;
-}
-__device__ inline void store_row(void *p, Vec v)
-{
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
-                 : : "l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
-}
 
 /* A scale as it is in memory: fp32, or a byte of UE8M0.  Args: of an LL kernel or an HT one. */
 template <class Args> __device__ inline uint32_t load_scale(const Args &a, const uint8_t *scales, uint32_t i)
@@ -167,13 +93,6 @@ template <class Args> __device__ inline void store_scale(const Args &a, uint8_t 
         scales[i] = (uint8_t)scale;
     else
         ((uint32_t *)scales)[i] = scale;
-}
-
-__device__ inline uint64_t now_ns()
-{
-    uint64_t t;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-    return t;
 }
 
 /* The number as flags carry it: (n - 1) mod (2^32 - 1), plus 1; never 0, which means "never".  Without a division of
@@ -399,18 +318,6 @@ __device__ inline bool by_expert(const ep_ll_args &a)
     return a.layout == EP_LAYOUT_EXPERT_MAJOR || a.layout == EP_LAYOUT_PACKED;
 }
 
-/* ---- between two kernels of a stream ------------------------------------------------------ */
-
-/*
- * A kernel that is launched `early` comes to its multiprocessors while the kernel before it in the stream ends, which
- * saves the way there.  Nothing is read or written before await_stream(): until then the kernel before may run, after it all
- * of that one's writes are there.  Our own lets the next one come when no block of it has to wait for a peer any more,
- * so that what waits in the stream never takes the place of a block that a peer waits for.  Blocks that leave without a
- * word let it come, too.  For any other kernel both do nothing.
- */
-__device__ inline void await_stream() { asm volatile("griddepcontrol.wait;" : : : "memory"); }
-__device__ inline void let_next_come() { asm volatile("griddepcontrol.launch_dependents;" : : : "memory"); }
-
 /* ---- the end of an op -------------------------------------------------------------------- */
 
 /* A block's arrival at the end of its op: asked, what it asks the counter of the blocks is under way or there. */
@@ -437,8 +344,7 @@ __device__ inline void arrive(const ep_ll_args &a, const Op &op, bool told, Arri
         }
         if (told || outside)
             __threadfence();
-        asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;"
-                     : "=r"(arrival->before) : "l"(&a.state->scratch.done) : "memory");
+        arrival->before = count_relaxed(&a.state->scratch.done);
     }
 }
 
@@ -554,64 +460,6 @@ __device__ inline void op_record(const ep_ll_args &a, const Op &op, const struct
     __syncwarp();
     ((uint32_t *)&report->records[a.handle][part])[lane] = ((const uint32_t *)&r)[lane];
 }
-
-/* ---- launching (host) -------------------------------------------------------------------- */
-
-using Kernel = void (*)(ep_ll_args);
-
-/* early: see await_stream(). */
-template <class... P, class... A>
-inline int launch(void (*kernel)(P...), uint32_t blocks, uint32_t threads, uint32_t shared_bytes, bool early,
-                  void *stream, const A &...args)
-{
-    cudaLaunchAttribute attribute = {};
-    cudaLaunchConfig_t config = {};
-
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = early;
-    config.gridDim = dim3(blocks);
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = (cudaStream_t)stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    cudaLaunchKernelEx(&config, kernel, args...);
-    return cudaGetLastError();
-}
-
-/*
- * How many blocks of a kernel a multiprocessor can hold.  Loads its code, too: that must not come first while
- * a peer's kernel waits for this rank.  Groups of one process have one attribute among them, so it is the most.
- */
-inline int fit_one(const void *kernel, uint32_t shared_bytes, uint32_t *blocks_per_sm)
-{
-    int blocks = 0;
-    cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)EP_DEVICE_MAX_SHARED_BYTES);
-
-    if (error == cudaSuccess)
-        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared_bytes);
-    *blocks_per_sm = (uint32_t)blocks;
-    return error;
-}
-
-template <class K>
-inline int fit(std::initializer_list<K> kernels, uint32_t shared_bytes, uint32_t *blocks_per_sm)
-{
-    *blocks_per_sm = ~0u;
-    for (K kernel : kernels) {
-        uint32_t blocks;
-        const int error = fit_one((const void *)kernel, shared_bytes, &blocks);
-
-        if (error != cudaSuccess)
-            return error;
-        *blocks_per_sm = blocks < *blocks_per_sm ? blocks : *blocks_per_sm;
-    }
-    return cudaSuccess;
-}
-
-int dispatch_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm);
-int combine_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm);
 
 } // namespace ep
 

@@ -1,5 +1,6 @@
 /* Dispatch as kernels of its own, told by value what to do. */
 #include "ll_dispatch.cuh"
+#include "launch.cuh"
 
 namespace ep {
 namespace {

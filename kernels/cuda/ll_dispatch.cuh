@@ -109,8 +109,8 @@ __device__ inline void finish(const ep_ll_args &a, const Op &op, struct ep_devic
  * who have joined meanwhile.
  */
 template <Cast C>
-__device__ __forceinline__ void exchange(const ep_ll_args &a, Op *op, const Batch &batch, uint32_t *rows, uint32_t *base,
-                         uint32_t *total, Header *header, uint32_t *there)
+__device__ __forceinline__ void exchange(const ep_ll_args &a, Op *op, const Batch &batch, uint32_t *rows,
+                                         uint32_t *base, uint32_t *total, Header *header, uint32_t *there)
 {
     const bool sends = a.phases & EP_LL_SEND, receives = a.phases & EP_LL_RECEIVE;
     __shared__ uint32_t counted, joined;
@@ -153,8 +153,8 @@ __device__ __forceinline__ void exchange(const ep_ll_args &a, Op *op, const Batc
 
             /* The first row's header mostly comes with the counts. */
             if (receives && by_expert(a) && blockIdx.x / a.ranks < a.max_tokens)
-                while (!__all_sync(kAll, look_at_header(a, *op, blockIdx.x % a.ranks, blockIdx.x / a.ranks, header))
-                       && *(volatile uint32_t *)&counted < kWarps - 1)
+                while (!__all_sync(kAll, look_at_header(a, *op, blockIdx.x % a.ranks, blockIdx.x / a.ranks, header)
+                                             | (*(volatile uint32_t *)&counted == kWarps - 1)))
                     ;
             const uint32_t some = newcomers(a, *op, from), all = __all_sync(kAll, header->there);
 
@@ -184,7 +184,7 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ll_args &a, uint3
     __shared__ uint32_t slot[EP_DEVICE_MAX_RANKS], to[EP_DEVICE_MAX_RANKS], index[EP_MAX_TOP_K];
     __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS], again, there;
     __shared__ float weight[EP_MAX_TOP_K];
-    __shared__ alignas(16) uint32_t scales[2 * kPassScales];
+    alignas(16) __shared__ uint32_t scales[2 * kPassScales];
     __shared__ Op op;
     __shared__ struct ep_device_scratch scratch;
     const uint32_t wide = max(a.max_tokens * a.max_top_k, a.local_experts * a.ranks);
@@ -223,8 +223,10 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ll_args &a, uint3
         if (receives && by_expert(a)) {
             receive_by_expert(a, &op, share, header, there && !repeats, rows, base, total, first, arrives);
         } else {
-            if (receives)
+            if (receives) {
+                __syncthreads(); /* all have seen whom exchange() has missed: more may be from here on */
                 receive_in_place(a, &op, share, rows);
+            }
             __syncthreads();
             if (threadIdx.x < 32)
                 arrives();

@@ -1,20 +1,22 @@
 /*
  * Executor server: an op that is expected (forecast.h).  Its kernel has been told by value what to do, as those of
  * executor direct are, and only has to see that it is this op that the worker rings for.  If it is not, it leaves
- * everything as it was to the kernel behind it (ll_serve.cu), which otherwise finds nothing to do.
+ * everything as it was, the doorbell too, to the entry behind it.
  *
  * The op was judged by the host, and what a block has compared with it nobody else can change.  A worker that changes
  * its mailbox meanwhile has some blocks execute the op and others not, which is one of the ops that ll_serve.cu allows
  * for.
- * Block 0 decides whether the entry is over with it.  All blocks count in `through`, so there is a last one in any
- * case, which sets right what a part of an op has left.
+ * Block 0 decides whether the op is over with it.  All blocks count at the desk, so there is a last one in any case,
+ * which sets right what a part of an op has left.
  */
+#include "launch.cuh"
 #include "ll_serve.cuh"
 
 namespace ep {
 namespace {
 
 struct Seen {
+    uint64_t ended; /* ops before */
     uint32_t closing, spins;
 };
 
@@ -26,14 +28,19 @@ __device__ inline bool same(Vec a, Vec b)
 /* All threads: is it the op that is in the mailbox? */
 __device__ inline bool is_there(const ep_ll_expected &e, Seen *seen)
 {
+    const struct ep_op *op = &e.serve.mailbox->op[e.at.place];
     bool differs = false;
 
     if (threadIdx.x < kOpVecs)
-        differs = !same(load_vec((const Vec *)&e.serve.mailbox->op + threadIdx.x), ((const Vec *)&e.op)[threadIdx.x]);
+        differs = !same(load_vec((const Vec *)op + threadIdx.x), ((const Vec *)&e.at.op)[threadIdx.x]);
     else if (threadIdx.x == kOpVecs)
         seen->closing = load_u32(&e.serve.desk->closing);
     else if (threadIdx.x == kOpVecs + 1)
         seen->spins = load_u32(&e.serve.mailbox->spins);
+    else if (threadIdx.x == kOpVecs + 2)
+        seen->ended = load_u64(&e.serve.desk->log.ended);
+    else if (threadIdx.x == kOpVecs + 3)
+        differs = ep_bell_op(load_u32(&e.serve.mailbox->bell)) != e.at.place;
     return !__syncthreads_or(differs);
 }
 
@@ -44,23 +51,25 @@ __device__ inline void take(const ep_ll_expected &e, bool spins)
     if (threadIdx.x == 0)
         store_u64(&e.serve.desk->taken, e.serve.number);
     if (e.args.phases == EP_LL_SEND)
-        keep_half(e.serve, e.op);
+        keep_half(e.serve, e.at.op);
 }
 
 /* Warp 0, when the block is through. */
 __device__ inline void end(const ep_ll_expected &e, const Seen &seen, bool there)
 {
-    uint32_t over = 0;
+    uint64_t taken = 0;
+    uint32_t over;
 
-    if (!pass(e.serve, seen.spins, there))
+    if (!pass(e.serve, seen.spins && there, there))
         return;
     if (threadIdx.x == 0)
-        over = load_u64(&e.serve.desk->taken) == e.serve.number;
+        taken = load_u64(&e.serve.desk->taken);
+    set_right(e.args.state); /* its load is under way with that one */
+    over = taken == e.serve.number;
     if (over && !seen.spins)
-        store_u32(&e.serve.mailbox->done, 1);
-    set_right(e.args.state);
+        store_u32(&e.serve.mailbox->bell, EP_BELL_DONE);
     if (__shfl_sync(kAll, over, 0))
-        log_op(e.serve, e.op, e.op.kind);
+        log_op(e.serve, e.at.op, e.at.op.kind, e.at.place, seen.ended);
 }
 
 template <class Run> __device__ __forceinline__ void expect(const ep_ll_expected &e, Run run)
@@ -124,6 +133,6 @@ extern "C" int ep_ll_expect_prepare(uint32_t shared_bytes, uint32_t *blocks)
 
 extern "C" int ep_ll_expect(const struct ep_ll_expected *expected, uint32_t shared_bytes, void *stream)
 {
-    return ep::launch(ep::kernel_of(expected->args, expected->op.kind), expected->args.blocks, ep::kThreads, shared_bytes,
-                      false, stream, *expected);
+    return ep::launch(ep::kernel_of(expected->args, expected->at.op.kind), expected->args.blocks, ep::kThreads,
+                      shared_bytes, false, stream, *expected);
 }

@@ -6,6 +6,7 @@
 #define EP_LL_OP_H
 
 #include "forecast.h"
+#include "ht_op.h"
 #include "ll.h"
 
 /* A rank, as whoever runs its ops knows it. */
@@ -20,38 +21,40 @@ struct ep_ll_rank {
 struct ep_ll_desk {
     uint32_t closing; /* server: no op begins any more */
     uint32_t through; /* kernel: blocks of the running entry that are through */
-    uint64_t taken;   /* kernel: the last entry whose op was the one expected */
+    uint64_t taken;   /* kernel: the last entry that found the op it expected */
     uint64_t looked;  /* kernel: the last one that looked at `region`; it may still run */
     uint32_t reserved[26];
-    struct ep_forecast_log log;          /* kernel: entries that have executed or refused an op and are over */
+    struct ep_forecast_log log;          /* kernel: ops that were executed or refused and are over */
     struct ep_ll_rank rank;              /* server, once */
     struct ep_limits limits;             /* server, once; and `arena`: what ops are checked against */
     uint64_t arena;
     struct ep_op half[EP_MAX_HANDLES];  /* kernel: the send-only op of a handle that its complete finishes */
     struct ep_region region[EP_MAX_REGIONS]; /* server: that ops may use */
+    struct ep_ht_desk ht;
 };
-EP_STATIC_ASSERT(sizeof(struct ep_op) % 16 == 0 && offsetof(struct ep_ll_desk, log.op) % 16 == 0
-                     && offsetof(struct ep_ll_desk, rank) % 16 == 0 && offsetof(struct ep_ll_desk, half) % 16 == 0,
+EP_STATIC_ASSERT(sizeof(struct ep_op) % 16 == 0 && offsetof(struct ep_ll_desk, log) % 16 == 0
+                     && sizeof(struct ep_forecast_op) % 16 == 0 && offsetof(struct ep_ll_desk, rank) % 16 == 0
+                     && offsetof(struct ep_ll_desk, half) % 16 == 0,
                  "ops and arguments are copied in pieces of 16 bytes");
 EP_STATIC_ASSERT(sizeof(struct ep_region) == 16 && offsetof(struct ep_ll_desk, region) % 16 == 0,
                  "a region is read at once");
 
-/* What the kernels of an entry are told: where everything is. */
+/* What the kernel of an entry is told: where everything is. */
 struct ep_ll_serve {
     struct ep_mailbox *mailbox;
     struct ep_ll_desk *desk;
-    uint64_t number;   /* of the entry, counted from 1 */
-    uint32_t expected; /* blocks of its kernel for an op that is expected; 0: there is none */
+    uint64_t number;    /* of the entry, counted from 1 */
+    uint32_t ht_blocks; /* of its kernel for HT ops; 0: the group has none */
 };
 
 /* And one for an op that is expected: the op, which passed check_op(), and the arguments that it makes. */
 struct ep_ll_expected {
     struct ep_ll_args args;
-    struct ep_op op;
+    struct ep_forecast_op at;
     struct ep_ll_serve serve;
 };
 
-/* An op that passed ep_op_check, and of a complete the one that it finishes: can the LL kernels do it? */
+/* An op that passed ep_op_check, and of a complete the one that it finishes: can a kernel for LL ops be told of it? */
 EP_HD static inline ep_status ep_ll_can(const struct ep_op *op)
 {
     return op->kind == EP_OP_RELEASE || op->mode == EP_MODE_LL ? EP_OK : EP_UNIMPLEMENTED;

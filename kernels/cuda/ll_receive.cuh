@@ -373,7 +373,7 @@ __device__ inline void prepare_again(const ep_ll_args &a, Op *op, uint32_t *rows
 /* One thread: this block has written its rows. */
 __device__ inline void leave(const ep_ll_args &a)
 {
-    asm volatile("red.release.gpu.global.add.u64 [%0], 1;" : : "l"(&a.state->left) : "memory");
+    count_release(&a.state->left);
 }
 
 } // namespace ep

@@ -5,7 +5,8 @@
  * What is to be done is not known when the kernel is launched, so it can do everything, with a grid for the largest
  * op.  Each block copies the op to its shared memory, judges its copy and makes the arguments from it that the kernels
  * of executor direct have in their parameters; a block that the op has no work for leaves.  (When what is to be done
- * can be guessed, a kernel that is told stands before this one: ll_expect.cu.)
+ * can be guessed, most entries have a kernel that is told instead: ll_expect.cu.  HT ops have a kernel of theirs behind
+ * this one, ht_serve.cu, for which block 0 finds out.)
  *
  * ## Who trusts whom
  * The worker can write all of its window at any time: the mailbox, the report, and every bank.  What follows
@@ -28,11 +29,12 @@
  * a span takes a copy of the list, judges the op by it and takes addresses from it: what the list says later is of no
  * matter for this block.  The server may unmap what it has struck off the list when no block can have found it any
  * more, which entries tell by Dekker:
- *     block: looked = number of its entry; fence; read the list       last block of an entry: log.ended = its number
- *     server: strike off (the copy is over); read looked; wait until log.ended >= that
+ *     block: looked = number of its entry; fence; read the list       last block of an entry: log.entry = its number
+ *     server: strike off (the copy is over); read looked; wait until log.entry >= that
  * Either the block finds it struck off, or the server finds the block's entry in `looked` and waits for the end of it.
  * Entries do not overlap, so the one in `looked` is the last that can have found it.
  */
+#include "launch.cuh"
 #include "ll_serve.cuh"
 #include "op_rules.h"
 
@@ -46,9 +48,10 @@ struct Entry {
     alignas(16) struct ep_op op;
     struct ep_ll_args args;
     struct ep_regions regions; /* if the op has spans there */
-    uint64_t taken;
-    uint32_t closing, spins;
+    uint64_t ended; /* ops before */
+    uint32_t closing, spins, beyond; /* beyond: it has spans there */
     uint32_t kind;  /* as it was in the mailbox: a complete becomes the op that it finishes */
+    uint32_t place; /* and where */
     int32_t status; /* of the op before it is executed */
 };
 __shared__ Entry entry;
@@ -64,19 +67,30 @@ __device__ inline bool is_beyond(uint32_t piece, Vec v)
     return piece >= kFirstSpan && piece <= kLastSpan && v.w[1] >= EP_REGION_BYTES >> 32;
 }
 
-/* All at once, one round trip to memory: the op, and what does not depend on it. */
+/* A piece of the op that is rung for; what is at the first place is asked for together with the bell. */
+__device__ inline Vec piece_of(const struct ep_mailbox *mailbox, uint32_t piece)
+{
+    const Vec first = load_vec((const Vec *)&mailbox->op[0] + piece);
+    const uint32_t place = ep_bell_op(load_u32(&mailbox->bell));
+
+    if (piece == 0)
+        entry.place = place;
+    return place == 0 ? first : load_vec((const Vec *)&mailbox->op[place] + piece);
+}
+
+/* All at once, a round trip to memory or two: the op, and what does not depend on it. */
 __device__ inline void take(const ep_ll_serve &s)
 {
     const uint32_t i = threadIdx.x - 32;
 
     if (threadIdx.x < kOpVecs)
-        ((Vec *)&entry.op)[threadIdx.x] = load_vec((const Vec *)&s.mailbox->op + threadIdx.x);
+        ((Vec *)&entry.op)[threadIdx.x] = piece_of(s.mailbox, threadIdx.x);
     else if (threadIdx.x == kOpVecs)
         entry.closing = load_u32(&s.desk->closing);
     else if (threadIdx.x == kOpVecs + 1)
         entry.spins = load_u32(&s.mailbox->spins);
     else if (threadIdx.x == kOpVecs + 2)
-        entry.taken = load_u64(&s.desk->taken);
+        entry.ended = load_u64(&s.desk->log.ended);
     if (threadIdx.x >= 32 && i < kBaseVecs)
         ((Vec *)&entry.args)[i] = load_vec((const Vec *)&s.desk->rank.base + i);
     __syncthreads();
@@ -105,7 +119,7 @@ __device__ __noinline__ void take_regions(struct ep_ll_desk *desk, uint64_t numb
 {
     if (threadIdx.x == 0) {
         store_u64(&desk->looked, number);
-        asm volatile("fence.sc.sys;" : : : "memory"); /* Dekker; partner: ep_cuda_serve_forget() */
+        fence_total(); /* Dekker; partner: ep_cuda_serve_forget() */
     }
     __syncthreads();
     if (threadIdx.x < EP_MAX_REGIONS) {
@@ -118,6 +132,12 @@ __device__ __noinline__ void take_regions(struct ep_ll_desk *desk, uint64_t numb
     if (threadIdx.x == 0)
         entry.regions.n = EP_MAX_REGIONS;
     __syncthreads();
+}
+
+/* Is it for the kernel behind this one? */
+__device__ inline bool is_ht(const struct ep_op &op)
+{
+    return op.mode == EP_MODE_HT && (op.kind == EP_OP_DISPATCH || op.kind == EP_OP_COMBINE);
 }
 
 __device__ inline int32_t judge(const ep_ll_serve &s, const struct ep_op &op, const struct ep_regions *regions,
@@ -133,7 +153,26 @@ __device__ inline int32_t judge(const ep_ll_serve &s, const struct ep_op &op, co
     c.regions = regions;
     const ep_status status = check_op(&c);
 
-    return status == EP_OK ? ep_ll_can(&op) : status;
+    if (is_ht(op) && !ep_ht_can_reach(&op))
+        return EP_INVALID_ARGUMENT;
+    return status;
+}
+
+/* Block 0: the op is good, and ht_serve.cu's. */
+__device__ inline void hand_on(const ep_ll_serve &s)
+{
+    struct ep_ht_desk *desk = &s.desk->ht;
+
+    copy_words(&desk->op, &entry.op);
+    copy_words(&desk->args, &desk->rank.base);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        ep_ht_fill(&desk->rank, entry.beyond ? &entry.regions : nullptr, &entry.op, &desk->args);
+        desk->spins = entry.spins;
+        desk->place = entry.place;
+        desk->ended = entry.ended;
+        store_u64(&desk->number, s.number);
+    }
 }
 
 /* ---- and executed ------------------------------------------------------------------------------ */
@@ -209,6 +248,7 @@ __device__ inline void find_out(const ep_ll_serve &s)
         take_regions(s.desk, s.number);
     const struct ep_regions *regions = beyond ? &entry.regions : nullptr;
 
+    entry.beyond = beyond;
     if (threadIdx.x == 0)
         ep_ll_fill(&s.desk->rank, regions, &entry.op, completes, &entry.args);
     else if (threadIdx.x == 32)
@@ -221,26 +261,35 @@ __device__ inline void end_entry(const ep_ll_serve &s, bool works)
 {
     if (!pass(s, entry.spins, works))
         return;
-    if (threadIdx.x == 0 && !entry.spins)
-        store_u32(&s.mailbox->done, 1);
     set_right(entry.args.state);
-    log_op(s, entry.op, entry.kind);
+    if (load_u64(&s.desk->ht.number) == s.number)
+        return;
+    if (threadIdx.x == 0 && !entry.spins)
+        store_u32(&s.mailbox->bell, EP_BELL_DONE);
+    log_op(s, entry.op, entry.kind, entry.place, entry.ended);
 }
 
 __global__ void __launch_bounds__(kThreads, kBlocks) serve(const __grid_constant__ ep_ll_serve s)
 {
-    await_stream();
     take(s);
-    if (entry.closing || entry.taken == s.number)
+    if (entry.closing)
         return;
-    if (blockIdx.x == 0)
-        answer_bell(s, entry.spins, s.expected + gridDim.x);
-    find_out(s);
-    const bool works = blockIdx.x == 0 || (entry.status == EP_OK && blockIdx.x < entry.args.blocks);
+    const bool asks_ht = is_ht(entry.op); /* of which more blocks may be to come */
 
-    if (entry.status != EP_OK) {
+    if (blockIdx.x == 0 && !asks_ht)
+        answer_bell(s, entry.spins, gridDim.x);
+    find_out(s);
+    const bool good = entry.status == EP_OK, ht = good && asks_ht;
+    const bool works = blockIdx.x == 0 || (good && !ht && blockIdx.x < entry.args.blocks);
+
+    if (blockIdx.x == 0 && asks_ht)
+        answer_bell(s, entry.spins, gridDim.x + (ht ? s.ht_blocks : 0));
+    if (!good) {
         if (blockIdx.x == 0 && threadIdx.x == 0)
             turn_away(entry.args, entry.op, entry.status);
+    } else if (ht) {
+        if (blockIdx.x == 0)
+            hand_on(s);
     } else if (works) {
         if (blockIdx.x == 0 && entry.args.phases == EP_LL_SEND)
             keep_half(s, entry.op);
@@ -253,35 +302,34 @@ __global__ void __launch_bounds__(kThreads, kBlocks) serve(const __grid_constant
 
 /* ---- the worker's half ---------------------------------------------------------------------------- */
 
-/* One thread: until all blocks are through, or nobody is left to run them.  It looks all the time. */
+constexpr uint32_t kLooks = 64; /* some 50 us */
+
+/* One thread: until all blocks are through, or nobody is left to run them.  It looks all the time, at `closed` now and
+ * then. */
 __device__ inline void wait_until_done(struct ep_mailbox *mailbox)
 {
-    Vec v; /* closed, -, through, blocks */
+    for (uint32_t looks = 1; looks % kLooks != 0 || !load_u32(&mailbox->closed); looks++) {
+        const uint64_t v = load_u64((const uint64_t *)&mailbox->through);
+        const uint32_t through = (uint32_t)v, blocks = (uint32_t)(v >> 32);
 
-    do
-        v = load_vec(&mailbox->closed);
-    while (!v.w[0] && (v.w[3] == 0 || v.w[2] < v.w[3]));
+        if (blocks != 0 && through >= blocks)
+            break;
+    }
+    __threadfence(); /* acquire; partner: pass().  What comes on the stream begins after it */
     store_u64((uint64_t *)&mailbox->through, 0); /* and blocks */
-    __threadfence(); /* acquire; partner: end_entry.  What comes on the stream begins after it */
 }
 
-template <bool Spins> __global__ void gate(const __grid_constant__ struct ep_op op, struct ep_mailbox *mailbox)
+__global__ void gate(const __grid_constant__ struct ep_op op, struct ep_mailbox *mailbox)
 {
     await_stream();
-    const bool closed = !Spins && load_u32(&mailbox->closed); /* set before `done`, which this stream has seen then */
-
     if (threadIdx.x < kOpVecs)
-        store_vec((Vec *)&mailbox->op + threadIdx.x, ((const Vec *)&op)[threadIdx.x]);
-    else if (threadIdx.x == kOpVecs)
-        store_u32(&mailbox->spins, Spins);
+        store_vec((Vec *)&mailbox->op[0] + threadIdx.x, ((const Vec *)&op)[threadIdx.x]);
     __syncwarp();
     if (threadIdx.x == 0) {
-        __threadfence(); /* release; partner: the server's wait for the doorbell, on this GPU too */
-        store_u32(closed ? &mailbox->done : &mailbox->doorbell, 1);
-        if (Spins) {
-            wait_until_done(mailbox);
-            let_next_come(); /* no thread before: it could take the place of blocks of the op */
-        }
+        __threadfence(); /* release; partner: the server's wait for the bell, on this GPU too */
+        store_u32(&mailbox->bell, ep_bell_of(0));
+        wait_until_done(mailbox);
+        let_next_come(); /* no thread before: it could take the place of blocks of the op */
     }
 }
 
@@ -303,19 +351,17 @@ extern "C" int ep_ll_serve_prepare(uint32_t shared_bytes, uint32_t *blocks)
 
 extern "C" int ep_ll_serve_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, void *stream)
 {
-    return ep::launch(ep::serve, blocks, ep::kThreads, shared_bytes, serve->expected != 0, stream, *serve);
+    return ep::launch(ep::serve, blocks, ep::kThreads, shared_bytes, false, stream, *serve);
 }
 
 extern "C" int ep_ll_gate_prepare(void)
 {
     cudaFuncAttributes attributes;
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, ep::gate<false>);
 
-    return error != cudaSuccess ? error : cudaFuncGetAttributes(&attributes, ep::gate<true>);
+    return cudaFuncGetAttributes(&attributes, ep::gate);
 }
 
-extern "C" int ep_ll_gate(struct ep_mailbox *mailbox, const struct ep_op *op, int spins, void *stream)
+extern "C" int ep_ll_gate(struct ep_mailbox *mailbox, const struct ep_op *op, void *stream)
 {
-    return spins ? ep::launch(ep::gate<true>, 1, 32, 0, true, stream, *op, mailbox)
-                 : ep::launch(ep::gate<false>, 1, 32, 0, false, stream, *op, mailbox);
+    return ep::launch(ep::gate, 1, 32, 0, true, stream, *op, mailbox);
 }

@@ -13,6 +13,13 @@ namespace ep {
 
 constexpr uint32_t kOpVecs = sizeof(struct ep_op) / sizeof(Vec);
 
+/* All threads, 8 bytes each at a time. */
+template <class What> __device__ inline void copy_words(What *to, const What *from)
+{
+    for (uint32_t i = threadIdx.x; i < sizeof *to / sizeof(uint64_t); i += kThreads)
+        ((uint64_t *)to)[i] = ((const uint64_t *)from)[i];
+}
+
 /* One block of the op: what its complete will find. */
 __device__ inline void keep_half(const ep_ll_serve &s, const struct ep_op &op)
 {
@@ -20,14 +27,13 @@ __device__ inline void keep_half(const ep_ll_serve &s, const struct ep_op &op)
         ((Vec *)&s.desk->half[op.handle])[threadIdx.x] = ((const Vec *)&op)[threadIdx.x];
 }
 
-/* Block 0 of the kernel that executes or refuses the op, before it is through: pass()'s fence orders it.  So many
- * blocks add to `through` before the entry is over. */
+/* Block 0 of the kernel that executes or refuses the op, for a worker that spins: so many blocks add to `through`.
+ * Before it is through itself, whose fence in pass() orders it. */
 __device__ inline void answer_bell(const ep_ll_serve &s, bool spins, uint32_t blocks)
 {
-    if (threadIdx.x == 0) {
-        store_u32(&s.mailbox->doorbell, 0);
-        if (spins)
-            store_u32(&s.mailbox->blocks, blocks);
+    if (threadIdx.x == 0 && spins) {
+        store_u32(&s.mailbox->bell, 0);
+        store_u32(&s.mailbox->blocks, blocks);
     }
 }
 
@@ -42,11 +48,13 @@ __device__ inline void set_right(struct ep_device_state *state)
         state->left_before = load_u64(&state->left);
 }
 
-/* Warp 0 of the last block: what the op was, as it was in the mailbox. */
-__device__ inline void log_op(const ep_ll_serve &s, const struct ep_op &op, uint32_t kind)
+/* Warp 0 of the last block: what the op was, as it was in the mailbox and where, and that `ended` ops were over before
+ * it. */
+__device__ inline void log_op(const ep_ll_serve &s, const struct ep_op &op, uint32_t kind, uint32_t place,
+                              uint64_t ended)
 {
     struct ep_forecast_log *log = &s.desk->log;
-    Vec *to = (Vec *)&log->op[(s.number - 1) % EP_FORECAST_OPS];
+    Vec *to = (Vec *)&log->op[ended % EP_FORECAST_OPS];
 
     if (threadIdx.x < kOpVecs) {
         Vec v = ((const Vec *)&op)[threadIdx.x];
@@ -54,27 +62,30 @@ __device__ inline void log_op(const ep_ll_serve &s, const struct ep_op &op, uint
         if (threadIdx.x == 0)
             v.w[0] = kind;
         to[threadIdx.x] = v;
+    } else if (threadIdx.x == kOpVecs) {
+        to[kOpVecs] = { place, 0, 0, 0 };
     }
-    __syncwarp();
-    if (threadIdx.x == 0) {
-        __threadfence(); /* for whoever copies the log meanwhile; forecast.c does not count on it */
-        store_u64(&log->ended, s.number);
-    }
+    if (threadIdx.x == 0) /* without a fence: what a copy of the log says is not counted on */
+        store_vec((Vec *)&log->ended, { (uint32_t)(ended + 1), (uint32_t)((ended + 1) >> 32), (uint32_t)s.number,
+                                        (uint32_t)(s.number >> 32) }); /* and `entry` */
 }
 
-/* Warp 0, when its block has written all that it writes: is it the last block?  It wrote something, or not. */
-__device__ inline bool pass(const ep_ll_serve &s, bool spins, bool wrote)
+/* Warp 0, when its block has written all that it writes: is it the last block?  The worker's kernel waits to be told of
+ * it, or not; it wrote something, or not. */
+__device__ inline bool pass(const ep_ll_serve &s, bool tells, bool wrote)
 {
     uint32_t before = 0;
 
     if (threadIdx.x == 0) {
         if (wrote)
             __threadfence(); /* release; partners: the last block's fence, and that of the worker's kernel */
-        if (spins)
+        if (tells)
             atomicAdd(&s.mailbox->through, 1);
         before = atomicInc(&s.desk->through, gridDim.x - 1); /* 0 again after the last one */
-        if (before == gridDim.x - 1)
-            fence_sys(); /* acquire what all blocks wrote, release it to the worker's stream */
+        if (before == gridDim.x - 1 && tells)
+            __threadfence(); /* acquire what all blocks wrote, each of which has released it to the worker's kernel */
+        else if (before == gridDim.x - 1)
+            fence_sys(); /* and release it to the worker's stream */
     }
     return __shfl_sync(kAll, before, 0) == gridDim.x - 1;
 }

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "ht_op.h"
+#include "rank_base.h"
 
 struct ep_cuda_rank {
     uint32_t device, modes;
@@ -18,107 +18,6 @@ struct ep_cuda_rank {
 };
 
 /* ---- open ------------------------------------------------------------------------- */
-
-/* Expert e on the rank that holds it when the first E mod R ranks hold one more than the others. */
-static bool is_contiguous(const struct ep_placement *p)
-{
-    const uint32_t share = p->experts / p->ranks, larger = p->experts % p->ranks;
-    uint32_t e = 0;
-
-    if (p->first[p->experts] != p->experts)
-        return false;
-    for (uint32_t r = 0; r < p->ranks; r++)
-        for (uint32_t l = 0; l < share + (r < larger); l++, e++)
-            if (p->rank[e] != r || p->local[e] != l)
-                return false;
-    return true;
-}
-
-void ep_cuda_rank_base(const struct ep_cuda_rank_options *o, struct ep_ll_rank *rank)
-{
-    const struct ep_layout_map *m = o->map;
-    const struct ep_limits *l = &m->limits;
-    const uint8_t *state = (const uint8_t *)o->state;
-    struct ep_ll_args *a = &rank->base;
-    struct ep_device_tables tables;
-
-    ep_device_state_tables(o->map, o->placement, &tables);
-    rank->routing = tables.routing;
-    rank->weights = tables.weights;
-    rank->handle_stride = tables.handle_stride;
-    for (uint32_t r = 0; r < l->ranks; r++)
-        a->window[r] = o->windows[r];
-    a->state = o->state;
-    if (!is_contiguous(o->placement)) {
-        a->home_first = (const uint32_t *)(const void *)(state + tables.home_first);
-        a->home_rank = (const uint32_t *)(const void *)(state + tables.home_rank);
-        a->home_local = (const uint32_t *)(const void *)(state + tables.home_local);
-    }
-    a->rank = o->rank;
-    a->ranks = l->ranks;
-    a->experts = l->experts;
-    a->local_experts = l->local_experts;
-    a->hidden = l->hidden;
-    a->max_top_k = l->top_k;
-    a->max_tokens = l->ll_max_tokens;
-    a->banks = l->ll_banks;
-    a->share = l->experts / l->ranks;
-    a->larger = l->experts % l->ranks;
-    a->per_share = ep_ll_inverse(a->share);
-    a->per_larger = ep_ll_inverse(a->share + 1);
-    a->ll = m->ll;
-    a->bank_bytes = m->bank_bytes;
-    a->bank = m->bank;
-    a->header_bytes = m->header_bytes;
-    a->counts_bytes = m->counts_bytes;
-    a->places_bytes = m->places_bytes;
-    a->scales_bytes = m->scales_bytes;
-    a->combine_row_bytes = m->combine_row_bytes;
-}
-
-/* The same rank, for HT. */
-static void ht_base(const struct ep_cuda_rank_options *o, const struct ep_ll_args *ll, struct ep_ht_rank *rank)
-{
-    const struct ep_layout_map *m = o->map;
-    uint8_t *state = (uint8_t *)o->state;
-    struct ep_ht_args *a = &rank->base;
-    struct ep_device_tables tables;
-
-    ep_device_state_tables(o->map, o->placement, &tables);
-    rank->tables = tables.ht;
-    memcpy(a->window, ll->window, sizeof a->window);
-    a->state = ll->state;
-    a->home_first = ll->home_first;
-    a->home_rank = ll->home_rank;
-    a->home_local = ll->home_local;
-    a->rank = ll->rank;
-    a->ranks = ll->ranks;
-    a->experts = ll->experts;
-    a->local_experts = ll->local_experts;
-    a->hidden = ll->hidden;
-    a->max_top_k = ll->max_top_k;
-    a->max_tokens = m->limits.ht_max_tokens;
-    a->share = ll->share;
-    a->larger = ll->larger;
-    a->per_share = ll->per_share;
-    a->per_larger = ll->per_larger;
-    a->notes = m->ht_notes;
-    a->note_stride = m->ht_note_stride;
-    a->flags = m->ht_flags;
-    a->closed = m->ht_closed;
-    a->combine_tags = m->ht_combine_tags;
-    a->headers = m->ht_headers;
-    a->combine_rows = m->ht_combine_rows;
-    a->combine_grads = m->ht_combine_grads;
-    a->header_bytes = m->header_bytes;
-    a->counting_warps = ep_device_ht_counting_warps(&m->limits);
-    a->before = (uint32_t *)(void *)(state + tables.ht.before);
-    a->totals = (uint32_t *)(void *)(state + tables.ht.totals);
-    a->index = (uint32_t *)(void *)(state + tables.ht.index);
-    a->counts_in = (uint32_t *)(void *)(state + tables.ht.counts);
-    a->bases_in = (uint32_t *)(void *)(state + tables.ht.bases);
-    a->starts_in = (uint32_t *)(void *)(state + tables.ht.starts);
-}
 
 ep_status ep_cuda_rank_sms(const struct ep_cuda_rank_options *o, int result, uint32_t blocks, uint32_t *sms,
                            struct ep_error *error)
@@ -151,8 +50,9 @@ static ep_status size_grids(const struct ep_cuda_rank_options *o, struct ep_cuda
     status = ep_cuda_rank_sms(o, result, ll[0] && ll[1] && ht[0] && ht[1], &rank->ll.sms, error);
     rank->ll.dispatch_blocks = rank->ll.sms * ll[0];
     rank->ll.combine_blocks = rank->ll.sms * ll[1];
-    rank->ht.dispatch_blocks = rank->ll.sms * ht[0];
-    rank->ht.combine_blocks = rank->ll.sms * ht[1];
+    rank->ht.sms = o->max_ht_sms && o->max_ht_sms < rank->ll.sms ? o->max_ht_sms : rank->ll.sms;
+    rank->ht.dispatch_blocks = rank->ht.sms * ht[0];
+    rank->ht.combine_blocks = rank->ht.sms * ht[1];
     return status;
 }
 
@@ -175,7 +75,7 @@ ep_status ep_cuda_rank_open(const struct ep_cuda_rank_options *options, struct e
     rank->ht_shared_bytes = (uint32_t)ep_device_ht_shared_bytes(limits);
     rank->regions = options->regions;
     ep_cuda_rank_base(options, &rank->ll);
-    ht_base(options, &rank->ll.base, &rank->ht);
+    ep_cuda_rank_ht_base(options, &rank->ll.base, &rank->ht);
     if (size_grids(options, rank, error) != EP_OK) {
         free(rank);
         return error->status;
@@ -220,6 +120,15 @@ static int launch_ht(struct ep_cuda_rank *rank, const struct ep_op *op, CUstream
     }
 }
 
+ep_status ep_cuda_check_reach(const struct ep_op *op, struct ep_error *error)
+{
+    if (op->mode != EP_MODE_HT || ep_ht_can_reach(op))
+        return EP_OK;
+    return ep_error_set(error, EP_INVALID_ARGUMENT,
+                        "out: an HT dispatch on GPUs has it, and out_scales, in the window (ep_alloc()), where "
+                        "peers write it; all else may be in registered memory");
+}
+
 /* What ep_op_check() cannot know. */
 static ep_status check(const struct ep_cuda_rank *rank, const struct ep_op *op, struct ep_error *error)
 {
@@ -227,11 +136,7 @@ static ep_status check(const struct ep_cuda_rank *rank, const struct ep_op *op, 
         return EP_OK;
     if (!(rank->modes >> EP_MODE_HT & 1))
         return ep_error_set(error, EP_INVALID_ARGUMENT, "mode is %u: the group has LL 1 only", op->mode);
-    if (!ep_ht_can_reach(op))
-        return ep_error_set(error, EP_INVALID_ARGUMENT,
-                            "out: an HT dispatch on GPUs has it, and out_scales, in the window (ep_alloc()), where "
-                            "peers write it; all else may be in registered memory");
-    return EP_OK;
+    return ep_cuda_check_reach(op, error);
 }
 
 ep_status ep_cuda_rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, void *stream, struct ep_error *error)

@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 /* Streams: one that receives, one that sends over TCP, one to each peer of this host and to oneself; a line each. */
@@ -287,6 +288,22 @@ void ep_gin_comm_close(struct ep_gin_comm *comm)
     free(comm->regions);
     free(comm->peers);
     free(comm);
+}
+
+void ep_gin_comm_hear(struct ep_gin_comm *comm, void (*heard)(void *user), void *user)
+{
+    ep_gin_lock(comm);
+    comm->heard = heard;
+    comm->heard_user = user;
+    ep_gin_unlock(comm);
+}
+
+/* The descriptor stays: the receive thread has it, and closes it with the others. */
+void ep_gin_comm_drop(struct ep_gin_comm *comm, uint32_t rank, const char *why)
+{
+    ep_gin_peer_lost(&comm->peers[rank], why);
+    if (comm->peers[rank].control >= 0)
+        (void)shutdown(comm->peers[rank].control, SHUT_RDWR);
 }
 
 /* NCCL has at most so many puts under way, so that one can always be had. */

@@ -331,6 +331,8 @@ struct ep_gin_comm {
     struct ep_gin_watch *watches;   /* [watches_max] */
     uint32_t watched, watches_max;
     uint32_t wanted;                /* atomic: threads that want `receiving` and would not get it */
+    void (*heard)(void *user);
+    void *heard_user;
 };
 
 /* control: for what no put and no piece may run beside. */
@@ -347,6 +349,10 @@ ep_status ep_gin_comm_open(const struct ep_gin_settings *settings, const struct 
                            uint32_t ranks, uint32_t rank, struct ep_gin_listener *listener, struct ep_gin_comm **out,
                            struct ep_error *error);
 void ep_gin_comm_close(struct ep_gin_comm *comm);
+/* Runs on the receive thread, which holds its lock, whenever something has come or a peer is gone: to wake somebody. */
+void ep_gin_comm_hear(struct ep_gin_comm *comm, void (*heard)(void *user), void *user);
+/* The peer is taken for gone, and is told that this rank is. */
+void ep_gin_comm_drop(struct ep_gin_comm *comm, uint32_t rank, const char *why);
 /* n contexts, *first and those after it.  Which ones is nobody else's business: the receiver does not know them. */
 ep_status ep_gin_contexts_take(struct ep_gin_comm *comm, uint32_t n, uint32_t *first, struct ep_error *error);
 void ep_gin_contexts_give(struct ep_gin_comm *comm, uint32_t first, uint32_t n);

@@ -1,8 +1,8 @@
 /* Lists of puts. */
 #include "gin.h"
 
-#include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 void ep_gin_queue_push(struct ep_gin_queue *queue, struct ep_gin_put *put)
 {
@@ -34,8 +34,9 @@ ep_status ep_gin_pool_grow(struct ep_gin_pool *pool, uint32_t n, struct ep_error
     if (pool->n == EP_GIN_MAX_CONTEXTS)
         return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "contexts: a communicator has at most %u",
                             EP_GIN_MAX_CONTEXTS);
-    slab = calloc(n, sizeof *slab);
-    if (!slab)
+    /* Not calloc(), which fills what it has had before with zeros: all of the pages would be there at once. */
+    slab = mmap(NULL, n * sizeof *slab, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (slab == MAP_FAILED)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for %u puts", n);
     for (; pool->used < pool->size; pool->used++)
         ep_gin_pool_give(pool, &pool->slabs[pool->n - 1][pool->used]);
@@ -48,7 +49,7 @@ ep_status ep_gin_pool_grow(struct ep_gin_pool *pool, uint32_t n, struct ep_error
 void ep_gin_pool_close(struct ep_gin_pool *pool)
 {
     for (uint32_t i = 0; i < pool->n; i++)
-        free(pool->slabs[i]);
+        (void)munmap(pool->slabs[i], pool->size * sizeof *pool->slabs[i]);
     memset(pool, 0, sizeof *pool);
 }
 

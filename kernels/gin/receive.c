@@ -224,6 +224,8 @@ static bool look(struct ep_gin_comm *comm)
     found = look_at_memory(comm);
     found |= look_at_descriptors(comm);
     ep_gin_stream_flush(&comm->receiver);
+    if (found && comm->heard)
+        comm->heard(comm->heard_user);
     pthread_mutex_unlock(&comm->receiving);
     return found;
 }

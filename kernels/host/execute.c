@@ -140,7 +140,8 @@ static ep_status complete(struct ep_host_call *call, struct ep_host_handle *hand
     if (handle->state != EP_HANDLE_SENT && handle->state != EP_HANDLE_COMBINE_SENT)
         return ep_host_fail(call, EP_FAILED_PRECONDITION, "handle %u has no send-only op to complete",
                             call->op->handle);
-    return ep_host_ll_complete(call, handle);
+    return handle->state == EP_HANDLE_SENT ? ep_host_ll_complete_dispatch(call, handle)
+                                           : ep_host_ll_complete_combine(call, handle);
 }
 
 /* ---- execute -------------------------------------------------------------------------------- */

@@ -1,16 +1,27 @@
 /*
  * host_private.h: what the files of the host team share.
  *
- *   convert.c   formats of elements: sums with one rounding, quantisation to fp8
  *   copy.c      rows from place to place
+ *   convert.c   formats of elements: sums with one rounding, quantisation to fp8
  *   wait.c      sleeping until a peer has done something, and waking it
- *   team.c      membership, numbers, results
- *   execute.c   ep_host_execute, and what states a handle goes through
+ *   result.c    what ops say of how they ended
+ *   member.c    who takes part, and from when on
+ *   frame.c     what frames from node to node hold, and what of it is not believed
+ *   net_receive.c, net_send.c, net.c   their way
+ *   remote_send.c   what other nodes are told and sent
  *   routing.c   where tokens go, where received rows lie; output tables
- *   ll.c ht.c   the two modes
+ *   ll.c        LL: banks, flags, credits; ll_remote.c, with ranks of other nodes; ll_receive.c; ll_dispatch.c, which
+ *               sends; ll_combine.c
+ *   ht.c        HT: asks, grants, flags; ht_rows.c, each to its place; ht_node.c, which sums up what a node's ranks
+ *               have; ht_remote.c, with ranks of other nodes; ht_receive.c; ht_dispatch.c, which sends; ht_combine.c
+ *   execute.c   ep_host_execute, and what states a handle goes through
+ *   remote.c    ranks of other nodes: what they do here
+ *   team.c      the team and its memory
+ *
+ * A file calls those that are named before it, and none behind it.
  *
  * Rows, headers and flags travel through the windows as window.h lays them out.  What decides over
- * another rank's memory does not: credits, ready records, `closed` and the announcement of a push
+ * another rank's memory does not: credits, asks, grants, `closed` and the announcement of a push
  * live in the team, because all ranks of a host team share it and no client can forge them there.
  *
  * Owner of each field: "own" is written by the thread that executes the rank's ops, "mutex" under
@@ -25,6 +36,8 @@
 #include <stdint.h>
 
 #include "ep_kernels.h"
+#include "frame.h"
+#include "net.h"
 
 /* ---- convert.c -------------------------------------------------------------- */
 
@@ -46,13 +59,6 @@ void ep_host_quantise(ep_dtype dtype, const void *row, uint32_t hidden, ep_scale
 void ep_host_copy_row(void *to, const void *from, size_t bytes);
 
 /* ---- handles ---------------------------------------------------------------- */
-
-/* One choice at its source. */
-struct ep_host_choice {
-    int32_t rank; /* -1: goes nowhere */
-    int32_t local;
-    float weight;
-};
 
 /* One choice of a received row. */
 struct ep_host_arrived {
@@ -86,9 +92,11 @@ struct ep_host_handle {
     uint32_t *dest_token;
     uint32_t *sent;                 /* [R] rows pushed to d */
     uint64_t bad;                   /* routes with an id outside [-1, E) */
+    uint32_t *node_first, *node_count; /* HT: [nodes] of node_token: what was sent to other nodes */
+    uint32_t *node_token;           /* of each node ascending */
+    uint32_t node_total;
     /* as receiver */
     uint32_t *source_first;         /* [R + 1] of arrived_token */
-    uint32_t *source_base;          /* [R] HT: where this rank's partials begin at the source */
     uint32_t *arrived_token;
     struct ep_host_arrived *arrived; /* [rows, K] */
     uint64_t rows;                  /* rows of `out` that a combine reads, padding included */
@@ -96,20 +104,49 @@ struct ep_host_handle {
 
 /* ---- team ------------------------------------------------------------------- */
 
-/* What a rank tells its peers about its HT op.  Mutex. */
-struct ep_host_ready {
-    uint64_t number; /* atomic */
-    uint64_t routing;    /* combine: HT number of the handle's dispatch */
-    struct ep_span rows, scales;
-    uint32_t op, layout, dtype, scale_format, alignment;
-    bool wants_grads; /* combine: topk_grads */
-    uint32_t *counts; /* dispatch: [R, 1 + L] rows to rank d, then to each of its experts */
+/* HT: what rank s asks of rank d, kept at d.  `notes` of d; the tag atomic, and written last. */
+struct ep_host_ask {
+    uint64_t tag;
+    struct ep_host_traits traits;
+    uint32_t base;    /* combine: which of s's partials is the first from d */
+    uint32_t *counts; /* dispatch: [1 + L] rows that come to d, and to each of its experts */
 };
 
-/* Who takes part in an HT op: decided once for all of them.  Mutex. */
-struct ep_host_roster {
-    uint64_t number; /* atomic */
-    uint64_t members[EP_MASK_WORDS];
+enum ep_host_answer { EP_HOST_UNANSWERED, EP_HOST_GRANTED, EP_HOST_MISFIT };
+
+/* HT dispatch: where rows of rank s go at rank d, kept at d.  As asks are. */
+struct ep_host_grant {
+    uint64_t tag;
+    uint32_t answer; /* enum ep_host_answer */
+    bool packed;
+    uint32_t flat, rows;   /* headers, and rows of a flat `out`: the next, and how many more */
+    uint32_t all;          /* rows at the beginning */
+    uint32_t row_bytes, scale_bytes;
+    uint64_t out, scales;  /* from the window's start; 0: rows are not wanted, or do not fit */
+    uint32_t *next, *end;  /* packed: [L] rows of each expert */
+};
+
+/* HT dispatch: the same in short, of a rank of another node.  The tag atomic, and written last. */
+struct ep_host_told {
+    uint64_t tag;
+    uint32_t answer; /* atomic */
+};
+
+/* HT combine over several nodes: what a rank gives, while the ranks of its node sum it up.  The tag atomic, written
+ * last, and 0 when it is withdrawn. */
+struct ep_host_offer {
+    uint64_t tag;
+    const struct ep_host_handle *handle;
+    const struct ep_op *op;
+    bool usable; /* as many rows as its dispatch laid out */
+};
+
+/* The other way: where sums of other nodes go. */
+struct ep_host_open {
+    uint64_t tag;
+    const struct ep_host_handle *handle;
+    uint32_t row_bytes;
+    bool wants_grads;
 };
 
 struct ep_host_peer_wait {
@@ -124,14 +161,14 @@ struct ep_host_rank {
     _Alignas(EP_LINE) uint32_t absent;
     uint8_t *window;
     uint64_t joined_ll, joined_ht; /* first number it takes part in */
-    uint32_t ht_fresh; /* joined, and in no HT dispatch yet: combines go on without it */
     /* progress: own (join: mutex), atomic */
-    _Alignas(EP_LINE) uint32_t pushing; /* d + 1 while it writes to d's window */
+    _Alignas(EP_LINE) uint32_t pushing; /* d + 1 while it writes to d's window, or EP_HOST_ANY */
     _Alignas(EP_LINE) uint64_t ll_sent; /* last LL dispatch whose pushes are over */
-    uint64_t ht_closed;                 /* last HT number that it takes nothing for any more */
+    uint64_t ht_closed;                 /* tag of the last HT op that it takes nothing for any more */
     uint64_t released[EP_MAX_LL_BANKS]; /* last LL number of each bank that it needs no more */
     /* own */
     uint64_t ll_number, ht_number;
+    uint32_t ht_combines;    /* since the last HT dispatch */
     struct ep_host_handle handles[EP_MAX_HANDLES];
     uint32_t *mark;          /* [R] scratch of routing.c */
     uint32_t *cursor;        /* [max(R, L) + 1] scratch */
@@ -140,16 +177,38 @@ struct ep_host_rank {
     uint32_t *expert_offset; /* [L + 1] */
     uint32_t *source_count;  /* [R] rows that each source sends here */
     uint32_t *source_expert; /* HT: [R, L] of them to each expert, then where they begin */
-    uint32_t *dest_base;     /* HT: [R, 1 + L] where rows begin at rank d: flat, by expert */
-    uint64_t *dest_rows;     /* HT: [R] rows of rank d's `out` */
     struct ep_host_peer_wait *waits; /* [R] atomic: how long it waited for each */
-    struct ep_host_ready *peers; /* HT: [R] copies of this op's records, without counts */
+    uint64_t *expert_rows;   /* [E] atomic: rows that it has sent to each */
     uint8_t *staging;        /* [T] rows quantised on the way, then their scales */
-    struct ep_host_ready ready[2]; /* mutex */
+    uint8_t *partials;       /* HT, several nodes: [min(K, R)] rows, of one token */
+    uint32_t *node_cursor;   /* [nodes] scratch */
+    /* HT */
+    pthread_mutex_t notes;
+    struct ep_host_ask *asks;     /* [R] */
+    struct ep_host_grant *grants; /* [R]; of a rank of another node: its stand-in's copies */
+    struct ep_host_told *told;    /* [R] */
+    struct ep_host_offer offer;
+    struct ep_host_open open;
+    uint64_t *node_done;          /* [nodes] atomic: tag of the last sum of that node that is there as a whole */
+    uint8_t *contributed;         /* [R] which ranks are in it; before node_done */
+    uint64_t claimed, reduced;    /* of a rank of another node, atomic: tags of combines whose sum for it has begun,
+                                     and is over */
+};
+
+/* A time in which no rank here begins an op.  Mutex. */
+struct ep_host_hold {
+    struct ep_host_hold *next;
+    uint64_t id, until_ns;
 };
 
 struct ep_host_team {
     struct ep_layout_map map;
+    struct ep_host_shape shape; /* where ranks are */
+    struct ep_host_net *net;    /* NULL: all ranks are here */
+    uint32_t *node;             /* [R] */
+    uint64_t *owed;             /* [nodes][mask] atomic: ranks whose state there was no room to tell */
+    void (*on_lost)(uint32_t node, const char *why, void *user);
+    void *user;
     /* the placement, flattened */
     uint32_t *home_first; /* [E + 1] */
     uint32_t *home_rank, *home_local;
@@ -157,8 +216,9 @@ struct ep_host_team {
     uint32_t timeout_ms;     /* atomic */
     uint64_t spin_ns;
     pthread_mutex_t mutex;
-    uint64_t ll_begun, ht_begun; /* mutex: highest number that any rank has begun */
-    struct ep_host_roster roster[2];
+    uint64_t ll_begun, ht_begun; /* mutex: highest number that any rank here has begun */
+    struct ep_host_hold *holds;  /* mutex */
+    uint64_t hold_ids;           /* mutex: given ever */
     struct ep_host_rank *ranks;
     void *memory; /* one mapping for all tables */
     size_t memory_bytes;
@@ -183,19 +243,56 @@ ep_status ep_host_late(struct ep_host_call *call, uint32_t late_rank, enum ep_wa
 /* EP_DETACHED. */
 ep_status ep_host_detached(struct ep_host_call *call);
 
-/* The op's number: registered, with the ranks that take part in it. */
-uint64_t ep_host_begin(struct ep_host_call *call, uint32_t mode, uint64_t *participants);
+/* The op's number: registered, with the ranks that take part in it.  Fails when the team is held for longer than the
+ * op may last. */
+ep_status ep_host_begin(struct ep_host_call *call, uint32_t mode, uint64_t *participants, uint64_t *number);
 bool ep_host_is_absent(const struct ep_host_team *team, uint32_t rank);
+/* member.c: a rank of a team that is being made. */
+void ep_host_begin_membership(struct ep_host_team *team);
+void ep_host_end_membership(struct ep_host_team *team);
 /* `arrived` of the result, and from it `absent`. */
 void ep_host_set_arrived(struct ep_host_call *call, const uint64_t *arrived);
 
 ep_status ep_host_ll_dispatch(struct ep_host_call *call, struct ep_host_handle *handle);
 ep_status ep_host_ll_combine(struct ep_host_call *call, struct ep_host_handle *handle);
-ep_status ep_host_ll_complete(struct ep_host_call *call, struct ep_host_handle *handle);
+/* After a send-only dispatch, and combine. */
+ep_status ep_host_ll_complete_dispatch(struct ep_host_call *call, struct ep_host_handle *handle);
+ep_status ep_host_ll_complete_combine(struct ep_host_call *call, struct ep_host_handle *handle);
 /* The rank needs number n of its bank no more; peers that wait for the credit wake. */
 void ep_host_ll_release(struct ep_host_team *team, uint32_t rank, uint64_t number);
 ep_status ep_host_ht_dispatch(struct ep_host_call *call, struct ep_host_handle *handle);
 ep_status ep_host_ht_combine(struct ep_host_call *call, struct ep_host_handle *handle);
+
+/* ---- ranks of other nodes: remote.c -------------------------------------------- */
+
+static inline bool ep_host_is_here(const struct ep_host_team *team, uint32_t rank)
+{
+    return team->shape.node[rank] == team->shape.own;
+}
+
+/* Frames begin to come.  The team owns the net from then on. */
+ep_status ep_host_remote_start(struct ep_host_team *team, const struct ep_host_span *span, struct ep_error *error);
+/* A frame of that node: judged, and done.  The net's thread.  False: no node says that. */
+bool ep_host_remote_frame(struct ep_host_team *team, uint32_t node, const void *frame, uint32_t bytes);
+/* Tells all other nodes what the rank has released and closed.  Never waits, and is never forgotten. */
+void ep_host_tell_state(struct ep_host_team *team, uint32_t rank);
+/* When there is room: what there was none for. */
+void ep_host_tell_owed(struct ep_host_team *team);
+/* The place of a frame; *frame NULL: the node is gone.  Waits for it on behalf of `peer`, who is named when it does
+ * not come in time. */
+ep_status ep_host_place(struct ep_host_call *call, uint32_t peer, uint32_t bytes, struct ep_host_frame **frame);
+/* All frames leave that were committed. */
+void ep_host_flush(struct ep_host_team *team);
+
+/* HT, likewise. */
+bool ep_host_ht_take_ask(struct ep_host_team *team, const struct ep_host_frame *head, const uint8_t *payload);
+void ep_host_ht_take_grants(struct ep_host_team *team, const struct ep_host_frame *head, const uint8_t *payload);
+bool ep_host_ht_take_rows(struct ep_host_team *team, const struct ep_host_frame *head, const uint8_t *payload);
+bool ep_host_ht_take_partials(struct ep_host_team *team, const struct ep_host_frame *head, const uint8_t *payload);
+
+/* What ranks of other nodes send, judged by itself (frame.h): false, it does not fit the state here. */
+bool ep_host_ll_take_rows(struct ep_host_team *team, const struct ep_host_frame *head, const uint8_t *payload);
+bool ep_host_ll_take_partials(struct ep_host_team *team, const struct ep_host_frame *head, const uint8_t *payload);
 
 /* ---- masks and spans -------------------------------------------------------- */
 
@@ -232,7 +329,10 @@ uint64_t ep_host_spin_ns(uint32_t ranks);
  * The gate: a rank announces that it writes to d's window, then looks whether it still may; whoever
  * takes the window away (leave, close) says so first and then waits until nobody is announced.
  */
+#define EP_HOST_ANY UINT32_MAX
 void ep_host_gate_enter(struct ep_host_rank *me, uint32_t d);
+/* To any window: to read what is offered. */
+void ep_host_gate_enter_any(struct ep_host_rank *me);
 void ep_host_gate_leave(struct ep_host_rank *me);
 /* Until nobody but d itself writes to d's window.  Bounded: pushes never wait. */
 void ep_host_gate_drain(struct ep_host_team *team, uint32_t d);
@@ -241,7 +341,9 @@ void ep_host_gate_drain(struct ep_host_team *team, uint32_t d);
 
 /* Reads topk and weights of a fresh dispatch into the handle. */
 void ep_host_routing_read(struct ep_host_call *call, struct ep_host_handle *handle);
-/* The header of token t for rank d; routes that are not there are -1. */
+/* The header of a token with these choices [top_k] for rank d; routes that are not there are -1. */
+void ep_host_header_fill(const struct ep_host_team *team, const struct ep_host_choice *choice, uint32_t top_k,
+                         uint32_t token, uint32_t d, struct ep_row_header *header);
 void ep_host_header_write(const struct ep_host_team *team, const struct ep_host_handle *handle,
                           uint32_t token, uint32_t d, struct ep_row_header *header);
 /* Copies header `at` of row i to the handle, checked: bad fields become "not here". */

@@ -32,6 +32,19 @@ static struct ep_host_choice choose(const struct ep_host_team *team, uint32_t s,
                                     .local = (int32_t)team->home_local[at] };
 }
 
+/* One writer, the rank's own thread. */
+static void count_row(struct ep_host_rank *me, int64_t expert)
+{
+    uint64_t *rows = &me->expert_rows[expert];
+
+    __atomic_store_n(rows, __atomic_load_n(rows, __ATOMIC_RELAXED) + 1, __ATOMIC_RELAXED);
+}
+
+uint64_t ep_host_team_expert_rows(const struct ep_host_team *team, uint32_t rank, uint32_t expert)
+{
+    return __atomic_load_n(&team->ranks[rank].expert_rows[expert], __ATOMIC_RELAXED);
+}
+
 static void read_choices(struct ep_host_call *call, struct ep_host_handle *handle)
 {
     const struct ep_op *op = call->op;
@@ -45,10 +58,12 @@ static void read_choices(struct ep_host_call *call, struct ep_host_handle *handl
             int64_t expert = read_index(index, op->index_bytes, i);
             struct ep_host_choice choice = { .rank = -1 };
 
-            if (expert >= 0 && expert < (int64_t)team->map.limits.experts)
+            if (expert >= 0 && expert < (int64_t)team->map.limits.experts) {
                 choice = choose(team, call->rank, t, expert);
-            else if (expert != -1)
+                count_row(call->me, expert);
+            } else if (expert != -1) {
                 handle->bad++;
+            }
             choice.weight = weights ? read_float(weights, i) : 1.0f;
             handle->choices[i] = choice;
         }
@@ -128,14 +143,13 @@ uint32_t ep_host_token_ranks(const struct ep_host_handle *handle, uint32_t token
 
 /* ---- headers ------------------------------------------------------------------------------ */
 
-void ep_host_header_write(const struct ep_host_team *team, const struct ep_host_handle *handle,
-                          uint32_t token, uint32_t d, struct ep_row_header *header)
+void ep_host_header_fill(const struct ep_host_team *team, const struct ep_host_choice *choice, uint32_t top_k,
+                         uint32_t token, uint32_t d, struct ep_row_header *header)
 {
-    const struct ep_host_choice *choice = handle->choices + (uint64_t)token * handle->top_k;
     uint32_t routes = 0;
 
     for (uint32_t j = 0; j < team->map.limits.top_k; j++) {
-        bool there = j < handle->top_k && choice[j].rank == (int32_t)d;
+        bool there = j < top_k && choice[j].rank == (int32_t)d;
 
         header->route[j] = (struct ep_route){ .expert = there ? choice[j].local : -1,
                                               .weight = there ? choice[j].weight : 0.0f };
@@ -143,6 +157,12 @@ void ep_host_header_write(const struct ep_host_team *team, const struct ep_host_
     }
     header->token = token;
     header->routes = routes;
+}
+
+void ep_host_header_write(const struct ep_host_team *team, const struct ep_host_handle *handle,
+                          uint32_t token, uint32_t d, struct ep_row_header *header)
+{
+    ep_host_header_fill(team, handle->choices + (uint64_t)token * handle->top_k, handle->top_k, token, d, header);
 }
 
 void ep_host_header_read(struct ep_host_call *call, struct ep_host_handle *handle,

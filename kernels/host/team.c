@@ -1,12 +1,9 @@
-/* The host team: its memory, membership and numbers; what ops say of how they ended. */
+/* The host team and its memory. */
 #include "host_private.h"
 
-#include <stdarg.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-
 
 /* ---- tables ------------------------------------------------------------------------ */
 
@@ -29,7 +26,8 @@ static uint32_t most_tokens(const struct ep_limits *l)
     return l->ll_max_tokens > l->ht_max_tokens ? l->ll_max_tokens : l->ht_max_tokens;
 }
 
-static void carve_handle(struct carver *c, const struct ep_layout_map *map, struct ep_host_handle *handle)
+static void carve_handle(struct carver *c, const struct ep_layout_map *map, uint32_t nodes,
+                         struct ep_host_handle *handle)
 {
     const struct ep_limits *l = &map->limits;
     uint64_t tokens = most_tokens(l);
@@ -38,20 +36,51 @@ static void carve_handle(struct carver *c, const struct ep_layout_map *map, stru
     handle->dest_first = carve(c, (uint64_t)l->ranks + 1, sizeof *handle->dest_first);
     handle->dest_token = carve(c, tokens * map->ht_fanout, sizeof *handle->dest_token);
     handle->sent = carve(c, l->ranks, sizeof *handle->sent);
+    handle->node_first = carve(c, nodes, sizeof *handle->node_first);
+    handle->node_count = carve(c, nodes, sizeof *handle->node_count);
+    handle->node_token = carve(c, nodes > 1 ? tokens * map->ht_fanout : 0, sizeof *handle->node_token);
     handle->source_first = carve(c, (uint64_t)l->ranks + 1, sizeof *handle->source_first);
-    handle->source_base = carve(c, l->ranks, sizeof *handle->source_base);
     handle->arrived_token = carve(c, tokens * l->ranks, sizeof *handle->arrived_token);
     handle->arrived = carve(c, tokens * l->ranks * l->top_k, sizeof *handle->arrived);
 }
 
-static void carve_rank(struct carver *c, const struct ep_layout_map *map, struct ep_host_rank *rank)
+static void carve_asks(struct carver *c, const struct ep_limits *l, struct ep_host_rank *rank)
+{
+    struct ep_host_ask *asks = carve(c, l->ranks, sizeof *asks);
+
+    for (uint32_t r = 0; r < l->ranks; r++) {
+        uint32_t *counts = carve(c, 1ull + l->local_experts, sizeof *counts);
+
+        if (asks)
+            asks[r].counts = counts;
+    }
+    rank->asks = asks;
+}
+
+static void carve_grants(struct carver *c, const struct ep_limits *l, struct ep_host_rank *rank)
+{
+    struct ep_host_grant *grants = carve(c, l->ranks, sizeof *grants);
+
+    for (uint32_t r = 0; r < l->ranks; r++) {
+        uint32_t *rows = carve(c, 2ull * l->local_experts, sizeof *rows);
+
+        if (grants) {
+            grants[r].next = rows;
+            grants[r].end = rows + l->local_experts;
+        }
+    }
+    rank->grants = grants;
+}
+
+/* Of a rank that runs here. */
+static void carve_rank(struct carver *c, const struct ep_layout_map *map, uint32_t nodes, struct ep_host_rank *rank)
 {
     const struct ep_limits *l = &map->limits;
     uint64_t ranks = l->ranks, local = l->local_experts;
     uint64_t staged = (uint64_t)l->hidden + ep_row_scales(l->hidden) * sizeof(float);
 
     for (uint32_t h = 0; h < EP_MAX_HANDLES; h++)
-        carve_handle(c, map, &rank->handles[h]);
+        carve_handle(c, map, nodes, &rank->handles[h]);
     rank->mark = carve(c, ranks, sizeof *rank->mark);
     rank->cursor = carve(c, (ranks > local ? ranks : local) + 1, sizeof *rank->cursor);
     rank->expert_count = carve(c, local, sizeof *rank->expert_count);
@@ -59,27 +88,44 @@ static void carve_rank(struct carver *c, const struct ep_layout_map *map, struct
     rank->expert_offset = carve(c, local + 1, sizeof *rank->expert_offset);
     rank->source_count = carve(c, ranks, sizeof *rank->source_count);
     rank->source_expert = carve(c, ranks * local, sizeof *rank->source_expert);
-    rank->dest_base = carve(c, ranks * (1 + local), sizeof *rank->dest_base);
-    rank->dest_rows = carve(c, ranks, sizeof *rank->dest_rows);
     rank->waits = carve(c, ranks, sizeof *rank->waits);
-    rank->peers = carve(c, ranks, sizeof *rank->peers);
+    rank->expert_rows = carve(c, l->experts, sizeof *rank->expert_rows);
     rank->staging = carve(c, most_tokens(l), staged);
-    for (int i = 0; i < 2; i++)
-        rank->ready[i].counts = carve(c, ranks * (1 + local), sizeof *rank->ready[i].counts);
+    rank->partials = carve(c, nodes > 1 ? map->ht_fanout : 0, map->combine_row_bytes);
+    rank->node_cursor = carve(c, nodes, sizeof *rank->node_cursor);
+    rank->told = carve(c, ranks, sizeof *rank->told);
+    rank->node_done = carve(c, nodes, sizeof *rank->node_done);
+    rank->contributed = carve(c, ranks, sizeof *rank->contributed);
+    carve_asks(c, l, rank);
+    carve_grants(c, l, rank);
 }
 
-static void carve_team(struct carver *c, struct ep_host_team *team, const struct ep_placement *placement)
+static bool runs_here(const struct ep_host_span *span, uint32_t rank)
 {
-    uint32_t homes = placement->first[placement->experts];
+    return !span || span->node[rank] == span->own;
+}
+
+static void carve_team(struct carver *c, struct ep_host_team *team, const struct ep_placement *placement,
+                       const struct ep_host_span *span)
+{
+    uint32_t homes = placement->first[placement->experts], nodes = span ? span->nodes : 1;
     struct ep_host_rank none; /* while measuring there is no rank yet */
 
     team->home_first = carve(c, (uint64_t)placement->experts + 1, sizeof *team->home_first);
     team->home_rank = carve(c, homes, sizeof *team->home_rank);
     team->home_local = carve(c, homes, sizeof *team->home_local);
     team->local_experts = carve(c, placement->ranks, sizeof *team->local_experts);
+    team->node = carve(c, placement->ranks, sizeof *team->node);
+    team->owed = carve(c, (uint64_t)nodes * EP_MASK_WORDS, sizeof *team->owed);
     team->ranks = carve(c, placement->ranks, sizeof *team->ranks);
-    for (uint32_t r = 0; r < placement->ranks; r++)
-        carve_rank(c, &team->map, team->ranks ? &team->ranks[r] : &none);
+    for (uint32_t r = 0; r < placement->ranks; r++) {
+        struct ep_host_rank *rank = team->ranks ? &team->ranks[r] : &none;
+
+        if (runs_here(span, r))
+            carve_rank(c, &team->map, nodes, rank);
+        else /* no op of its runs here: its stand-in needs to know where rows go */
+            carve_grants(c, &team->map.limits, rank);
+    }
 }
 
 static void copy_placement(struct ep_host_team *team, const struct ep_placement *placement)
@@ -92,60 +138,127 @@ static void copy_placement(struct ep_host_team *team, const struct ep_placement 
     memcpy(team->local_experts, placement->local_experts, placement->ranks * sizeof *team->local_experts);
 }
 
+static void set_shape(struct ep_host_team *team, const struct ep_host_span *span)
+{
+    if (span)
+        memcpy(team->node, span->node, team->map.limits.ranks * sizeof *team->node);
+    team->shape = (struct ep_host_shape){ .map = &team->map,
+                                          .node = team->node,
+                                          .nodes = span ? span->nodes : 1,
+                                          .own = span ? span->own : 0 };
+}
+
 /* One mapping; pages that no op needs are never touched and cost nothing. */
-static bool map_tables(struct ep_host_team *team, const struct ep_placement *placement)
+static bool map_tables(struct ep_host_team *team, const struct ep_placement *placement,
+                       const struct ep_host_span *span)
 {
     struct carver c = { NULL, 0 };
 
-    carve_team(&c, team, placement);
+    carve_team(&c, team, placement, span);
     team->memory_bytes = c.used;
     team->memory = mmap(NULL, c.used, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (team->memory == MAP_FAILED)
+    if (team->memory == MAP_FAILED) {
+        team->memory = NULL;
         return false;
+    }
     c = (struct carver){ team->memory, 0 };
-    carve_team(&c, team, placement);
+    carve_team(&c, team, placement, span);
     copy_placement(team, placement);
+    set_shape(team, span);
     return true;
 }
 
-static void begin_membership(struct ep_host_team *team)
+/* What has to fit into one frame: a row of either kind with all that goes with it, and the longest ask. */
+static uint64_t widest_frame(const struct ep_layout_map *map, const struct ep_host_span *span)
 {
+    const struct ep_host_shape shape = { .map = map, .node = span->node, .nodes = span->nodes, .own = span->own };
+    uint64_t widest = 0, row = map->row_bytes > map->combine_row_bytes ? map->row_bytes : map->combine_row_bytes;
+
+    for (uint32_t n = 0; n < span->nodes; n++) {
+        uint64_t ask = ep_host_ht_ask_bytes(&shape, n, ep_ht_tag(1, 0));
+
+        widest = ask > widest ? ask : widest;
+    }
+    row += map->header_bytes + map->scales_bytes + ep_host_ht_partials_sections(map->limits.ranks, 1, 0, 64).bytes +
+           map->limits.top_k * sizeof(struct ep_host_choice);
+    return sizeof(struct ep_host_frame) + 4 * EP_HOST_SECTION + (row > widest ? row : widest);
+}
+
+static ep_status check_span(const struct ep_layout_map *map, const struct ep_host_span *span, struct ep_error *error)
+{
+    if (span->nodes != ep_host_net_nodes(span->net) || span->own != ep_host_net_own(span->net))
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "node %u of %u: the network was connected as node %u of %u",
+                            span->own, span->nodes, ep_host_net_own(span->net), ep_host_net_nodes(span->net));
+    for (uint32_t r = 0; r < map->limits.ranks; r++)
+        if (span->node[r] >= span->nodes)
+            return ep_error_set(error, EP_INVALID_ARGUMENT, "rank %u is on node %u: there are %u", r, span->node[r],
+                                span->nodes);
+    if (widest_frame(map, span) > ep_host_net_most(span->net))
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "a row of hidden %u, or what a dispatch asks for %u ranks, "
+                            "takes %llu bytes: between %u nodes at most %u travel at once", map->limits.hidden,
+                            map->limits.ranks, (unsigned long long)widest_frame(map, span), span->nodes,
+                            ep_host_net_most(span->net));
+    return EP_OK;
+}
+
+static uint32_t ranks_here(const struct ep_host_team *team)
+{
+    uint32_t n = 0;
+
     for (uint32_t r = 0; r < team->map.limits.ranks; r++)
-        team->ranks[r].joined_ll = team->ranks[r].joined_ht = 1;
+        n += ep_host_is_here(team, r);
+    return n;
+}
+
+static ep_status open_team(struct ep_host_team *team, const struct ep_placement *placement,
+                           const struct ep_host_span *span, struct ep_error *error)
+{
+    if (!map_tables(team, placement, span))
+        return ep_error_errno(error, EP_NO_MEMORY, "routing tables of %zu bytes", team->memory_bytes);
+    team->spin_ns = ep_host_spin_ns(ranks_here(team));
+    ep_host_begin_membership(team);
+    return span ? ep_host_remote_start(team, span, error) : EP_OK;
 }
 
 ep_status ep_host_team_create(const struct ep_layout_map *map, const struct ep_placement *placement,
-                              uint32_t timeout_ms, struct ep_host_team **out, struct ep_error *error)
+                              uint32_t timeout_ms, const struct ep_host_span *span, struct ep_host_team **out,
+                              struct ep_error *error)
 {
     struct ep_host_team *team;
+    ep_status status = EP_OK;
 
     if (placement->ranks != map->limits.ranks || placement->experts != map->limits.experts ||
         placement->max_local > map->limits.local_experts)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "placement does not fit the group's limits");
+    if (span)
+        status = check_span(map, span, error);
+    if (status != EP_OK)
+        return status;
     team = calloc(1, sizeof *team);
     if (!team)
         return ep_error_set(error, EP_NO_MEMORY, "out of memory for a team of %u ranks", map->limits.ranks);
     team->map = *map;
     team->timeout_ms = timeout_ms;
-    team->spin_ns = ep_host_spin_ns(map->limits.ranks);
-    if (!map_tables(team, placement)) {
-        ep_error_errno(error, EP_NO_MEMORY, "routing tables of %zu bytes", team->memory_bytes);
-        free(team);
-        return EP_NO_MEMORY;
-    }
     pthread_mutex_init(&team->mutex, NULL);
-    begin_membership(team);
-    *out = team;
-    return EP_OK;
+    status = open_team(team, placement, span, error);
+    if (status == EP_OK)
+        *out = team;
+    else
+        ep_host_team_destroy(team);
+    return status;
 }
 
+/* The net first: its thread works for the team. */
 void ep_host_team_destroy(struct ep_host_team *team)
 {
     if (!team)
         return;
+    ep_host_net_close(team->net);
+    ep_host_end_membership(team);
     pthread_mutex_destroy(&team->mutex);
-    munmap(team->memory, team->memory_bytes);
+    if (team->memory)
+        munmap(team->memory, team->memory_bytes);
     free(team);
 }
 
@@ -154,135 +267,19 @@ void ep_host_team_set_timeout(struct ep_host_team *team, uint32_t timeout_ms)
     __atomic_store_n(&team->timeout_ms, timeout_ms, __ATOMIC_RELAXED);
 }
 
+static bool all_have_windows(const struct ep_host_team *team)
+{
+    for (uint32_t r = 0; r < team->map.limits.ranks; r++)
+        if (ep_host_is_here(team, r) && !__atomic_load_n(&team->ranks[r].window, __ATOMIC_SEQ_CST))
+            return false;
+    return true;
+}
+
+/* Another node may be ready before this one: what its ranks send waits until there is a place for all of it. */
 void ep_host_team_set_window(struct ep_host_team *team, uint32_t rank, void *window)
 {
     __atomic_store_n(&team->ranks[rank].window, window, __ATOMIC_SEQ_CST);
     ep_host_wake_all(team); /* peers that came first wait for it */
-}
-
-/* ---- membership ---------------------------------------------------------------------- */
-
-bool ep_host_is_absent(const struct ep_host_team *team, uint32_t rank)
-{
-    return __atomic_load_n(&team->ranks[rank].absent, __ATOMIC_SEQ_CST) != 0;
-}
-
-void ep_host_team_leave(struct ep_host_team *team, uint32_t rank)
-{
-    pthread_mutex_lock(&team->mutex);
-    __atomic_store_n(&team->ranks[rank].absent, 1, __ATOMIC_SEQ_CST);
-    pthread_mutex_unlock(&team->mutex);
-    ep_host_wake_all(team);
-    ep_host_gate_drain(team, rank); /* from here on no peer writes to its window */
-}
-
-static void forget_handles(struct ep_host_rank *rank)
-{
-    for (uint32_t h = 0; h < EP_MAX_HANDLES; h++) {
-        struct ep_host_handle *handle = &rank->handles[h];
-
-        handle->state = EP_HANDLE_EMPTY;
-        handle->generation = 0;
-        handle->retired = false;
-        handle->has_choices = false;
-        handle->number = 0;
-    }
-}
-
-/* The rank begins after everything that has begun; mutex held.  Peers read `joined_*` once they saw
- * it present, so `absent` is cleared last. */
-static void admit(struct ep_host_team *team, uint32_t r)
-{
-    struct ep_host_rank *rank = &team->ranks[r];
-
-    forget_handles(rank);
-    rank->ll_number = team->ll_begun;
-    rank->ht_number = team->ht_begun;
-    for (uint32_t b = 0; b < EP_MAX_LL_BANKS; b++)
-        __atomic_store_n(&rank->released[b], team->ll_begun, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&rank->ll_sent, team->ll_begun, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&rank->ht_closed, team->ht_begun, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&rank->joined_ll, team->ll_begun + 1, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&rank->joined_ht, team->ht_begun + 1, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&rank->ht_fresh, 1, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&rank->absent, 0, __ATOMIC_SEQ_CST);
-}
-
-void ep_host_team_join(struct ep_host_team *team, uint32_t rank)
-{
-    pthread_mutex_lock(&team->mutex);
-    admit(team, rank);
-    pthread_mutex_unlock(&team->mutex);
-    ep_host_wake_all(team);
-}
-
-void ep_host_team_reset(struct ep_host_team *team)
-{
-    pthread_mutex_lock(&team->mutex);
-    for (uint32_t r = 0; r < team->map.limits.ranks; r++)
-        admit(team, r);
-    pthread_mutex_unlock(&team->mutex);
-}
-
-uint64_t ep_host_begin(struct ep_host_call *call, uint32_t mode, uint64_t *participants)
-{
-    struct ep_host_team *team = call->team;
-    bool ll = mode == EP_MODE_LL;
-    uint64_t *begun = ll ? &team->ll_begun : &team->ht_begun;
-    uint64_t number;
-
-    memset(participants, 0, EP_MASK_WORDS * sizeof *participants);
-    pthread_mutex_lock(&team->mutex);
-    number = ll ? ++call->me->ll_number : ++call->me->ht_number;
-    if (*begun < number)
-        *begun = number;
-    for (uint32_t r = 0; r < team->map.limits.ranks; r++) {
-        const struct ep_host_rank *rank = &team->ranks[r];
-
-        if (!rank->absent && (ll ? rank->joined_ll : rank->joined_ht) <= number)
-            ep_mask_set(participants, r);
-    }
-    pthread_mutex_unlock(&team->mutex);
-    call->result->number = number;
-    return number;
-}
-
-/* ---- results --------------------------------------------------------------------------- */
-
-ep_status ep_host_fail(struct ep_host_call *call, ep_status status, const char *format, ...)
-{
-    va_list args;
-
-    va_start(args, format);
-    vsnprintf(call->result->text, sizeof call->result->text, format, args);
-    va_end(args);
-    call->result->status = (int32_t)status;
-    return status;
-}
-
-ep_status ep_host_late(struct ep_host_call *call, uint32_t late_rank, enum ep_wait_phase phase)
-{
-    struct ep_op_result *result = call->result;
-
-    result->status = (int32_t)EP_TIMEOUT;
-    result->late_rank = late_rank;
-    result->wait_phase = phase;
-    ep_op_late_text(result->text, sizeof result->text, late_rank, call->op->mode, result->number,
-                    __atomic_load_n(&call->team->timeout_ms, __ATOMIC_RELAXED), phase);
-    return EP_TIMEOUT;
-}
-
-ep_status ep_host_detached(struct ep_host_call *call)
-{
-    return ep_host_fail(call, EP_DETACHED, "rank %u has left the group", call->rank);
-}
-
-void ep_host_set_arrived(struct ep_host_call *call, const uint64_t *arrived)
-{
-    uint32_t n = 0;
-
-    memcpy(call->result->arrived, arrived, sizeof call->result->arrived);
-    for (uint32_t w = 0; w < EP_MASK_WORDS; w++)
-        n += (uint32_t)__builtin_popcountll(arrived[w]);
-    call->result->absent = call->team->map.limits.ranks - n;
+    if (team->net && all_have_windows(team))
+        ep_host_net_work(team->net);
 }

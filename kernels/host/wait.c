@@ -143,6 +143,12 @@ void ep_host_gate_enter(struct ep_host_rank *me, uint32_t d)
     __atomic_store_n(&me->pushing, d + 1, __ATOMIC_SEQ_CST);
 }
 
+void ep_host_gate_enter_any(struct ep_host_rank *me)
+{
+    /* partner: ep_host_gate_drain.  The caller now looks at the offers, seq_cst. */
+    __atomic_store_n(&me->pushing, EP_HOST_ANY, __ATOMIC_SEQ_CST);
+}
+
 void ep_host_gate_leave(struct ep_host_rank *me)
 {
     __atomic_store_n(&me->pushing, 0, __ATOMIC_RELEASE);
@@ -151,10 +157,13 @@ void ep_host_gate_leave(struct ep_host_rank *me)
 void ep_host_gate_drain(struct ep_host_team *team, uint32_t d)
 {
     for (uint32_t s = 0; s < team->map.limits.ranks; s++) {
+        uint32_t at;
+
         if (s == d)
             continue;
         /* partner: ep_host_gate_enter; acquire: what was pushed lies before what we do next */
-        while (__atomic_load_n(&team->ranks[s].pushing, __ATOMIC_SEQ_CST) == d + 1)
-            sched_yield();
+        do
+            at = __atomic_load_n(&team->ranks[s].pushing, __ATOMIC_SEQ_CST);
+        while ((at == d + 1 || at == EP_HOST_ANY) && sched_yield() == 0);
     }
 }

@@ -151,14 +151,32 @@ uint64_t ep_ref_dropped(const struct ep_ref_routing *routing, uint32_t source)
     return dropped;
 }
 
-uint64_t ep_ref_remote_rows(const struct ep_ref_routing *routing, uint32_t source)
+static bool elsewhere(const uint32_t *node, uint32_t source, uint32_t d)
+{
+    return node && node[d] != node[source];
+}
+
+/* Does a rank below d, on its node, get the token too? */
+static bool node_has_it(const struct ep_ref_routing *routing, const uint32_t *node, uint32_t source, uint32_t token,
+                        uint32_t d)
+{
+    int32_t local[EP_MAX_TOP_K];
+
+    for (uint32_t r = 0; r < d; r++)
+        if (node[r] == node[d] && routing->rank[r].present && choices_at(routing, r, source, token, local))
+            return true;
+    return false;
+}
+
+uint64_t ep_ref_remote_rows(const struct ep_ref_routing *routing, const uint32_t *node, uint32_t source)
 {
     int32_t local[EP_MAX_TOP_K];
     uint64_t rows = 0;
 
     for (uint32_t t = 0; t < routing->rank[source].tokens; t++)
         for (uint32_t d = 0; d < routing->ranks; d++)
-            if (d != source && routing->rank[d].present && choices_at(routing, d, source, t, local))
+            if (d != source && routing->rank[d].present && choices_at(routing, d, source, t, local) &&
+                !(elsewhere(node, source, d) && node_has_it(routing, node, source, t, d)))
                 rows++;
     return rows;
 }
@@ -315,23 +333,21 @@ void ep_ref_dispatch_free(struct ep_ref_dispatch *dispatch)
 /* Per element; names as in the header. */
 struct sums {
     double *p, *a, *q;       /* of one rank: P, A, Q */
-    double *b, *e;           /* over the ranks: B, sum of e_d */
+    double *b, *e;           /* over the parts that the source sees: B, sum of their errors */
+    double *ns, *nb, *ne;    /* of one node: S_N, B_N, sum of e_d */
     double *expert, *radius; /* of one expert */
 };
 
 static bool sums_init(struct sums *sums, uint32_t hidden)
 {
-    double *memory = calloc((size_t)hidden * 7 + 1, sizeof *memory);
+    double *memory = calloc((size_t)hidden * 10 + 1, sizeof *memory);
+    double **all[] = { &sums->p, &sums->a, &sums->q, &sums->b, &sums->e, &sums->ns, &sums->nb, &sums->ne,
+                       &sums->expert, &sums->radius };
 
     if (!memory)
         return false;
-    *sums = (struct sums){ memory,
-                           memory + hidden,
-                           memory + 2 * (size_t)hidden,
-                           memory + 3 * (size_t)hidden,
-                           memory + 4 * (size_t)hidden,
-                           memory + 5 * (size_t)hidden,
-                           memory + 6 * (size_t)hidden };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        *all[i] = memory + i * hidden;
     return true;
 }
 
@@ -367,17 +383,82 @@ static uint32_t add_choices(const struct ep_ref_routing *routing, const struct e
     return n;
 }
 
-/* The rank's partial travels: rounded once. */
-static void add_partial(const struct ep_ref_combine *combine, uint32_t n, struct sums *sums, double *value)
+/* The rank's partial travels: rounded once.  To the sums (value, e, b) of the source, or of a node. */
+static void add_partial(const struct ep_ref_combine *combine, uint32_t n, const struct sums *sums, double *value,
+                        double *sum_e, double *sum_b)
 {
     for (uint32_t h = 0; h < combine->hidden; h++) {
         double before = sums->q[h] + ep_ref_gamma(n) * sums->a[h];
         double e = before + ep_ref_half_ulp(combine->dtype, fabs(sums->p[h]) + before);
 
         value[h] += sums->p[h];
-        sums->e[h] += e;
-        sums->b[h] += fabs(sums->p[h]) + e;
+        sum_e[h] += e;
+        sum_b[h] += fabs(sums->p[h]) + e;
     }
+}
+
+static bool is_here(const struct ep_ref_routing *routing, const struct ep_ref_combine *combine, uint32_t d)
+{
+    return combine->arrived ? combine->arrived[d] : routing->rank[d].present;
+}
+
+/* Choices of rank d that count. */
+static uint32_t part_of(const struct ep_ref_routing *routing, const struct ep_ref_combine *combine, uint32_t d,
+                        uint32_t source, uint32_t token, struct sums *sums)
+{
+    return is_here(routing, combine, d) ? add_choices(routing, combine, d, source, token, sums) : 0;
+}
+
+/* The parts of a node's ranks; how many there are. */
+static uint32_t add_node(const struct ep_ref_routing *routing, const struct ep_ref_combine *combine, uint32_t node,
+                         uint32_t source, uint32_t token, struct sums *sums)
+{
+    uint32_t m = 0;
+
+    memset(sums->ns, 0, 3 * (size_t)combine->hidden * sizeof *sums->ns); /* ns, nb and ne are neighbours */
+    for (uint32_t d = 0; d < routing->ranks; d++) {
+        uint32_t n = combine->node[d] == node ? part_of(routing, combine, d, source, token, sums) : 0;
+
+        if (n > 0) {
+            add_partial(combine, n, sums, sums->ns, sums->ne, sums->nb);
+            m++;
+        }
+    }
+    return m;
+}
+
+/* As one part: rounded once more when it is a sum. */
+static void add_node_sum(const struct ep_ref_combine *combine, uint32_t m, struct sums *sums, double *value)
+{
+    for (uint32_t h = 0; h < combine->hidden; h++) {
+        double e = sums->ne[h];
+
+        if (m > 1) {
+            e += ep_ref_gamma(m) * sums->nb[h];
+            e += ep_ref_half_ulp(combine->dtype, fabs(sums->ns[h]) + e);
+        }
+        value[h] += sums->ns[h];
+        sums->e[h] += e;
+        sums->b[h] += fabs(sums->ns[h]) + e;
+    }
+}
+
+static uint32_t add_other_nodes(const struct ep_ref_routing *routing, const struct ep_ref_combine *combine,
+                                uint32_t source, uint32_t token, struct sums *sums, double *value)
+{
+    uint32_t last = 0, parts = 0;
+
+    for (uint32_t d = 0; combine->node && d < routing->ranks; d++)
+        last = combine->node[d] > last ? combine->node[d] : last;
+    for (uint32_t node = 0; combine->node && node <= last; node++) {
+        uint32_t m = node == combine->node[source] ? 0 : add_node(routing, combine, node, source, token, sums);
+
+        if (m > 0) {
+            add_node_sum(combine, m, sums, value);
+            parts++;
+        }
+    }
+    return parts;
 }
 
 static void add_bias(const struct ep_ref_combine *combine, uint32_t token, struct sums *sums, double *value)
@@ -404,14 +485,14 @@ bool ep_ref_combine_token(const struct ep_ref_routing *routing, const struct ep_
         return false;
     memset(value, 0, combine->hidden * sizeof *value);
     for (uint32_t d = 0; d < routing->ranks; d++) {
-        bool here = combine->arrived ? combine->arrived[d] : routing->rank[d].present;
-        uint32_t n = here ? add_choices(routing, combine, d, source, token, &sums) : 0;
+        uint32_t n = elsewhere(combine->node, source, d) ? 0 : part_of(routing, combine, d, source, token, &sums);
 
         if (n > 0) {
-            add_partial(combine, n, &sums, value);
+            add_partial(combine, n, &sums, value, sums.e, sums.b);
             m++;
         }
     }
+    m += add_other_nodes(routing, combine, source, token, &sums, value);
     if (combine->bias)
         add_bias(combine, token, &sums, value);
     for (uint32_t h = 0; h < combine->hidden; h++) {

@@ -33,6 +33,10 @@
  * B = sum over d of (|P_d| + e_d), plus |b|, and S the exact result:
  *     E     = sum over d of e_d + g(m) B
  *     bound = E + h(|S| + E).
+ * Over several nodes (HT) the parts of the m_N >= 2 ranks of a node N other than the source's are summed up there in
+ * fp32 and rounded once more.  With B_N and S_N of these parts, as B and S above,
+ *     E_N = sum over d in N of e_d + g(m_N) B_N,     e_N = E_N + h(|S_N| + E_N),
+ * and the source sees one part S_N with error e_N in their place.
  * Every term is a rounding that the algorithm makes; nothing is fitted.  It holds for a rank's sum
  * that the caller made itself (rank-major, flat) too, when that was made in fp32 or better and rounded
  * once.  Values must stay inside the range of the format.
@@ -121,8 +125,9 @@ bool ep_ref_home(const struct ep_ref_routing *routing, uint32_t source, uint32_t
 /* Choices of this rank that reach nobody: bad ids, and those whose home is not present. */
 uint64_t ep_ref_dropped(const struct ep_ref_routing *routing, uint32_t source);
 
-/* Rows that `source` sends to other ranks: each (token, rank) once. */
-uint64_t ep_ref_remote_rows(const struct ep_ref_routing *routing, uint32_t source);
+/* Rows that `source` sends to other ranks: each (token, rank) once; with node[ranks] each (token, node) once where it
+ * is another node. */
+uint64_t ep_ref_remote_rows(const struct ep_ref_routing *routing, const uint32_t *node, uint32_t source);
 
 /* ---- dispatch ------------------------------------------------------------------- */
 
@@ -162,6 +167,7 @@ typedef void (*ep_ref_expert_fn)(void *user, uint32_t source, uint32_t token, ui
 struct ep_ref_combine {
     ep_dtype dtype; /* of rows, bias and result */
     uint32_t hidden;
+    const uint32_t *node; /* [ranks] where each is, when nodes sum up what their ranks have; NULL: parts travel alone */
     const bool *arrived; /* [ranks] whose partials are in the result; NULL: of all that are present */
     const void *bias;    /* [T, H] or NULL */
     ep_ref_expert_fn expert;

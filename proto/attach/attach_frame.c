@@ -45,6 +45,20 @@ static ep_status check_memory(const struct ep_attach_frame *frame, struct ep_err
     return EP_OK;
 }
 
+/* Of the turn: which epoch it is about, and where. */
+static ep_status check_turn(const struct ep_attach_frame *frame, struct ep_error *error)
+{
+    if (frame->epoch == 0)
+        return ep_error_set(error, EP_PROTOCOL, "frame epoch is 0: frames of type %u must say which to go over to",
+                            frame->type);
+    if (frame->type == EP_ATTACH_TURN && frame->value == EP_ATTACH_NO_TURN)
+        return ep_error_set(error, EP_PROTOCOL, "frame value is none: TURN must say at which position");
+    if (frame->type == EP_ATTACH_PROMISE && frame->status != EP_OK && frame->status != EP_ABORTED)
+        return ep_error_set(error, EP_PROTOCOL, "frame status is %u: of PROMISE it must be %d or %d", frame->status,
+                            EP_OK, EP_ABORTED);
+    return EP_OK;
+}
+
 /* What the type asks of the other fields. */
 static ep_status check_type(const struct ep_attach_frame *frame, struct ep_error *error)
 {
@@ -75,9 +89,13 @@ static ep_status check_type(const struct ep_attach_frame *frame, struct ep_error
             return ep_error_set(error, EP_PROTOCOL, "frame status is %u: ANSWER must carry one that there is",
                                 frame->status);
         return EP_OK;
+    case EP_ATTACH_ASK:
+    case EP_ATTACH_PROMISE:
+    case EP_ATTACH_TURN:
+        return check_turn(frame, error);
     default:
         return ep_error_set(error, EP_PROTOCOL, "frame type is %u: must be %d to %d", frame->type,
-                            EP_ATTACH_HELLO, EP_ATTACH_ANSWER);
+                            EP_ATTACH_HELLO, EP_ATTACH_TURN);
     }
 }
 
@@ -85,12 +103,15 @@ static ep_status check_type(const struct ep_attach_frame *frame, struct ep_error
 static ep_status check_unused(const struct ep_attach_frame *frame, struct ep_error *error)
 {
     const bool counts = is_request(frame) || frame->type == EP_ATTACH_ANSWER || frame->type == EP_ATTACH_WELCOME
-                        || frame->type == EP_ATTACH_MEMORY;
+                        || frame->type == EP_ATTACH_MEMORY || frame->type == EP_ATTACH_ASK
+                        || frame->type == EP_ATTACH_PROMISE;
+    const bool has_offset = frame->type == EP_ATTACH_REGISTER || frame->type == EP_ATTACH_WELCOME
+                            || frame->type == EP_ATTACH_PROMISE;
 
     if (frame->count != 0 && !counts)
         return ep_error_set(error, EP_PROTOCOL, "frame count is %u: must be 0 in frames of type %u", frame->count,
                             frame->type);
-    if (frame->offset != 0 && frame->type != EP_ATTACH_REGISTER)
+    if (frame->offset != 0 && !has_offset)
         return ep_error_set(error, EP_PROTOCOL, "frame offset is %llu: must be 0 in frames of type %u",
                             (unsigned long long)frame->offset, frame->type);
     if (frame->region != 0 && !is_request(frame))

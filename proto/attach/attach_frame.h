@@ -12,6 +12,15 @@
  * these ops: REGISTER with a descriptor, UNREGISTER.  Each of them has one ANSWER, with the same count, in its own time
  * among the events; a worker waits for it before it asks again.
  *
+ * A worker that follows its group (its claim said so) is asked about the turn to the next epoch, on the connection of
+ * the epoch that it leaves: ASK, to which it answers PROMISE, and in the end TURN.  These are never dropped, as events
+ * may be; a worker that does not read them is cut off.  A rank's *position* is how many dispatches, LL and HT, have
+ * begun before, counted from the epoch's beginning by the group's numbers (HT combines have none of their own); WELCOME
+ * says at which the worker begins.  *passed* is 1 + the position of the last boundary between its steps that it passed
+ * without turning; before the first it is 1 + the position at which it began.  A worker that promises T waits for the
+ * decision at the first boundary whose position is T or more, for the group's timeout at most; at that boundary it goes
+ * over when it hears TURN, and goes on when it hears of another ASK that does not ask for it.
+ *
  * Frames are host-endian: both ends are on one host.
  */
 #ifndef EP_ATTACH_FRAME_H
@@ -23,20 +32,25 @@
 #include "ep_error.h"
 
 #define EP_ATTACH_MAGIC 0x41535045u /* "EPSA" */
-#define EP_ATTACH_VERSION 3u
+#define EP_ATTACH_VERSION 4u
 #define EP_ATTACH_TICKET_BYTES 16u
 #define EP_ATTACH_TEXT_BYTES 256u
+#define EP_ATTACH_NO_TURN UINT64_MAX /* ASK: promises nothing; what was promised is withdrawn */
 
 enum ep_attach_type {
     EP_ATTACH_HELLO = 1,   /* worker: ticket */
     EP_ATTACH_WELCOME = 2, /* server: + fd */
     EP_ATTACH_REFUSED = 3, /* server: status, text */
     EP_ATTACH_EVENT = 4,   /* server: event */
-    EP_ATTACH_BYE = 5,     /* worker: window unmapped */
+    EP_ATTACH_BYE = 5,     /* worker: window unmapped; epoch: to which it has gone over, with all that it began
+                            * finished; 0: it just leaves */
     EP_ATTACH_MEMORY = 6,  /* server: + fd; as many as WELCOME's count */
     EP_ATTACH_REGISTER = 7,   /* worker: + fd; region, value, offset */
     EP_ATTACH_UNREGISTER = 8, /* worker: region */
-    EP_ATTACH_ANSWER = 9      /* server: status, text */
+    EP_ATTACH_ANSWER = 9,     /* server: status, text */
+    EP_ATTACH_ASK = 10,       /* server: epoch, value; answered by PROMISE with the same count */
+    EP_ATTACH_PROMISE = 11,   /* worker: status, value, offset; EP_ABORTED: it has passed the boundary asked for */
+    EP_ATTACH_TURN = 12       /* server: epoch, value; decided */
 };
 
 /* What the descriptor of a MEMORY frame is. */
@@ -58,14 +72,16 @@ struct ep_attach_frame {
     uint32_t magic;
     uint16_t version;
     uint16_t type;      /* enum ep_attach_type */
-    uint32_t status;    /* REFUSED, ANSWER: ep_status */
+    uint32_t status;    /* REFUSED, ANSWER: ep_status; PROMISE: EP_OK or EP_ABORTED */
     uint32_t event;     /* EVENT: enum ep_attach_event */
     uint32_t rank;      /* WELCOME: own; EVENT, MEMORY: whose */
     uint32_t count;     /* WELCOME: MEMORY frames that follow; MEMORY: enum ep_attach_memory; REGISTER, UNREGISTER,
-                         * ANSWER: the worker's number of the request; else 0 */
-    uint64_t epoch;
-    uint64_t value;     /* WELCOME: window bytes; MEMORY, REGISTER: its bytes */
-    uint64_t offset;    /* REGISTER: where these begin in the memory of the descriptor; else 0 */
+                         * ANSWER: the worker's number of the request; ASK, PROMISE: the server's; else 0 */
+    uint64_t epoch;     /* ASK, PROMISE, TURN: that to go over to, not 0; BYE */
+    uint64_t value;     /* WELCOME: window bytes; MEMORY, REGISTER: its bytes; ASK: position, or EP_ATTACH_NO_TURN;
+                         * TURN: position; PROMISE: passed */
+    uint64_t offset;    /* REGISTER: where these begin in the memory of the descriptor; WELCOME: position at which the
+                         * rank begins; PROMISE: position now; else 0 */
     uint32_t region;    /* REGISTER, UNREGISTER: number of the region, see window.h; else 0 */
     uint32_t reserved;  /* 0 */
     uint8_t ticket[EP_ATTACH_TICKET_BYTES]; /* HELLO */

@@ -35,7 +35,8 @@ extern "C" {
     X(IO,                  18, 13, 1, "input/output error")                        \
     X(NO_MEMORY,           19,  8, 1, "out of memory")                             \
     X(PROTOCOL,            20, 13, 1, "protocol error")                            \
-    X(VERIFY_FAILED,       21, 15, 6, "the result is wrong")
+    X(VERIFY_FAILED,       21, 15, 6, "the result is wrong")                       \
+    X(ABORTED,             22, 10, 4, "overtaken by something else, try again")
 
 typedef enum ep_status {
 #define X(name, value, grpc, exit, text) EP_##name = value,

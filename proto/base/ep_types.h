@@ -9,9 +9,12 @@
 extern "C" {
 #endif
 
-/* Ranks of one group; sizes the masks.  Raising it changes EP_WINDOW_VERSION. */
-#define EP_MAX_RANKS 1024
-#define EP_MASK_WORDS (EP_MAX_RANKS / 64)
+/* Ranks of one group; the masks, which are part of windows, have a bit for each.  Raising it changes EP_WINDOW_VERSION
+ * (but in tests/scale, which has no windows). */
+#define EP_MASK_WORDS 16
+#ifndef EP_MAX_RANKS
+#define EP_MAX_RANKS (EP_MASK_WORDS * 64)
+#endif
 #define EP_MAX_TOP_K 16
 
 /* Element type of a token.  FP8 rows come with one scale per 128 elements (1x128), see ep_scale_format. */

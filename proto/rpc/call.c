@@ -77,7 +77,8 @@ static void unref(struct ep_rpc_call *c)
     free_texts(c->texts);
     free(c->identity);
     free(c);
-    rpc_server_call_gone(server); /* last: it may end the server */
+    server->calls--;
+    server->on_call_gone(server); /* last: it may end the server */
 }
 
 /* The tag comes back in any case: from gRPC, or from us when gRPC refuses the batch. */
@@ -176,6 +177,23 @@ static void read_next(struct ep_rpc_call *c)
     start(c, &op, 1, &c->t_read);
 }
 
+/* The audit has who tried; the others are the handlers' to note. */
+static void refuse_viewer(struct ep_rpc_call *c)
+{
+    char text[300];
+
+    snprintf(text, sizeof text, "%.120s is for operators, and the certificate of \"%.80s\" is a viewer's (OU=viewer)",
+             c->method->path, ep_rpc_call_identity(c));
+    EP_INFO("audit", "call refused", EP_S("method", c->method->path), EP_S("by", ep_rpc_call_identity(c)),
+            EP_S("role", "viewer"));
+    end(c, EP_PERMISSION_DENIED, text);
+}
+
+static bool is_for_viewers(const struct ep_rpc_handler *handler, const ProtobufCMessage *request)
+{
+    return handler->for_viewers || (handler->is_for_viewers && handler->is_for_viewers(request));
+}
+
 static void deliver(struct ep_rpc_call *c)
 {
     ProtobufCMessage *request = rpc_unpack(c->method->input, c->payload);
@@ -188,8 +206,12 @@ static void deliver(struct ep_rpc_call *c)
         end(c, EP_INVALID_ARGUMENT, text);
         return;
     }
-    c->seen = true;
-    c->method->handler.on_request(c, request, c->method->user);
+    if (!is_for_viewers(&c->method->handler, request) && rpc_certificate_is_viewers(c->call)) {
+        refuse_viewer(c);
+    } else {
+        c->seen = true;
+        c->method->handler.on_request(c, request, c->method->user);
+    }
     protobuf_c_message_free_unpacked(request, NULL);
 }
 
@@ -464,27 +486,6 @@ bool ep_rpc_call_peer(const struct ep_rpc_call *c, struct ep_rpc_peer *peer)
     return c->local;
 }
 
-static char *certificate_name(const struct ep_rpc_call *c)
-{
-    static const char *const properties[] = { GRPC_X509_CN_PROPERTY_NAME,
-                                              GRPC_X509_SAN_PROPERTY_NAME };
-    grpc_auth_context *context = grpc_call_auth_context(c->call);
-    char *name = NULL;
-
-    if (!context)
-        return NULL;
-    for (size_t i = 0; !name && i < sizeof properties / sizeof *properties; i++) {
-        grpc_auth_property_iterator it =
-            grpc_auth_context_find_properties_by_name(context, properties[i]);
-        const grpc_auth_property *p = grpc_auth_property_iterator_next(&it);
-
-        if (p && p->value_length > 0)
-            name = strndup(p->value, p->value_length);
-    }
-    grpc_auth_context_release(context);
-    return name;
-}
-
 const char *ep_rpc_call_identity(const struct ep_rpc_call *call)
 {
     struct ep_rpc_call *c = (struct ep_rpc_call *)(uintptr_t)call; /* a cache, not a change */
@@ -496,7 +497,7 @@ const char *ep_rpc_call_identity(const struct ep_rpc_call *call)
         snprintf(text, sizeof text, "uid:%u", (unsigned)c->peer.uid);
         c->identity = strdup(text);
     } else {
-        c->identity = certificate_name(c);
+        c->identity = rpc_certificate_name(c->call);
     }
     return c->identity ? c->identity : "anonymous";
 }

@@ -1,4 +1,4 @@
-/* Channels and unary calls.  Blocking, for any thread but the loop's. */
+/* Channels and unary calls: what all calls share, and those that block, for any thread but the loop's. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -50,7 +50,7 @@ static char *copy_or_null(const char *text, bool *failed)
     return copy;
 }
 
-static void free_channel(struct ep_rpc_channel *ch)
+void rpc_channel_free(struct ep_rpc_channel *ch)
 {
     if (ch->channel)
         grpc_channel_destroy(ch->channel);
@@ -99,7 +99,7 @@ static struct ep_rpc_channel *new_channel(struct ep_rpc *rpc, const char *target
         ch->tls.name = copy_or_null(tls->name, &failed);
     }
     if (failed || !ch->uri) {
-        free_channel(ch);
+        rpc_channel_free(ch);
         return NULL;
     }
     return ch;
@@ -146,14 +146,8 @@ ep_status ep_rpc_channel_open(struct ep_rpc *rpc, const char *target, const stru
     return EP_OK;
 
 free_channel:
-    free_channel(ch);
+    rpc_channel_free(ch);
     return status;
-}
-
-void ep_rpc_channel_close(struct ep_rpc_channel *channel)
-{
-    if (channel)
-        free_channel(channel);
 }
 
 /*
@@ -215,7 +209,7 @@ static ep_status copy_metadata(struct rpc_client_call *c, const struct ep_rpc_me
     return EP_OK;
 }
 
-static grpc_call *new_grpc_call(struct rpc_client_call *c)
+static grpc_call *new_grpc_call(struct rpc_client_call *c, grpc_completion_queue *cq)
 {
     struct ep_rpc_channel *ch = c->channel;
     grpc_slice path = grpc_slice_from_copied_string(c->path);
@@ -224,7 +218,7 @@ static grpc_call *new_grpc_call(struct rpc_client_call *c)
     pthread_mutex_lock(&ch->lock);
     if (ch->secure)
         refresh(ch);
-    call = grpc_channel_create_call(ch->channel, NULL, GRPC_PROPAGATE_DEFAULTS, c->cq, path, NULL,
+    call = grpc_channel_create_call(ch->channel, NULL, GRPC_PROPAGATE_DEFAULTS, cq, path, NULL,
                                     deadline_after(c->timeout_ms), NULL);
     pthread_mutex_unlock(&ch->lock);
     grpc_slice_unref(path);
@@ -234,7 +228,7 @@ static grpc_call *new_grpc_call(struct rpc_client_call *c)
 ep_status rpc_client_call_init(struct rpc_client_call *c, struct ep_rpc_channel *channel,
                                const ProtobufCServiceDescriptor *service, const char *method,
                                const struct ep_rpc_metadata *metadata, size_t n_metadata,
-                               int64_t timeout_ms, struct ep_error *error)
+                               int64_t timeout_ms, grpc_completion_queue *shared, struct ep_error *error)
 {
     ep_status status;
 
@@ -245,7 +239,7 @@ ep_status rpc_client_call_init(struct rpc_client_call *c, struct ep_rpc_channel 
     c->method = protobuf_c_service_descriptor_get_method_by_name(service, method);
     if (!c->method)
         status = ep_error_set(error, EP_INVALID_ARGUMENT, "%s has no method %s", service->name, method);
-    else if (rpc_on_dispatcher(channel->rpc))
+    else if (!shared && rpc_on_dispatcher(channel->rpc))
         status = ep_error_set(error, EP_FAILED_PRECONDITION,
                               "%s: a blocking call on the loop's thread would never end", method);
     else if (asprintf(&c->path, "/%s/%s", service->name, method) < 0)
@@ -256,8 +250,9 @@ ep_status rpc_client_call_init(struct rpc_client_call *c, struct ep_rpc_channel 
         rpc_client_call_fini(c);
         return status;
     }
-    c->cq = grpc_completion_queue_create_for_pluck(NULL);
-    c->call = new_grpc_call(c);
+    if (!shared)
+        c->cq = grpc_completion_queue_create_for_pluck(NULL);
+    c->call = new_grpc_call(c, shared ? shared : c->cq);
     return EP_OK;
 }
 
@@ -332,6 +327,14 @@ static bool has_any(const char *text, const char *const *words, size_t n)
     return false;
 }
 
+static const char not_tls[] = " (is the server plaintext, or does it refuse this certificate?)";
+static const char is_tls[] = " (does the server expect TLS? this side spoke plaintext)";
+
+bool ep_rpc_hints_at_tls(const struct ep_error *error)
+{
+    return strstr(error->text, not_tls) || strstr(error->text, is_tls);
+}
+
 /*
  * TLS failures look the same from outside: the other end hangs up.  So the hint is given when a
  * connection was lost on which the server has never said a word.
@@ -344,9 +347,7 @@ static const char *tls_hint(const struct ep_rpc_channel *ch, const char *details
     if (atomic_load(&ch->spoken) || strncmp(ch->target, "unix:", 5) == 0
         || !has_any(details, lost, sizeof lost / sizeof *lost))
         return "";
-    return ch->secure
-               ? " (is the server plaintext, or does it refuse this certificate?)"
-               : " (does the server expect TLS? this side spoke plaintext)";
+    return ch->secure ? not_tls : is_tls;
 }
 
 /* "failed to connect to all addresses; last error: UNKNOWN: unix:/x: No such file" -> the end of it */
@@ -434,19 +435,21 @@ ep_status rpc_client_result(const struct rpc_client_call *c, struct ep_error *er
 
 /* ---- unary --------------------------------------------------------------------------- */
 
-static ep_status run_unary(struct rpc_client_call *c, grpc_byte_buffer *request,
-                           grpc_byte_buffer **reply, struct ep_error *error)
+ep_status rpc_client_start_unary(struct rpc_client_call *c, const ProtobufCMessage *request,
+                                 grpc_byte_buffer **reply, void *tag, struct ep_error *error)
 {
+    grpc_byte_buffer *bytes;
     grpc_op ops[6];
-    ep_status status;
-    bool ok;
+    ep_status status = rpc_client_pack(c, request, &bytes, error);
 
+    if (status != EP_OK)
+        return status;
     memset(ops, 0, sizeof ops);
     ops[0].op = GRPC_OP_SEND_INITIAL_METADATA;
     ops[0].data.send_initial_metadata.metadata = c->metadata;
     ops[0].data.send_initial_metadata.count = c->n_metadata;
     ops[1].op = GRPC_OP_SEND_MESSAGE;
-    ops[1].data.send_message.send_message = request;
+    ops[1].data.send_message.send_message = bytes;
     ops[2].op = GRPC_OP_SEND_CLOSE_FROM_CLIENT;
     ops[3].op = GRPC_OP_RECV_INITIAL_METADATA;
     ops[3].data.recv_initial_metadata.recv_initial_metadata = &c->initial;
@@ -456,11 +459,22 @@ static ep_status run_unary(struct rpc_client_call *c, grpc_byte_buffer *request,
     ops[5].data.recv_status_on_client.trailing_metadata = &c->trailing;
     ops[5].data.recv_status_on_client.status = &c->code;
     ops[5].data.recv_status_on_client.status_details = &c->details;
-    status = rpc_client_start(c, ops, sizeof ops / sizeof *ops, c, error);
+    status = rpc_client_start(c, ops, sizeof ops / sizeof *ops, tag, error);
+    grpc_byte_buffer_destroy(bytes); /* gRPC has what it needs of it */
+    return status;
+}
+
+ep_status rpc_client_take_reply(const struct rpc_client_call *c, grpc_byte_buffer *received,
+                                ProtobufCMessage **reply, struct ep_error *error)
+{
+    ep_status status = rpc_client_result(c, error);
+
     if (status != EP_OK)
         return status;
-    (void)rpc_client_wait(c, c, -1, &ok); /* ends with the deadline at the latest; the status tells */
-    return rpc_client_result(c, error);
+    *reply = rpc_unpack(c->method->output, received);
+    if (*reply)
+        return EP_OK;
+    return ep_error_set(error, EP_PROTOCOL, "%s: the answer is not a valid %s", c->path, c->method->output->name);
 }
 
 ep_status ep_rpc_unary(struct ep_rpc_channel *channel, const ProtobufCServiceDescriptor *service,
@@ -468,25 +482,20 @@ ep_status ep_rpc_unary(struct ep_rpc_channel *channel, const ProtobufCServiceDes
                        const ProtobufCMessage *request, int64_t timeout_ms,
                        ProtobufCMessage **reply, struct ep_error *error)
 {
-    grpc_byte_buffer *sent = NULL, *received = NULL;
+    grpc_byte_buffer *received = NULL;
     struct rpc_client_call c;
     ep_status status;
+    bool ok;
 
     *reply = NULL;
-    status = rpc_client_call_init(&c, channel, service, method, metadata, n_metadata, timeout_ms, error);
+    status = rpc_client_call_init(&c, channel, service, method, metadata, n_metadata, timeout_ms, NULL, error);
     if (status != EP_OK)
         return status;
-    status = rpc_client_pack(&c, request, &sent, error);
-    if (status == EP_OK)
-        status = run_unary(&c, sent, &received, error);
+    status = rpc_client_start_unary(&c, request, &received, &c, error);
     if (status == EP_OK) {
-        *reply = rpc_unpack(c.method->output, received);
-        if (!*reply)
-            status = ep_error_set(error, EP_PROTOCOL, "%s: the answer is not a valid %s", c.path,
-                                  c.method->output->name);
+        (void)rpc_client_wait(&c, &c, -1, &ok); /* ends with the deadline at the latest; the status tells */
+        status = rpc_client_take_reply(&c, received, reply, error);
     }
-    if (sent)
-        grpc_byte_buffer_destroy(sent);
     if (received)
         grpc_byte_buffer_destroy(received);
     rpc_client_call_fini(&c);

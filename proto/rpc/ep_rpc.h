@@ -6,9 +6,9 @@
  * (a gRPC channel reconnects only while some thread polls).
  *
  * Threads.  A runtime is bound to one libuv loop, or to none.
- *   With a loop: every server callback runs on the loop's thread, and server
- *   functions are called on it.
- *   Without: no server; the blocking client functions below are for any thread.
+ *   With a loop: every callback runs on the loop's thread, and server functions
+ *   and ep_rpc_ask() are called on it.
+ *   Without: neither of them; the blocking client functions below are for any thread.
  *   Blocking client calls must not be made on the loop's thread.
  * fork() without exec is not allowed once a runtime is open (gRPC's rule).
  *
@@ -73,9 +73,15 @@ struct ep_rpc_call;
  *   on_closed    last callback of a call that saw on_request, whatever ended it
  *                (finished, cancelled, deadline, connection lost, shutdown); free
  *                what ep_rpc_call_set_user holds.
+ *
+ * Who may call: a certificate whose subject has the unit (OU) "viewer" is good for methods that are for viewers, and for
+ * requests that are, which are to change nothing; the runtime refuses it all others.  Every other caller that was let in
+ * may call all.
  */
 struct ep_rpc_handler {
     const char *method; /* "CreateGroup" */
+    bool for_viewers;
+    bool (*is_for_viewers)(const ProtobufCMessage *request); /* this request; may be NULL: none is */
     void (*on_request)(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
     void (*on_writable)(struct ep_rpc_call *call, void *user);
     void (*on_closed)(struct ep_rpc_call *call, void *user);
@@ -154,12 +160,13 @@ int64_t ep_rpc_call_remaining_ms(const struct ep_rpc_call *call);
 ep_status ep_rpc_server_add_health(struct ep_rpc_server *server, struct ep_error *error);
 void ep_rpc_server_set_health(struct ep_rpc_server *server, const char *service, bool serving);
 
-/* ---- client: blocking, any thread but the loop's ------------------------------------- */
+/* ---- client: all but ep_rpc_ask() blocks, and is for any thread but the loop's --------- */
 
 struct ep_rpc_channel;
 struct ep_rpc_stream;
 
-/* target: "unix:PATH" or "HOST:PORT".  Connects lazily; tls NULL: plaintext. */
+/* target: "unix:PATH" or "HOST:PORT".  Connects lazily; tls NULL: plaintext.  One that ep_rpc_ask() uses is closed on
+ * the loop's thread: what it has asked ends with EP_CANCELLED, soon afterwards. */
 ep_status ep_rpc_channel_open(struct ep_rpc *rpc, const char *target, const struct ep_rpc_tls *tls,
                               uint32_t max_message_bytes, struct ep_rpc_channel **out,
                               struct ep_error *error);
@@ -167,6 +174,9 @@ void ep_rpc_channel_close(struct ep_rpc_channel *channel);
 
 /* name/value pairs sent with a call; lower-case names. */
 struct ep_rpc_metadata { const char *key, *value; };
+
+/* Does a failure of one of these have that hint, which stays true until somebody changes a configuration? */
+bool ep_rpc_hints_at_tls(const struct ep_error *error);
 
 /*
  * service + method name the call; request must be of the method's input type, *reply is of its
@@ -178,6 +188,15 @@ ep_status ep_rpc_unary(struct ep_rpc_channel *channel, const ProtobufCServiceDes
                        const char *method, const struct ep_rpc_metadata *metadata, size_t n_metadata,
                        const ProtobufCMessage *request, int64_t timeout_ms,
                        ProtobufCMessage **reply, struct ep_error *error);
+
+/*
+ * The same without waiting, on the thread of the runtime's loop: done is called from the loop, once, within timeout_ms
+ * whatever happens, and not before this has returned.  reply is valid during the call; NULL where *error is one.
+ */
+typedef void (*ep_rpc_done_fn)(const struct ep_error *error, const ProtobufCMessage *reply, void *user);
+void ep_rpc_ask(struct ep_rpc_channel *channel, const ProtobufCServiceDescriptor *service, const char *method,
+                const struct ep_rpc_metadata *metadata, size_t n_metadata, const ProtobufCMessage *request,
+                uint32_t timeout_ms, ep_rpc_done_fn done, void *user);
 
 ep_status ep_rpc_stream_open(struct ep_rpc_channel *channel,
                              const ProtobufCServiceDescriptor *service, const char *method,

@@ -140,8 +140,8 @@ static void tell_all(struct rpc_health *health)
 ep_status ep_rpc_server_add_health(struct ep_rpc_server *server, struct ep_error *error)
 {
     static const struct ep_rpc_handler handlers[] = {
-        { .method = "Check", .on_request = on_check },
-        { .method = "Watch", .on_request = on_watch, .on_writable = on_watch_writable,
+        { .method = "Check", .for_viewers = true, .on_request = on_check },
+        { .method = "Watch", .for_viewers = true, .on_request = on_watch, .on_writable = on_watch_writable,
           .on_closed = on_watch_closed },
     };
 

@@ -113,7 +113,7 @@ ep_status rpc_reflection_add(struct ep_rpc_server *server, struct ep_error *erro
 {
     static const char *const services[] = { "grpc.reflection.v1.ServerReflection",
                                             "grpc.reflection.v1alpha.ServerReflection" };
-    static const struct ep_rpc_handler handler = { .method = "ServerReflectionInfo",
+    static const struct ep_rpc_handler handler = { .method = "ServerReflectionInfo", .for_viewers = true,
                                                    .on_request = on_request };
     ep_status status = EP_OK;
 

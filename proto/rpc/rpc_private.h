@@ -53,7 +53,7 @@ struct ep_rpc {
     uv_thread_t thread;
     _Atomic(struct rpc_tag *) inbox; /* newest first; pushed by the CQ thread */
     struct rpc_tag *ready;           /* oldest first; the loop's own */
-    uint32_t servers;                /* loop's: how many keep the loop alive */
+    uint32_t users;                  /* loop's: servers and calls, which keep the loop alive */
     struct rpc_server_tls *tls;      /* loop's: credential sources, they outlive their servers */
     _Atomic(uintptr_t) dispatcher;   /* thread that runs a callback now, 0: none */
     Google__Protobuf__FileDescriptorSet *schema;
@@ -63,6 +63,8 @@ void rpc_tag_arm(struct rpc_tag *tag);                          /* before gRPC g
 void rpc_tag_post(struct ep_rpc *rpc, struct rpc_tag *tag, bool ok); /* run it on the loop, soon */
 void rpc_run_inbox(struct ep_rpc *rpc);                         /* loop's thread */
 bool rpc_on_dispatcher(const struct ep_rpc *rpc);               /* inside a callback of ours? */
+void rpc_hold_loop(struct ep_rpc *rpc);                         /* loop's thread; until it is let go */
+void rpc_let_loop(struct ep_rpc *rpc);
 
 static inline uint64_t rpc_now_ms(void)
 {
@@ -118,7 +120,11 @@ ep_status rpc_server_credentials(struct ep_rpc *rpc, const struct ep_rpc_tls *tl
                                  grpc_server_credentials **out, struct ep_error *error);
 void rpc_server_tls_free_all(struct ep_rpc *rpc);
 
-/* ---- server.c, call.c ---------------------------------------------------------------- */
+/* The caller's common name or, without one, its first other name; malloc'ed, NULL: it has shown no certificate. */
+char *rpc_certificate_name(grpc_call *call);
+bool rpc_certificate_is_viewers(grpc_call *call);
+
+/* ---- server.c, methods.c, call.c ----------------------------------------------------- */
 
 struct rpc_method {
     struct rpc_method *next;
@@ -149,6 +155,7 @@ struct ep_rpc_server {
     struct rpc_gate *gate; /* connections of our own listeners */
     struct rpc_health *health;
     size_t calls;          /* in flight or waiting for one; each holds the server */
+    void (*on_call_gone)(struct ep_rpc_server *server); /* one less; may destroy the server */
     bool shut;             /* gRPC has reported the end of the shutdown */
     struct rpc_tag t_shutdown;
     uv_timer_t *grace;
@@ -163,7 +170,7 @@ ep_status rpc_server_add_method(struct ep_rpc_server *server, const char *servic
                                 struct ep_error *error);
 ep_status rpc_server_add_service_name(struct ep_rpc_server *server, const char *name,
                                       struct ep_error *error);
-void rpc_server_call_gone(struct ep_rpc_server *server);
+void rpc_server_free_methods(struct ep_rpc_server *server);
 
 /* Wait for one call of the method; NULL: of any method that was not registered. */
 void rpc_call_arm(struct ep_rpc_server *server, const struct rpc_method *method);
@@ -210,7 +217,9 @@ void rpc_health_drain(struct ep_rpc_server *server);
 void rpc_health_free(struct ep_rpc_server *server);
 ep_status rpc_reflection_add(struct ep_rpc_server *server, struct ep_error *error);
 
-/* ---- client.c, stream.c -------------------------------------------------------------- */
+/* ---- client.c, ask.c, stream.c ------------------------------------------------------- */
+
+struct rpc_asked;
 
 struct ep_rpc_channel {
     struct ep_rpc *rpc;
@@ -223,15 +232,20 @@ struct ep_rpc_channel {
     pthread_mutex_t lock;       /* guards the two below */
     grpc_channel *channel;
     struct rpc_pem pem;    /* what `channel` was made with */
+    /* the loop's thread */
+    struct rpc_asked *asked; /* under way */
+    bool closed;             /* the last of them frees it */
 };
 
-/* A call with a completion queue of its own, so that its thread does its own waiting. */
+void rpc_channel_free(struct ep_rpc_channel *channel);
+
+/* Whoever blocks has a completion queue of its own and does its own waiting; others share the runtime's. */
 struct rpc_client_call {
     struct ep_rpc_channel *channel;
     const ProtobufCMethodDescriptor *method;
     char *path;
     grpc_call *call;
-    grpc_completion_queue *cq;
+    grpc_completion_queue *cq; /* its own; NULL: the runtime's */
     int64_t timeout_ms;
     atomic_bool cancelled;   /* by this side */
     grpc_metadata *metadata; /* to send */
@@ -244,7 +258,7 @@ struct rpc_client_call {
 ep_status rpc_client_call_init(struct rpc_client_call *c, struct ep_rpc_channel *channel,
                                const ProtobufCServiceDescriptor *service, const char *method,
                                const struct ep_rpc_metadata *metadata, size_t n_metadata,
-                               int64_t timeout_ms, struct ep_error *error);
+                               int64_t timeout_ms, grpc_completion_queue *shared, struct ep_error *error);
 void rpc_client_call_fini(struct rpc_client_call *c);
 ep_status rpc_client_pack(const struct rpc_client_call *c, const ProtobufCMessage *request,
                           grpc_byte_buffer **out, struct ep_error *error);
@@ -254,5 +268,11 @@ ep_status rpc_client_start(struct rpc_client_call *c, const grpc_op *ops, size_t
 bool rpc_client_wait(struct rpc_client_call *c, void *tag, int64_t wait_ms, bool *ok);
 /* The result of the call once its status is there: EP_OK or the error in words. */
 ep_status rpc_client_result(const struct rpc_client_call *c, struct ep_error *error);
+/* All of a unary call in one batch; *received is there when its tag has come. */
+ep_status rpc_client_start_unary(struct rpc_client_call *c, const ProtobufCMessage *request,
+                                 grpc_byte_buffer **received, void *tag, struct ep_error *error);
+/* Once it has: *reply is set on success only. */
+ep_status rpc_client_take_reply(const struct rpc_client_call *c, grpc_byte_buffer *received,
+                                ProtobufCMessage **reply, struct ep_error *error);
 
 #endif

@@ -114,6 +114,18 @@ static void on_async(uv_async_t *async)
     rpc_run_inbox(async->data);
 }
 
+void rpc_hold_loop(struct ep_rpc *rpc)
+{
+    if (rpc->users++ == 0)
+        uv_ref((uv_handle_t *)&rpc->async);
+}
+
+void rpc_let_loop(struct ep_rpc *rpc)
+{
+    if (--rpc->users == 0)
+        uv_unref((uv_handle_t *)&rpc->async);
+}
+
 static void cq_main(void *arg)
 {
     struct ep_rpc *rpc = arg;
@@ -218,7 +230,7 @@ ep_status ep_rpc_open(uv_loop_t *loop, struct ep_rpc **out, struct ep_error *err
     if (loop) {
         rpc->loop = loop;
         rpc->async.data = rpc;
-        uv_unref((uv_handle_t *)&rpc->async); /* a server keeps the loop alive, a runtime does not */
+        uv_unref((uv_handle_t *)&rpc->async); /* servers and calls keep the loop alive, a runtime does not */
     }
     pthread_once(&once, route_log);
     start_grpc();
@@ -248,7 +260,7 @@ void ep_rpc_close(struct ep_rpc *rpc)
 {
     if (!rpc)
         return;
-    assert(rpc->servers == 0);
+    assert(rpc->users == 0);
     grpc_completion_queue_shutdown(rpc->cq);
     uv_thread_join(&rpc->thread);
     rpc_run_inbox(rpc);

@@ -1,134 +1,24 @@
-/* A server: its methods, its listeners, its life.  All of it on the loop's thread. */
-#include <stdio.h>
+/* A server: its listeners, its life.  All of it on the loop's thread. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "rpc_private.h"
 
-/* ---- methods ------------------------------------------------------------------------- */
+/* ---- drained -------------------------------------------------------------------------- */
 
-ep_status rpc_server_add_service_name(struct ep_rpc_server *server, const char *name,
-                                      struct ep_error *error)
+static bool is_quiet(const struct ep_rpc_server *server)
 {
-    struct rpc_service *service;
-
-    for (service = server->services; service; service = service->next)
-        if (strcmp(service->name, name) == 0)
-            return ep_error_set(error, EP_ALREADY_EXISTS, "service %s is served already", name);
-    service = calloc(1, sizeof *service);
-    if (!service || !(service->name = strdup(name))) {
-        free(service);
-        return ep_error_set(error, EP_NO_MEMORY, "service %s: out of memory", name);
-    }
-    service->next = server->services;
-    server->services = service;
-    return EP_OK;
+    return server->shut && server->calls == 0;
 }
 
-static struct rpc_method *new_method(const char *service, const char *name)
+static void check_drained(struct ep_rpc_server *server)
 {
-    struct rpc_method *m = calloc(1, sizeof *m);
-
-    if (m && asprintf(&m->path, "/%s/%s", service, name) < 0) {
-        free(m);
-        return NULL;
-    }
-    return m;
-}
-
-static void free_method(struct rpc_method *m)
-{
-    free(m->path);
-    free(m);
-}
-
-ep_status rpc_server_add_method(struct ep_rpc_server *server, const char *service,
-                                const char *name, const ProtobufCMessageDescriptor *input,
-                                const ProtobufCMessageDescriptor *output,
-                                const struct ep_rpc_handler *handler, void *user,
-                                struct ep_error *error)
-{
-    struct rpc_method *m = new_method(service, name);
-    ep_status status;
-
-    if (!m)
-        return ep_error_set(error, EP_NO_MEMORY, "%s/%s: out of memory", service, name);
-    status = rpc_schema_kind(server->rpc->schema, service, name, &m->kind, error);
-    if (status == EP_OK && m->kind == RPC_CLIENT_STREAM)
-        status = ep_error_set(error, EP_UNIMPLEMENTED, "%s: client streaming is not served", m->path);
-    if (status != EP_OK)
-        goto free_method;
-    m->input = input;
-    m->output = output;
-    m->handler = *handler;
-    m->user = user;
-    m->registration = grpc_server_register_method(
-        server->server, m->path, NULL,
-        m->kind == RPC_BIDI ? GRPC_SRM_PAYLOAD_NONE : GRPC_SRM_PAYLOAD_READ_INITIAL_BYTE_BUFFER, 0);
-    if (!m->registration) {
-        status = ep_error_set(error, EP_ALREADY_EXISTS, "%s is served already", m->path);
-        goto free_method;
-    }
-    m->next = server->methods;
-    server->methods = m;
-    return EP_OK;
-
-free_method:
-    free_method(m);
-    return status;
-}
-
-static const struct ep_rpc_handler *find_handler(const struct ep_rpc_handler *handlers, size_t n,
-                                                 const char *method)
-{
-    for (size_t i = 0; i < n; i++)
-        if (strcmp(handlers[i].method, method) == 0)
-            return &handlers[i];
-    return NULL;
-}
-
-static ep_status check_handlers(const ProtobufCServiceDescriptor *service,
-                                const struct ep_rpc_handler *handlers, size_t n,
-                                struct ep_error *error)
-{
-    for (size_t i = 0; i < n; i++) {
-        if (!protobuf_c_service_descriptor_get_method_by_name(service, handlers[i].method))
-            return ep_error_set(error, EP_INVALID_ARGUMENT, "%s has no method %s", service->name,
-                                handlers[i].method);
-        if (!handlers[i].on_request)
-            return ep_error_set(error, EP_INVALID_ARGUMENT, "%s/%s: the handler has no on_request",
-                                service->name, handlers[i].method);
-        if (find_handler(handlers, i, handlers[i].method))
-            return ep_error_set(error, EP_INVALID_ARGUMENT, "%s/%s has two handlers", service->name,
-                                handlers[i].method);
-    }
-    for (unsigned i = 0; i < service->n_methods; i++)
-        if (!find_handler(handlers, n, service->methods[i].name))
-            return ep_error_set(error, EP_INVALID_ARGUMENT, "%s/%s has no handler", service->name,
-                                service->methods[i].name);
-    return EP_OK;
-}
-
-ep_status ep_rpc_server_add_service(struct ep_rpc_server *server,
-                                    const ProtobufCServiceDescriptor *service,
-                                    const struct ep_rpc_handler *handlers, size_t n, void *user,
-                                    struct ep_error *error)
-{
-    ep_status status;
-
-    if (server->state != RPC_SERVER_NEW)
-        return ep_error_set(error, EP_FAILED_PRECONDITION,
-                            "service %s: the server has been started", service->name);
-    status = check_handlers(service, handlers, n, error);
-    if (status == EP_OK)
-        status = rpc_server_add_service_name(server, service->name, error);
-    for (unsigned i = 0; status == EP_OK && i < service->n_methods; i++) {
-        const ProtobufCMethodDescriptor *m = &service->methods[i];
-
-        status = rpc_server_add_method(server, service->name, m->name, m->input, m->output,
-                                       find_handler(handlers, n, m->name), user, error);
-    }
-    return status;
+    if (server->state != RPC_SERVER_DRAINING || !is_quiet(server))
+        return;
+    server->state = RPC_SERVER_DRAINED;
+    uv_timer_stop(server->grace);
+    if (server->on_drained)
+        server->on_drained(server, server->drained_user); /* may destroy the server */
 }
 
 /* ---- create, listen, start ----------------------------------------------------------- */
@@ -189,13 +79,13 @@ ep_status ep_rpc_server_create(struct ep_rpc *rpc, const struct ep_rpc_server_op
         return ep_error_set(error, EP_NO_MEMORY, "cannot create a server: out of memory");
     }
     server->rpc = rpc;
+    server->on_call_gone = check_drained;
     settle(&server->options, options);
     uv_timer_init(rpc->loop, server->grace); /* cannot fail */
     server->grace->data = server;
     server->server = new_grpc_server(&server->options);
     grpc_server_register_completion_queue(server->server, rpc->cq, NULL);
-    if (rpc->servers++ == 0)
-        uv_ref((uv_handle_t *)&rpc->async);
+    rpc_hold_loop(rpc);
     status = rpc_gate_create(server, error);
     if (status == EP_OK && server->options.reflection)
         status = rpc_reflection_add(server, error);
@@ -266,27 +156,6 @@ ep_status ep_rpc_server_start(struct ep_rpc_server *server, struct ep_error *err
 
 /* ---- drain and destroy --------------------------------------------------------------- */
 
-static bool is_quiet(const struct ep_rpc_server *server)
-{
-    return server->shut && server->calls == 0;
-}
-
-static void check_drained(struct ep_rpc_server *server)
-{
-    if (server->state != RPC_SERVER_DRAINING || !is_quiet(server))
-        return;
-    server->state = RPC_SERVER_DRAINED;
-    uv_timer_stop(server->grace);
-    if (server->on_drained)
-        server->on_drained(server, server->drained_user); /* may destroy the server */
-}
-
-void rpc_server_call_gone(struct ep_rpc_server *server)
-{
-    server->calls--;
-    check_drained(server);
-}
-
 static void on_shutdown(struct rpc_tag *tag, bool ok)
 {
     struct ep_rpc_server *server = RPC_CONTAINER_OF(tag, struct ep_rpc_server, t_shutdown);
@@ -345,21 +214,8 @@ void ep_rpc_server_destroy(struct ep_rpc_server *server)
     grpc_server_destroy(server->server);
     rpc_health_free(server);
     rpc_gate_free(server);
-    while (server->methods) {
-        struct rpc_method *m = server->methods;
-
-        server->methods = m->next;
-        free_method(m);
-    }
-    while (server->services) {
-        struct rpc_service *s = server->services;
-
-        server->services = s->next;
-        free(s->name);
-        free(s);
-    }
+    rpc_server_free_methods(server);
     uv_close((uv_handle_t *)server->grace, free_handle);
-    if (--server->rpc->servers == 0)
-        uv_unref((uv_handle_t *)&server->rpc->async);
+    rpc_let_loop(server->rpc);
     free(server);
 }

@@ -105,7 +105,7 @@ ep_status ep_rpc_stream_open(struct ep_rpc_channel *channel,
     s->kind = kind;
     s->status_taken = true; /* until it is in flight */
     status = rpc_client_call_init(&s->call, channel, service, method, metadata, n_metadata,
-                                  timeout_ms, error);
+                                  timeout_ms, NULL, error);
     if (status != EP_OK) {
         free(s);
         return status;

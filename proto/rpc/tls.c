@@ -231,3 +231,42 @@ void rpc_server_tls_free_all(struct ep_rpc *rpc)
         free_tls(tls);
     }
 }
+
+/* ---- who calls ----------------------------------------------------------------------- */
+
+/* Of the certificate that the caller has shown, malloc'ed; NULL: there is none, or it does not say. */
+static char *property_of(grpc_call *call, const char *name)
+{
+    grpc_auth_context *context = grpc_call_auth_context(call);
+    char *value = NULL;
+
+    if (context) {
+        grpc_auth_property_iterator it = grpc_auth_context_find_properties_by_name(context, name);
+        const grpc_auth_property *p = grpc_auth_property_iterator_next(&it);
+
+        if (p && p->value_length > 0)
+            value = strndup(p->value, p->value_length);
+        grpc_auth_context_release(context);
+    }
+    return value;
+}
+
+char *rpc_certificate_name(grpc_call *call)
+{
+    char *name = property_of(call, GRPC_X509_CN_PROPERTY_NAME);
+
+    return name ? name : property_of(call, GRPC_X509_SAN_PROPERTY_NAME);
+}
+
+/* The subject is written as in RFC 2253: "OU=viewer,CN=alice". */
+bool rpc_certificate_is_viewers(grpc_call *call)
+{
+    static const char unit[] = "OU=viewer";
+    char *subject = property_of(call, GRPC_X509_SUBJECT_PROPERTY_NAME);
+    bool found = false;
+
+    for (const char *at = subject; at && !found && (at = strstr(at, unit)); at++)
+        found = (at == subject || at[-1] == ',' || at[-1] == '+') && strchr(",+", at[sizeof unit - 1]);
+    free(subject);
+    return found;
+}

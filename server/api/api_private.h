@@ -3,7 +3,6 @@
 #define EP_API_PRIVATE_H
 
 #include "ep_api.h"
-#include "ep_store.h"
 
 #define API_MODULE "api"
 
@@ -12,7 +11,8 @@ struct ep_api {
     struct api_watch *watches;     /* WatchGroups */
     struct api_stats_stream *streams; /* WatchStats */
     struct api_claim *claims;      /* Claims that wait for a rank */
-    struct api_cordon_change *cordon_changes; /* on their way to the store */
+    struct ep_cluster_watch *nodes;
+    bool cordoned;                 /* this node; its workers were told */
     bool ending;                   /* no new streams */
     uint64_t requests;
 };
@@ -26,13 +26,21 @@ struct api_pending {
     struct ep_rpc_call *call;
     const char *action; /* "group.create" */
     char *target;
-    char *identity;
-    bool dry_run;
+    char *identity; /* who asked, and which server */
+    char *server;
+    Ep__V1__Asker asker; /* the same, for the history */
+    bool dry_run, deletes;
+    /* a change of a group: */
+    const char *method;        /* of Node, for whoever leads; NULL: it is not handed on */
+    ProtobufCMessage *request; /* own copy, while it waits for its turn; else NULL */
+    void (*here)(struct ep_api *api, struct api_pending *pending, const ProtobufCMessage *request);
 };
 
 /* NULL when there is no memory; the call has been failed then. */
 struct api_pending *api_pending_create(struct ep_api *api, struct ep_rpc_call *call, const char *action,
                                        const char *target, bool dry_run);
+/* Asked of another server, which says by whom; NULL: it does not. */
+void api_pending_asked_by(struct api_pending *pending, const Ep__V1__Asker *asker);
 /* Writes the audit line and frees; the call (or NULL) is the caller's to answer. */
 struct ep_rpc_call *api_pending_finish(struct api_pending *pending, const struct ep_error *error);
 /* on_closed of every handler that uses them. */
@@ -45,8 +53,16 @@ bool api_failed(struct ep_rpc_call *call, const struct ep_error *error);
 void api_create_group(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
 void api_get_group(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
 void api_list_groups(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+void api_get_history(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
 void api_update_group(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
 void api_delete_group(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+/* Is the request one for a plan only? */
+bool api_creates_nothing(const ProtobufCMessage *request);
+bool api_updates_nothing(const ProtobufCMessage *request);
+/* Of the Node service: by another server, for its caller. */
+void api_create_group_here(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+void api_update_group_here(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+void api_delete_group_here(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
 
 void api_watch_groups(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
 void api_watch_writable(struct ep_rpc_call *call, void *user);
@@ -58,16 +74,20 @@ void api_get_node(struct ep_rpc_call *call, const ProtobufCMessage *request, voi
 void api_drain_node(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
 void api_uncordon_node(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
 void api_get_version(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
-/* Changes on their way to the store find no API any more. */
-void api_cordon_forget(struct ep_api *api);
+void api_look_closed(struct ep_rpc_call *call, void *user); /* of GetNode */
+void api_on_cluster(enum ep_cluster_event event, const struct ep_cluster_node *node, void *user);
 
 void api_get_stats(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
+void api_get_stats_here(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user); /* of Node */
+/* Answers the call, later; on_closed of its handler is the other one. */
+void api_gather_stats(struct ep_api *api, struct ep_rpc_call *call, const Ep__V1__Group *group);
+void api_gather_closed(struct ep_rpc_call *call, void *user);
 void api_watch_stats(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
 void api_watch_stats_closed(struct ep_rpc_call *call, void *user);
 void api_stats_end(struct ep_api *api);
 
 /* The node's counters, of one group or all; clear with ep_groups_stats_clear(). */
-void api_stats_fill(struct ep_api *api, const char *group, Ep__V1__Stats *stats);
+void api_stats_fill(struct ep_api *api, const char *group, bool experts, Ep__V1__Stats *stats);
 
 /* Claims that wait are answered now. */
 void api_claims_end(struct ep_api *api);

@@ -1,7 +1,15 @@
-/* Groups: create, get, list, update, delete. */
+/* Groups: create, get, list, update, delete.  Who does not lead hands changes on to whoever does. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "api_private.h"
+#include "ep/v1/node.pb-c.h"
+
+#define FORWARD_MS 20000u /* a change that was handed on; less where its caller waits for less */
+#define MARGIN     10     /* of that one part is for the answer */
+#define SEE_MS     3000u  /* until this server's view has what the leader has answered */
+
+/* ---- changes that are made here --------------------------------------------------------------- */
 
 /* The store has answered: so do we. */
 static void on_changed(const struct ep_error *error, const Ep__V1__Group *group, void *user)
@@ -30,43 +38,258 @@ static const Ep__V1__GroupSpec *spec_or_empty(const Ep__V1__GroupSpec *spec)
     return spec ? spec : &empty;
 }
 
-void api_create_group(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
+typedef void (*change_fn)(struct ep_api *api, struct api_pending *pending, const ProtobufCMessage *request);
+
+static void create_here(struct ep_api *api, struct api_pending *pending, const ProtobufCMessage *message)
 {
     const Ep__V1__CreateGroupRequest *request = (const Ep__V1__CreateGroupRequest *)message;
-    struct ep_api *api = user;
-    bool dry_run = request->dry_run != 0;
-    struct api_pending *pending = api_pending_create(api, call, "group.create", request->name, dry_run);
+
+    ep_groups_create(api->options.groups, request->name, spec_or_empty(request->spec), pending->dry_run,
+                     &pending->asker, on_changed, pending);
+}
+
+static void update_here(struct ep_api *api, struct api_pending *pending, const ProtobufCMessage *message)
+{
+    const Ep__V1__UpdateGroupRequest *request = (const Ep__V1__UpdateGroupRequest *)message;
+
+    ep_groups_update(api->options.groups, request->name, request->revision, spec_or_empty(request->spec),
+                     request->fields, request->n_fields, pending->dry_run, &pending->asker, on_changed, pending);
+}
+
+static void delete_here(struct ep_api *api, struct api_pending *pending, const ProtobufCMessage *message)
+{
+    const Ep__V1__DeleteGroupRequest *request = (const Ep__V1__DeleteGroupRequest *)message;
+
+    ep_groups_delete(api->options.groups, request->name, request->force != 0, &pending->asker, on_deleted,
+                     pending);
+}
+
+static uint32_t time_for(const struct ep_rpc_call *call)
+{
+    const int64_t left = ep_rpc_call_remaining_ms(call), time = left - left / MARGIN;
+
+    return time < 1 ? 1 : time < FORWARD_MS ? (uint32_t)time : FORWARD_MS;
+}
+
+/* ---- changes that are handed on ------------------------------------------------------------------ */
+
+/* What the caller asks for next must not be older than what it was told. */
+static void on_seen(const struct ep_error *seen, void *user)
+{
+    const struct api_pending was = *(struct api_pending *)user;
+    struct ep_error error = EP_ERROR_INIT;
+    Ep__V1__DeleteGroupReply deleted = EP__V1__DELETE_GROUP_REPLY__INIT;
+    const Ep__V1__Group *group = was.call && !was.deletes ? ep_groups_get(was.api->options.groups, was.target, &error)
+                                                          : NULL;
+    struct ep_rpc_call *call = api_pending_finish(user, &error);
+
+    (void)seen; /* the leader has made it: what is here is the answer */
+    if (call && !api_failed(call, &error))
+        ep_rpc_reply(call, group ? &group->base : &deleted.base);
+}
+
+static void on_forwarded(const struct ep_error *error, const ProtobufCMessage *reply, void *user)
+{
+    const Ep__V1__Group *group = (const Ep__V1__Group *)reply;
+    struct api_pending *pending = user;
+    struct ep_rpc_call *call;
+
+    if (!error->status && !pending->dry_run) {
+        ep_groups_see(pending->api->options.groups, pending->target, pending->deletes ? 0 : group->revision,
+                      pending->deletes ? 0 : group->status->epoch, SEE_MS, on_seen, pending);
+        return;
+    }
+    call = api_pending_finish(pending, error);
+    if (call && !api_failed(call, error))
+        ep_rpc_reply(call, reply);
+}
+
+/* NULL: this server leads, or nobody that could be asked does. */
+static const char *other_leader(const struct ep_api *api)
+{
+    const char *leader = ep_cluster_leader(api->options.cluster);
+
+    return ep_cluster_leads(api->options.cluster) || !leader || !strcmp(leader, ep_node_name(api->options.node)) ? NULL
+                                                                                                               : leader;
+}
+
+/* The request, saying who asked. */
+union named {
+    ProtobufCMessage base;
+    Ep__V1__CreateGroupRequest create;
+    Ep__V1__UpdateGroupRequest update;
+    Ep__V1__DeleteGroupRequest delete;
+};
+
+static const ProtobufCMessage *name_asker(const ProtobufCMessage *request, Ep__V1__Asker *asker, union named *out)
+{
+    const ProtobufCFieldDescriptor *field =
+        protobuf_c_message_descriptor_get_field_by_name(request->descriptor, "asker");
+
+    memcpy(out, request, request->descriptor->sizeof_message);
+    memcpy((uint8_t *)out + field->offset, &asker, sizeof asker);
+    return &out->base;
+}
+
+static void hand_on(struct ep_api *api, struct api_pending *pending, const char *leader,
+                    const ProtobufCMessage *request)
+{
+    union named named;
+
+    ep_cluster_call(api->options.cluster, leader, &ep__v1__node__descriptor, pending->method,
+                    name_asker(request, &pending->asker, &named), time_for(pending->call), on_forwarded, pending);
+}
+
+/* ---- here, or at whoever leads --------------------------------------------------------------------- */
+
+static ProtobufCMessage *copy(const ProtobufCMessage *message)
+{
+    const size_t size = protobuf_c_message_get_packed_size(message);
+    uint8_t *bytes = malloc(size + 1);
+    ProtobufCMessage *own = NULL;
+
+    if (bytes) {
+        protobuf_c_message_pack(message, bytes);
+        own = protobuf_c_message_unpack(message->descriptor, NULL, size, bytes);
+    }
+    free(bytes);
+    return own;
+}
+
+static void refuse(struct api_pending *pending, const struct ep_error *error)
+{
+    struct ep_rpc_call *call = api_pending_finish(pending, error);
+
+    if (call)
+        ep_rpc_fail(call, error);
+}
+
+/* Another may have come to lead meanwhile. */
+static void on_time(const struct ep_error *error, void *user)
+{
+    static const struct ep_error gone = { EP_CANCELLED, "who asked for it has gone" };
+    struct api_pending *pending = user;
+    const char *leader;
+
+    if (error->status || !pending->call) { /* with the call the API may have gone */
+        refuse(pending, error->status ? error : &gone);
+        return;
+    }
+    leader = pending->method ? other_leader(pending->api) : NULL;
+    if (leader)
+        hand_on(pending->api, pending, leader, pending->request);
+    else
+        pending->here(pending->api, pending, pending->request);
+}
+
+/* method: of Node, for whoever leads; NULL: it is not handed on. */
+static void change(struct ep_api *api, struct api_pending *pending, const char *method, const ProtobufCMessage *request,
+                   change_fn here)
+{
+    static const struct ep_error error = { EP_NO_MEMORY, "out of memory" };
+    const char *leader = method ? other_leader(api) : NULL;
+
+    if (!pending)
+        return;
+    pending->method = method;
+    pending->here = here;
+    if (leader) {
+        hand_on(api, pending, leader, request);
+        return;
+    }
+    pending->request = copy(request);
+    if (pending->request)
+        ep_groups_before_change(api->options.groups, pending->target, time_for(pending->call), on_time, pending);
+    else
+        refuse(pending, &error);
+}
+
+/* ---- the handlers: of Admin, and of Node, which hands nothing on ------------------------------------ */
+
+static struct api_pending *begin_create(struct ep_api *api, struct ep_rpc_call *call, const ProtobufCMessage *message)
+{
+    const Ep__V1__CreateGroupRequest *request = (const Ep__V1__CreateGroupRequest *)message;
 
     api->requests++;
+    return api_pending_create(api, call, "group.create", request->name, request->dry_run != 0);
+}
+
+static struct api_pending *begin_update(struct ep_api *api, struct ep_rpc_call *call, const ProtobufCMessage *message)
+{
+    const Ep__V1__UpdateGroupRequest *request = (const Ep__V1__UpdateGroupRequest *)message;
+
+    api->requests++;
+    return api_pending_create(api, call, "group.update", request->name, request->dry_run != 0);
+}
+
+static struct api_pending *begin_delete(struct ep_api *api, struct ep_rpc_call *call, const ProtobufCMessage *message)
+{
+    const Ep__V1__DeleteGroupRequest *request = (const Ep__V1__DeleteGroupRequest *)message;
+    struct api_pending *pending;
+
+    api->requests++;
+    pending = api_pending_create(api, call, "group.delete", request->name, false);
     if (pending)
-        ep_groups_create(api->options.groups, request->name, spec_or_empty(request->spec), dry_run,
-                         on_changed, pending);
+        pending->deletes = true;
+    return pending;
+}
+
+bool api_creates_nothing(const ProtobufCMessage *message)
+{
+    return ((const Ep__V1__CreateGroupRequest *)message)->dry_run != 0;
+}
+
+bool api_updates_nothing(const ProtobufCMessage *message)
+{
+    return ((const Ep__V1__UpdateGroupRequest *)message)->dry_run != 0;
+}
+
+void api_create_group(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
+{
+    change(user, begin_create(user, call, message), "CreateGroup", message, create_here);
 }
 
 void api_update_group(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
 {
-    const Ep__V1__UpdateGroupRequest *request = (const Ep__V1__UpdateGroupRequest *)message;
-    struct ep_api *api = user;
-    bool dry_run = request->dry_run != 0;
-    struct api_pending *pending = api_pending_create(api, call, "group.update", request->name, dry_run);
-
-    api->requests++;
-    if (pending)
-        ep_groups_update(api->options.groups, request->name, request->revision,
-                         spec_or_empty(request->spec), request->fields, request->n_fields, dry_run,
-                         on_changed, pending);
+    change(user, begin_update(user, call, message), "UpdateGroup", message, update_here);
 }
 
 void api_delete_group(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
 {
-    const Ep__V1__DeleteGroupRequest *request = (const Ep__V1__DeleteGroupRequest *)message;
-    struct ep_api *api = user;
-    struct api_pending *pending = api_pending_create(api, call, "group.delete", request->name, false);
-
-    api->requests++;
-    if (pending)
-        ep_groups_delete(api->options.groups, request->name, request->force != 0, on_deleted, pending);
+    change(user, begin_delete(user, call, message), "DeleteGroup", message, delete_here);
 }
+
+void api_create_group_here(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
+{
+    struct api_pending *pending = begin_create(user, call, message);
+
+    if (!pending)
+        return;
+    api_pending_asked_by(pending, ((const Ep__V1__CreateGroupRequest *)message)->asker);
+    change(user, pending, NULL, message, create_here);
+}
+
+void api_update_group_here(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
+{
+    struct api_pending *pending = begin_update(user, call, message);
+
+    if (!pending)
+        return;
+    api_pending_asked_by(pending, ((const Ep__V1__UpdateGroupRequest *)message)->asker);
+    change(user, pending, NULL, message, update_here);
+}
+
+void api_delete_group_here(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
+{
+    struct api_pending *pending = begin_delete(user, call, message);
+
+    if (!pending)
+        return;
+    api_pending_asked_by(pending, ((const Ep__V1__DeleteGroupRequest *)message)->asker);
+    change(user, pending, NULL, message, delete_here);
+}
+
+/* ---- reading -------------------------------------------------------------------------------------------- */
 
 void api_get_group(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
 {
@@ -102,4 +325,20 @@ void api_list_groups(struct ep_rpc_call *call, const ProtobufCMessage *message, 
     reply.n_groups = n;
     ep_rpc_reply(call, &reply.base);
     free(reply.groups);
+}
+
+void api_get_history(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
+{
+    const Ep__V1__GetHistoryRequest *request = (const Ep__V1__GetHistoryRequest *)message;
+    Ep__V1__GetHistoryReply reply = EP__V1__GET_HISTORY_REPLY__INIT;
+    Ep__V1__GroupChange *changes[EP_GROUP_HISTORY];
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_api *api = user;
+
+    api->requests++;
+    reply.changes = changes;
+    if (ep_groups_history(api->options.groups, request->name, changes, &reply.n_changes, &error))
+        ep_rpc_fail(call, &error);
+    else
+        ep_rpc_reply(call, &reply.base);
 }

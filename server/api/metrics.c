@@ -41,6 +41,21 @@ static void render_node(struct ep_api *api, FILE *out)
     ep_node_info_clear(&info);
 }
 
+static void render_cluster(struct ep_api *api, FILE *out)
+{
+    const struct ep_cluster *cluster = api->options.cluster;
+    size_t alive = 0;
+
+    for (size_t i = 0; i < ep_cluster_count(cluster); i++)
+        alive += ep_cluster_at(cluster, i)->alive;
+    ep_metrics_family(out, "ep_cluster_nodes", "gauge", "Nodes whose server is there, as far as this one knows.");
+    sample(out, "ep_cluster_nodes", (double)alive);
+    ep_metrics_family(out, "ep_cluster_registered", "gauge", "0 while the others do not know of this server.");
+    sample(out, "ep_cluster_registered", ep_cluster_session(cluster) != NULL);
+    ep_metrics_family(out, "ep_cluster_leads", "gauge", "1 on the server that decides on changes.");
+    sample(out, "ep_cluster_leads", ep_cluster_leads(cluster));
+}
+
 static void render_attach(struct ep_api *api, FILE *out)
 {
     const struct ep_attach_counters *c = ep_attach_counters(api->options.attach);
@@ -53,7 +68,7 @@ static void render_attach(struct ep_api *api, FILE *out)
     sample(out, "ep_attach_bad_frames_total", (double)c->bad_frames);
     ep_metrics_family(out, "ep_attach_silent_total", "counter", "Connections dropped for saying nothing.");
     sample(out, "ep_attach_silent_total", (double)c->silent);
-    ep_metrics_family(out, "ep_rpc_requests_total", "counter", "Requests of Admin and Attach.");
+    ep_metrics_family(out, "ep_rpc_requests_total", "counter", "Requests of Admin, Attach and Node.");
     sample(out, "ep_rpc_requests_total", (double)api->requests);
 }
 
@@ -300,6 +315,7 @@ static void render_ranks(struct ep_api *api, FILE *out)
 void ep_api_render_metrics(struct ep_api *api, FILE *out)
 {
     render_node(api, out);
+    render_cluster(api, out);
     render_attach(api, out);
     render_phases(api, out);
     render_rank_states(api, out);

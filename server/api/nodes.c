@@ -3,16 +3,20 @@
 #include <string.h>
 
 #include "api_private.h"
+#include "ep_clock.h"
 #include "ep_log.h"
+#include "ep/v1/node.pb-c.h"
 
-#define CORDON_KEY "node/cordon" /* value: the reason */
+#define PING_MS 2000
 
-/* ---- reading ---------------------------------------------------------------------------- */
+#define NODE_STATE(x) EP__V1__NODE_STATE__NODE_STATE_##x
 
-static bool is_on(const Ep__V1__Group *group, const char *device)
+/* ---- this node -------------------------------------------------------------------------- */
+
+static bool is_on(const Ep__V1__Group *group, const char *node, const char *device)
 {
     for (size_t i = 0; i < group->status->n_ranks; i++)
-        if (!strcmp(group->status->ranks[i]->device, device))
+        if (!strcmp(group->status->ranks[i]->node, node) && !strcmp(group->status->ranks[i]->device, device))
             return true;
     return false;
 }
@@ -21,20 +25,13 @@ static bool is_on(const Ep__V1__Group *group, const char *device)
 static void count_groups(const Ep__V1__Group *group, Ep__V1__NodeInfo *info)
 {
     for (size_t d = 0; d < info->n_devices; d++)
-        info->devices[d]->groups += is_on(group, info->devices[d]->name);
+        info->devices[d]->groups += is_on(group, info->name, info->devices[d]->name);
 }
 
-static void fill(struct ep_api *api, Ep__V1__NodeInfo *info)
+void ep_api_describe_node(struct ep_api *api, Ep__V1__NodeInfo *info)
 {
     struct ep_groups *groups = api->options.groups;
-    struct ep_error store = EP_ERROR_INIT;
-    char *text;
 
-    ep_node_info(api->options.node, info);
-    if (ep_store_health(api->options.store, &store) != EP_OK && (text = strdup(store.text))) {
-        free(info->store_error);
-        info->store_error = text;
-    }
     info->attachments = ep_groups_attachments(groups);
     for (size_t d = 0; d < info->n_devices; d++)
         info->devices[d]->sms_held = ep_groups_sms(groups, (uint32_t)d);
@@ -42,41 +39,195 @@ static void fill(struct ep_api *api, Ep__V1__NodeInfo *info)
         count_groups(ep_groups_at(groups, i), info);
 }
 
-static bool check_name(struct ep_api *api, struct ep_rpc_call *call, const char *name)
+static bool is_leader(const struct ep_api *api, const char *name)
 {
-    const char *own = ep_node_name(api->options.node);
-    struct ep_error error = EP_ERROR_INIT;
+    const char *leader = ep_cluster_leader(api->options.cluster);
 
-    if (!*name || !strcmp(name, own))
-        return true;
-    ep_error_set(&error, EP_NOT_FOUND, "node \"%s\" is not known here: this server is node \"%s\"", name,
-                 own);
-    ep_rpc_fail(call, &error);
-    return false;
+    return leader && !strcmp(leader, name);
 }
 
-static void reply_info(struct ep_api *api, struct ep_rpc_call *call)
+/* As of now, which the table is a little behind; free with ep_node_info_clear(). */
+static void fill_own(struct ep_api *api, Ep__V1__NodeInfo *info)
+{
+    struct ep_error store = EP_ERROR_INIT;
+    char *text;
+
+    ep_node_info(api->options.node, info);
+    ep_api_describe_node(api, info);
+    info->leader = is_leader(api, info->name);
+    if (ep_store_health(api->options.store, &store) != EP_OK && (text = strdup(store.text))) {
+        free(info->store_error);
+        info->store_error = text;
+    }
+}
+
+static bool is_own(const struct ep_api *api, const char *name)
+{
+    return !*name || !strcmp(name, ep_node_name(api->options.node));
+}
+
+/* ---- any node --------------------------------------------------------------------------- */
+
+/* Another one, as the table has it: a view whose texts are the table's, to be packed and not freed. */
+static Ep__V1__NodeInfo view_of(const struct ep_api *api, const struct ep_cluster_node *node)
+{
+    Ep__V1__NodeInfo info = EP__V1__NODE_INFO__INIT;
+
+    if (node->info)
+        info = *node->info;
+    info.name = (char *)(uintptr_t)node->name;
+    info.leader = is_leader(api, node->name);
+    if (!node->alive)
+        info.state = NODE_STATE(LOST);
+    else if (node->cordoned && info.state == NODE_STATE(READY))
+        info.state = NODE_STATE(CORDONED);
+    if (info.state != NODE_STATE(STOPPING))
+        info.reason = (char *)(uintptr_t)node->reason;
+    return info;
+}
+
+static const struct ep_cluster_node *look_up(const struct ep_api *api, const char *name, struct ep_error *error)
+{
+    const struct ep_cluster_node *node = ep_cluster_find(api->options.cluster, name);
+
+    if (!node)
+        ep_error_set(error, EP_NOT_FOUND, "node \"%.200s\" is not known: this server is node \"%s\", one of %zu", name,
+                     ep_node_name(api->options.node), ep_cluster_count(api->options.cluster));
+    return node;
+}
+
+static const struct ep_cluster_node *find(struct ep_api *api, struct ep_rpc_call *call, const char *name)
+{
+    struct ep_error error = EP_ERROR_INIT;
+    const struct ep_cluster_node *node = look_up(api, name, &error);
+
+    if (!node)
+        ep_rpc_fail(call, &error);
+    return node;
+}
+
+static void reply_own(struct ep_api *api, struct ep_rpc_call *call)
 {
     Ep__V1__NodeInfo info;
 
-    fill(api, &info);
+    fill_own(api, &info);
     ep_rpc_reply(call, &info.base);
     ep_node_info_clear(&info);
 }
 
+/* ---- list ------------------------------------------------------------------------------- */
+
+struct listing {
+    Ep__V1__NodeInfo own, *views, **list;
+    size_t n;
+};
+
+static void list_all(struct ep_api *api, struct listing *l)
+{
+    struct ep_cluster *cluster = api->options.cluster;
+    bool found = false;
+
+    for (size_t i = 0; i < ep_cluster_count(cluster); i++) {
+        const struct ep_cluster_node *node = ep_cluster_at(cluster, i);
+        bool own = is_own(api, node->name);
+
+        if (!own)
+            l->views[i] = view_of(api, node);
+        l->list[l->n++] = own ? &l->own : &l->views[i];
+        found = found || own;
+    }
+    if (!found) /* not registered yet */
+        l->list[l->n++] = &l->own;
+}
+
 void api_list_nodes(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
 {
+    struct ep_error error = { EP_NO_MEMORY, "out of memory" };
     Ep__V1__ListNodesReply reply = EP__V1__LIST_NODES_REPLY__INIT;
-    Ep__V1__NodeInfo info, *nodes[] = { &info };
     struct ep_api *api = user;
+    size_t room = ep_cluster_count(api->options.cluster) + 1;
+    struct listing l = { .views = calloc(room, sizeof *l.views), .list = calloc(room, sizeof *l.list) };
 
     (void)message;
     api->requests++;
-    fill(api, &info);
-    reply.nodes = nodes;
-    reply.n_nodes = 1;
-    ep_rpc_reply(call, &reply.base);
-    ep_node_info_clear(&info);
+    if (l.views && l.list) {
+        fill_own(api, &l.own);
+        list_all(api, &l);
+        reply.nodes = l.list;
+        reply.n_nodes = l.n;
+        ep_rpc_reply(call, &reply.base);
+        ep_node_info_clear(&l.own);
+    } else {
+        ep_rpc_fail(call, &error);
+    }
+    free(l.views);
+    free(l.list);
+}
+
+/* ---- get -------------------------------------------------------------------------------- */
+
+/* A look at another node waits for its answer to a ping.  The call may end before. */
+struct look {
+    struct ep_api *api;
+    struct ep_rpc_call *call; /* NULL: it has ended */
+    uint64_t began_ns;
+    char name[];
+};
+
+static void reply_look(const struct look *look, const struct ep_error *error, bool same_boot)
+{
+    const struct ep_cluster_node *node = find(look->api, look->call, look->name);
+    Ep__V1__NodeInfo info;
+
+    if (!node)
+        return;
+    info = view_of(look->api, node);
+    if (error->status)
+        info.unreachable = (char *)(uintptr_t)error->text;
+    else if (same_boot)
+        info.round_trip_us = (ep_clock_ns() - look->began_ns) / EP_NS_PER_US + 1;
+    ep_rpc_reply(look->call, &info.base);
+}
+
+static void on_pong(const struct ep_error *error, const ProtobufCMessage *reply, void *user)
+{
+    const Ep__V1__PingReply *pong = (const Ep__V1__PingReply *)reply;
+    struct look *look = user;
+    const struct ep_cluster_node *node = ep_cluster_find(look->api->options.cluster, look->name);
+
+    if (look->call) {
+        ep_rpc_call_set_user(look->call, NULL);
+        reply_look(look, error, pong && node && pong->boot_us == node->boot);
+    }
+    free(look);
+}
+
+void api_look_closed(struct ep_rpc_call *call, void *user)
+{
+    struct look *look = ep_rpc_call_user(call);
+
+    (void)user;
+    if (look)
+        look->call = NULL;
+}
+
+static void look_at(struct ep_api *api, struct ep_rpc_call *call, const char *name)
+{
+    Ep__V1__PingRequest request = EP__V1__PING_REQUEST__INIT;
+    struct ep_error error = { EP_NO_MEMORY, "out of memory" };
+    size_t n = strlen(name) + 1;
+    struct look *look = malloc(sizeof *look + n);
+
+    if (!look) {
+        ep_rpc_fail(call, &error);
+        return;
+    }
+    *look = (struct look){ .api = api, .call = call, .began_ns = ep_clock_ns() };
+    memcpy(look->name, name, n);
+    ep_rpc_call_set_user(call, look);
+    request.node = look->name;
+    ep_cluster_call(api->options.cluster, name, &ep__v1__node__descriptor, "Ping", &request.base, PING_MS, on_pong,
+                    look);
 }
 
 void api_get_node(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
@@ -85,8 +236,10 @@ void api_get_node(struct ep_rpc_call *call, const ProtobufCMessage *message, voi
     struct ep_api *api = user;
 
     api->requests++;
-    if (check_name(api, call, request->name))
-        reply_info(api, call);
+    if (is_own(api, request->name))
+        reply_own(api, call);
+    else if (find(api, call, request->name))
+        look_at(api, call, request->name);
 }
 
 void api_get_version(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
@@ -103,73 +256,57 @@ void api_get_version(struct ep_rpc_call *call, const ProtobufCMessage *message, 
 
 /* ---- drain and uncordon -------------------------------------------------------------------- */
 
-/* Both wait for the store and then change the node; the reason goes with the request. */
-struct api_cordon_change {
-    struct api_cordon_change *next;
+struct cordon_change {
     struct api_pending *pending;
-    struct ep_api *api; /* NULL: the API has gone; the store has the last word at the next start */
-    bool cordon;
-    char reason[];
+    struct ep_api *api;
+    char name[];
 };
 
-static void unlink_change(struct api_cordon_change *change)
+/* A node that was lost and is no longer drained is known no more. */
+static void reply_changed(struct ep_api *api, struct ep_rpc_call *call, char *name)
 {
-    struct api_cordon_change **at = &change->api->cordon_changes;
+    const struct ep_cluster_node *node = ep_cluster_find(api->options.cluster, name);
+    Ep__V1__NodeInfo info = EP__V1__NODE_INFO__INIT;
 
-    while (*at != change)
-        at = &(*at)->next;
-    *at = change->next;
+    if (is_own(api, name)) {
+        reply_own(api, call);
+        return;
+    }
+    info.name = name;
+    info.state = NODE_STATE(LOST);
+    if (node)
+        info = view_of(api, node);
+    ep_rpc_reply(call, &info.base);
 }
 
-static void apply(const struct api_cordon_change *change)
+static void on_changed(const struct ep_error *error, void *user)
 {
-    struct ep_api *api = change->api;
+    struct cordon_change *change = user;
+    struct ep_rpc_call *call = api_pending_finish(change->pending, error);
 
-    ep_node_cordon(api->options.node, change->cordon, change->reason);
-    if (change->cordon)
-        ep_groups_announce_drain(api->options.groups, change->reason);
-}
-
-static void on_stored(const struct ep_error *error, uint64_t revision, void *user)
-{
-    struct api_cordon_change *change = user;
-    struct ep_rpc_call *call;
-
-    (void)revision;
-    if (change->api)
-        unlink_change(change);
-    if (change->api && (!error || error->status == EP_OK))
-        apply(change);
-    call = api_pending_finish(change->pending, error);
-    if (call && change->api && !api_failed(call, error))
-        reply_info(change->api, call);
+    if (call && !api_failed(call, error))
+        reply_changed(change->api, call, change->name);
     free(change);
 }
 
-static void change_cordon(struct ep_api *api, struct ep_rpc_call *call, bool cordon, const char *reason)
+static void change_cordon(struct ep_api *api, struct ep_rpc_call *call, const char *asked, const char *reason)
 {
-    const char *action = cordon ? "node.drain" : "node.uncordon";
-    struct api_pending *pending =
-        api_pending_create(api, call, action, ep_node_name(api->options.node), false);
-    size_t n = strlen(reason) + 1;
-    struct api_cordon_change *change = pending ? calloc(1, sizeof *change + n) : NULL;
+    const char *name = *asked ? asked : ep_node_name(api->options.node);
+    struct api_pending *pending = api_pending_create(api, call, reason ? "node.drain" : "node.uncordon", name, false);
+    size_t n = strlen(name) + 1;
+    struct cordon_change *change = pending ? malloc(sizeof *change + n) : NULL;
     struct ep_error error = { EP_NO_MEMORY, "out of memory" };
-    struct ep_store_write write = {
-        .key = CORDON_KEY, .value = cordon ? reason : NULL, .size = cordon ? n : 0, .expected = EP_STORE_ANY
-    };
 
     if (!pending)
         return;
-    if (!change) {
+    if (!change || (!is_own(api, name) && !look_up(api, name, &error))) {
         ep_rpc_fail(api_pending_finish(pending, &error), &error);
+        free(change);
         return;
     }
-    *change = (struct api_cordon_change){
-        .next = api->cordon_changes, .pending = pending, .api = api, .cordon = cordon
-    };
-    memcpy(change->reason, reason, n);
-    api->cordon_changes = change;
-    ep_store_commit(api->options.store, &write, 1, on_stored, change);
+    *change = (struct cordon_change){ .pending = pending, .api = api };
+    memcpy(change->name, name, n);
+    ep_cluster_cordon(api->options.cluster, name, reason, on_changed, change);
 }
 
 void api_drain_node(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
@@ -178,8 +315,7 @@ void api_drain_node(struct ep_rpc_call *call, const ProtobufCMessage *message, v
     struct ep_api *api = user;
 
     api->requests++;
-    if (check_name(api, call, request->name))
-        change_cordon(api, call, true, *request->reason ? request->reason : "drained by an operator");
+    change_cordon(api, call, request->name, *request->reason ? request->reason : "drained by an operator");
 }
 
 void api_uncordon_node(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
@@ -188,53 +324,18 @@ void api_uncordon_node(struct ep_rpc_call *call, const ProtobufCMessage *message
     struct ep_api *api = user;
 
     api->requests++;
-    if (check_name(api, call, request->name))
-        change_cordon(api, call, false, "");
+    change_cordon(api, call, request->name, NULL);
 }
 
-/* ---- the cordon of the last run --------------------------------------------------------------- */
-
-struct restoring {
-    struct ep_node *node;
-    ep_api_restored_fn done;
-    void *user;
-};
-
-static void cordon_as_stored(struct ep_node *node, const struct ep_record *record)
+/* Whoever drained this node, its workers are told here. */
+void api_on_cluster(enum ep_cluster_event event, const struct ep_cluster_node *node, void *user)
 {
-    const char *reason = record->value;
+    struct ep_api *api = user;
 
-    if (!strcmp(record->key, CORDON_KEY) && record->size > 0 && reason[record->size - 1] == '\0')
-        ep_node_cordon(node, true, reason);
-}
-
-static void on_listed(const struct ep_error *error, const struct ep_record *records, size_t n, void *user)
-{
-    struct restoring restoring = *(struct restoring *)user;
-    struct ep_error local = *error;
-
-    free(user);
-    for (size_t i = 0; i < n; i++)
-        cordon_as_stored(restoring.node, &records[i]);
-    if (local.status)
-        ep_error_prefix(&local, "cannot tell whether the node is drained");
-    restoring.done(&local, restoring.user);
-}
-
-ep_status ep_api_restore_node(struct ep_store *store, struct ep_node *node, ep_api_restored_fn done, void *user,
-                              struct ep_error *error)
-{
-    struct restoring *restoring = malloc(sizeof *restoring);
-
-    if (!restoring)
-        return ep_error_set(error, EP_NO_MEMORY, "out of memory");
-    *restoring = (struct restoring){ .node = node, .done = done, .user = user };
-    ep_store_list(store, CORDON_KEY, on_listed, restoring);
-    return EP_OK;
-}
-
-void api_cordon_forget(struct ep_api *api)
-{
-    for (struct api_cordon_change *change = api->cordon_changes; change; change = change->next)
-        change->api = NULL;
+    (void)event;
+    if (!node || !is_own(api, node->name))
+        return;
+    if (node->cordoned && !api->cordoned)
+        ep_groups_announce_drain(api->options.groups, node->reason);
+    api->cordoned = node->cordoned;
 }

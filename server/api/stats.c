@@ -9,11 +9,11 @@
 #define INTERVAL_MIN_MS 50u
 #define INTERVAL_MAX_MS 3600000u
 
-void api_stats_fill(struct ep_api *api, const char *group, Ep__V1__Stats *stats)
+void api_stats_fill(struct ep_api *api, const char *group, bool experts, Ep__V1__Stats *stats)
 {
     const struct ep_attach_counters *attach = ep_attach_counters(api->options.attach);
 
-    ep_groups_stats(api->options.groups, group && *group ? group : NULL, stats);
+    ep_groups_stats(api->options.groups, group && *group ? group : NULL, experts, stats);
     stats->time_us = ep_clock_wall_us();
     stats->attaches = attach->attaches;
     stats->attach_refused = attach->refused;
@@ -21,7 +21,7 @@ void api_stats_fill(struct ep_api *api, const char *group, Ep__V1__Stats *stats)
 }
 
 /* `node` is the node's own string: lent for the packing, not for the clearing. */
-static bool write_stats(struct ep_api *api, const char *group,
+static bool write_stats(struct ep_api *api, const char *group, bool experts,
                         bool (*put)(struct ep_rpc_call *call, const ProtobufCMessage *message),
                         struct ep_rpc_call *call)
 {
@@ -29,7 +29,7 @@ static bool write_stats(struct ep_api *api, const char *group,
     char *own;
     bool done;
 
-    api_stats_fill(api, group, &stats);
+    api_stats_fill(api, group, experts, &stats);
     own = stats.node;
     stats.node = (char *)(uintptr_t)ep_node_name(api->options.node);
     done = put(call, &stats.base);
@@ -57,11 +57,30 @@ static bool check_group(struct ep_api *api, struct ep_rpc_call *call, const char
 void api_get_stats(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
 {
     const Ep__V1__GetStatsRequest *request = (const Ep__V1__GetStatsRequest *)message;
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_api *api = user;
+
+    api->requests++;
+    if (request->experts && !*request->group) {
+        ep_error_set(&error, EP_INVALID_ARGUMENT, "group is empty: experts are those of one group");
+        ep_rpc_fail(call, &error);
+    } else if (!check_group(api, call, request->group)) {
+        return;
+    } else if (request->experts) {
+        api_gather_stats(api, call, ep_groups_get(api->options.groups, request->group, NULL));
+    } else {
+        write_stats(api, request->group, false, put_reply, call);
+    }
+}
+
+void api_get_stats_here(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
+{
+    const Ep__V1__GetStatsRequest *request = (const Ep__V1__GetStatsRequest *)message;
     struct ep_api *api = user;
 
     api->requests++;
     if (check_group(api, call, request->group))
-        write_stats(api, request->group, put_reply, call);
+        write_stats(api, request->group, request->experts != 0, put_reply, call);
 }
 
 /* ---- at an interval ---------------------------------------------------------------------- */
@@ -79,7 +98,7 @@ static void on_tick(uv_timer_t *timer)
 {
     struct api_stats_stream *stream = timer->data;
 
-    write_stats(stream->api, stream->group, ep_rpc_write, stream->call);
+    write_stats(stream->api, stream->group, false, ep_rpc_write, stream->call);
 }
 
 static void on_timer_closed(uv_handle_t *handle)

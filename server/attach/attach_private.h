@@ -88,7 +88,8 @@ void listener_close(struct ep_attach *attach);
 
 /* ---- connection.c ------------------------------------------------------------- */
 
-enum connection_state { CONNECTION_SILENT, CONNECTION_ATTACHED, CONNECTION_CLOSED };
+/* JOINING: it has said hello, and waits for its rank to be taken in. */
+enum connection_state { CONNECTION_SILENT, CONNECTION_JOINING, CONNECTION_ATTACHED, CONNECTION_CLOSED };
 
 struct connection {
     struct ep_attach *attach;
@@ -115,12 +116,16 @@ void connection_accept(struct ep_attach *attach, int fd);
 /* Ends the one that has been silent the longest; false when all have said hello. */
 bool connection_drop_silent(struct ep_attach *attach);
 void connection_event(struct connection *connection, const struct ep_attach_frame *event);
+/* One that is never dropped: a worker that has not read so many before is cut off, when the loop runs again. */
+void connection_tell(struct connection *connection, const struct ep_attach_frame *frame);
+/* The rank of its claim is attached, or why not: then the claim is gone, and the connection closed. */
+void connection_joined(struct connection *connection, const struct ep_error *error);
 /* Closes the socket; frees it when its handles are closed.  The claim is not touched. */
 void connection_close(struct connection *connection);
 
 /* ---- claim.c ------------------------------------------------------------------ */
 
-enum claim_state { CLAIM_RESERVED, CLAIM_ATTACHED, CLAIM_LEAVING };
+enum claim_state { CLAIM_RESERVED, CLAIM_JOINING, CLAIM_ATTACHED, CLAIM_LEAVING };
 
 struct claim {
     struct ep_attach *attach;
@@ -131,7 +136,10 @@ struct claim {
     pid_t pid;
     uid_t uid;
     Ep__V1__Executor executor; /* asked for */
+    bool follow;
+    uint64_t after; /* as in struct ep_worker */
     struct ep_membership *membership;
+    struct connection *joining;    /* JOINING: who waits for its welcome */
     struct connection *connection; /* NULL: none (yet or any more) */
     struct process process;        /* from ATTACHED on */
     uv_timer_t timer;              /* RESERVED: expiry.  LEAVING without pidfd: look again */
@@ -146,11 +154,10 @@ struct claim {
 /* The one that `ticket` belongs to, if this peer may use it now.  Else NULL and why. */
 struct claim *claim_find(struct ep_attach *attach, const uint8_t *ticket, pid_t pid, uid_t uid,
                          struct ep_error *error);
-/* RESERVED -> ATTACHED; *info is what WELCOME says.  On error the claim is gone. */
-ep_status claim_attach(struct claim *claim, struct connection *connection,
-                       struct ep_membership_info *info, struct ep_error *error);
-/* The worker said BYE: its mapping is gone. */
-void claim_bye(struct claim *claim);
+/* RESERVED -> JOINING; then connection_joined(), before this returns or later, unless the connection ends first. */
+void claim_attach(struct claim *claim, struct connection *connection);
+/* The worker said BYE: its mapping is gone.  turned_to: the epoch to which it has gone over; 0: it just leaves. */
+void claim_bye(struct claim *claim, uint64_t turned_to);
 /* The connection ended without BYE. */
 void claim_disconnected(struct claim *claim, const char *why);
 /* At close: whatever state it is in. */

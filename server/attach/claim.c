@@ -16,9 +16,16 @@
  * waits to be the end of a process. */
 #define DYING_MS 10
 
+static void on_group_turn(const struct ep_group_turn *turn, void *user);
+
 static struct ep_worker worker_of(const struct claim *claim)
 {
-    return (struct ep_worker){ .pid = claim->pid, .uid = claim->uid, .name = claim->worker, .executor = claim->executor };
+    return (struct ep_worker){ .pid = claim->pid,
+                               .uid = claim->uid,
+                               .name = claim->worker,
+                               .executor = claim->executor,
+                               .on_turn = claim->follow ? on_group_turn : NULL,
+                               .after = claim->after };
 }
 
 /* ---- end ------------------------------------------------------------------------ */
@@ -57,6 +64,19 @@ static void release(struct claim *claim, const char *why, bool writer_alive)
     EP_INFO("attach", "rank released", EP_S("worker", claim->worker), EP_I("pid", claim->pid),
             EP_S("why", why), EP_B("writer_alive", writer_alive));
     ep_membership_release(claim->membership, why, writer_alive);
+}
+
+/* RESERVED, JOINING: whoever waits for a welcome is refused. */
+static void end_unattached(struct claim *claim, ep_status status, const char *why)
+{
+    struct connection *joining = claim->joining;
+    struct ep_error error = EP_ERROR_INIT;
+
+    ep_error_set(&error, status, "%s", why);
+    release(claim, why, false);
+    free_claim(claim);
+    if (joining)
+        connection_joined(joining, &error);
 }
 
 /* ---- LEAVING: absent, and its process may still write the window -------------------- */
@@ -126,13 +146,15 @@ static void leave(struct claim *claim, const char *why)
         uv_timer_start(&claim->timer, on_look_again, LOOK_AGAIN_MS, LOOK_AGAIN_MS);
 }
 
-void claim_bye(struct claim *claim)
+void claim_bye(struct claim *claim, uint64_t turned_to)
 {
     claim->connection = NULL;
     if (claim->state == CLAIM_LEAVING) {
         writer_gone(claim);
         return;
     }
+    if (turned_to)
+        ep_membership_turned(claim->membership, turned_to);
     release(claim, "its worker left", false);
     free_claim(claim);
 }
@@ -149,6 +171,11 @@ void claim_disconnected(struct claim *claim, const char *why)
     char reason[192];
 
     claim->connection = NULL;
+    if (claim->state == CLAIM_JOINING) {
+        claim->joining = NULL;
+        end_unattached(claim, EP_ABORTED, why);
+        return;
+    }
     if (claim->state == CLAIM_LEAVING)
         return; /* its process is being watched */
     if (process_gone(&claim->process)) {
@@ -188,8 +215,7 @@ static void on_detached(uv_timer_t *timer)
         leave(claim, claim->reason ? claim->reason : "detached");
         return;
     }
-    release(claim, claim->reason ? claim->reason : "detached", false);
-    free_claim(claim);
+    end_unattached(claim, EP_DETACHED, claim->reason ? claim->reason : "detached");
 }
 
 static void detach(struct claim *claim, const char *why)
@@ -223,6 +249,20 @@ static void on_group_event(enum ep_group_event event, uint32_t rank, uint64_t ep
     }
     if (event == EP_GROUP_DETACHED)
         detach(claim, text);
+}
+
+static void on_group_turn(const struct ep_group_turn *turn, void *user)
+{
+    struct claim *claim = user;
+    struct ep_attach_frame frame;
+
+    if (!claim->connection)
+        return; /* it has gone, which is about to be noticed */
+    ep_attach_frame_init(&frame, turn->decided ? EP_ATTACH_TURN : EP_ATTACH_ASK);
+    frame.epoch = turn->to;
+    frame.value = turn->at;
+    frame.count = turn->number;
+    connection_tell(claim->connection, &frame);
 }
 
 /* ---- RESERVED -> ATTACHED ------------------------------------------------------------ */
@@ -261,25 +301,35 @@ struct claim *claim_find(struct ep_attach *attach, const uint8_t *ticket, pid_t 
     return found;
 }
 
-ep_status claim_attach(struct claim *claim, struct connection *connection,
-                       struct ep_membership_info *info, struct ep_error *error)
+static void on_attached(const struct ep_error *error, void *user)
+{
+    struct claim *claim = user;
+    struct connection *connection = claim->joining;
+    struct ep_membership_info info;
+
+    if (error->status) {
+        end_unattached(claim, error->status, error->text);
+        return;
+    }
+    claim->joining = NULL;
+    claim->state = CLAIM_ATTACHED;
+    (void)watch_pidfd(claim); /* its connection does not close when another process has inherited it */
+    ep_membership_info(claim->membership, &info);
+    claim->on_gpu = info.device_uuid != NULL;
+    EP_INFO("attach", "rank attached", EP_S("group", info.group), EP_U("rank", info.rank), EP_U("epoch", info.epoch),
+            EP_S("worker", claim->worker), EP_I("pid", claim->pid));
+    connection_joined(connection, error);
+}
+
+void claim_attach(struct claim *claim, struct connection *connection)
 {
     struct ep_worker worker = worker_of(claim);
 
     process_open(&claim->process, claim->pid, connection->fd);
-    if (ep_membership_attach(claim->membership, &worker, error) != EP_OK) {
-        release(claim, "attaching failed", false);
-        free_claim(claim);
-        return error->status;
-    }
     uv_timer_stop(&claim->timer);
-    claim->state = CLAIM_ATTACHED;
-    (void)watch_pidfd(claim); /* its connection does not close when another process has inherited it */
-    ep_membership_info(claim->membership, info);
-    claim->on_gpu = info->device_uuid != NULL;
-    EP_INFO("attach", "rank attached", EP_S("group", info->group), EP_U("rank", info->rank),
-            EP_U("epoch", info->epoch), EP_S("worker", claim->worker), EP_I("pid", claim->pid));
-    return EP_OK;
+    claim->state = CLAIM_JOINING;
+    claim->joining = connection;
+    ep_membership_attach(claim->membership, &worker, on_attached);
 }
 
 /* ---- RESERVED ------------------------------------------------------------------------ */
@@ -329,10 +379,13 @@ static ep_status check_request(const struct ep_attach *attach, const Ep__V1__Cla
     if (check_token(attach, request->token, error) != EP_OK
         || check_versions(request, error) != EP_OK)
         return error->status;
+    if (request->after && request->_rank_case != EP__V1__CLAIM_REQUEST___RANK_RANK)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "after is %llu: the rank must be given, the one that is held there",
+                            (unsigned long long)request->after);
     if (request->_rank_case == EP__V1__CLAIM_REQUEST___RANK_RANK && request->rank >= EP_MAX_RANKS)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "rank is %u: must be under %d", request->rank,
                             EP_MAX_RANKS);
-    if (ep_node_cordoned(attach->node, &why))
+    if (!request->after && ep_node_cordoned(attach->node, &why)) /* who is here already may follow its group */
         return ep_error_set(error, EP_FAILED_PRECONDITION, "node %s is drained: %s",
                             ep_node_name(attach->node), why && *why ? why : "no new workers");
     return EP_OK;
@@ -351,6 +404,8 @@ static struct claim *make_claim(struct ep_attach *attach, const Ep__V1__ClaimReq
     claim->pid = pid;
     claim->uid = uid;
     claim->executor = request->executor;
+    claim->follow = request->follow;
+    claim->after = request->after;
     claim->process.pidfd = -1;
     claim->worker = strndup(request->worker, WORKER_NAME_MAX);
     if (!claim->worker) {

@@ -181,6 +181,24 @@ void connection_event(struct connection *connection, const struct ep_attach_fram
     watch(connection);
 }
 
+static void on_late(uv_timer_t *timer)
+{
+    struct connection *connection = timer->data;
+    struct claim *claim = connection->claim;
+
+    EP_WARN("attach", "a worker does not read what it must not miss, cut off", EP_I("pid", connection->pid));
+    connection_close(connection);
+    claim_disconnected(claim, "its worker was late: it did not read what its server told it");
+}
+
+/* Whoever tells is in the middle of something, so the end is put off. */
+void connection_tell(struct connection *connection, const struct ep_attach_frame *frame)
+{
+    if (!send_or_queue(connection, frame))
+        uv_timer_start(&connection->deadline, on_late, 0, 0);
+    watch(connection);
+}
+
 /* ---- memory out: WELCOME and MEMORY ------------------------------------------------ */
 
 static void describe_memory(const struct ep_membership_info *info, const struct ep_membership_memory *memory,
@@ -192,6 +210,7 @@ static void describe_memory(const struct ep_membership_info *info, const struct 
     frame->rank = memory->rank;
     frame->epoch = info->epoch;
     frame->value = memory->bytes;
+    frame->offset = own ? info->position : 0;
     frame->count = own                                ? info->memories - 1
                    : memory->kind == EP_MEMORY_STATE ? EP_ATTACH_MEMORY_STATE
                                                      : EP_ATTACH_MEMORY_WINDOW;
@@ -303,35 +322,57 @@ static void on_unregister(struct connection *connection, const struct ep_attach_
 
 /* ---- frames in ------------------------------------------------------------------- */
 
-static void on_hello(struct connection *connection, const struct ep_attach_frame *hello)
+static void welcome(struct connection *connection)
 {
-    struct ep_attach *attach = connection->attach;
     struct ep_error error = EP_ERROR_INIT;
     struct ep_membership_info info;
-    struct claim *claim = claim_find(attach, hello->ticket, connection->pid, connection->uid, &error);
 
-    if (!claim || claim_attach(claim, connection, &info, &error) != EP_OK) {
-        refuse(connection, &error);
-        return;
-    }
+    ep_membership_info(connection->claim->membership, &info);
     connection->state = CONNECTION_ATTACHED;
-    connection->claim = claim;
-    uv_timer_stop(&connection->deadline);
     connection->memories = info.memories;
     if (send_memories(connection, &error) != EP_OK) {
         give_up(connection, &error);
         return;
     }
-    attach->counters.attaches++;
-    claim->connection = connection; /* from now on it hears events */
+    connection->attach->counters.attaches++;
+    connection->claim->connection = connection; /* from now on it hears events */
 }
 
-static void on_bye(struct connection *connection)
+void connection_joined(struct connection *connection, const struct ep_error *error)
+{
+    if (error->status)
+        refuse(connection, error);
+    else
+        welcome(connection);
+}
+
+static void on_hello(struct connection *connection, const struct ep_attach_frame *hello)
+{
+    struct ep_error error = EP_ERROR_INIT;
+    struct claim *claim = claim_find(connection->attach, hello->ticket, connection->pid, connection->uid, &error);
+
+    if (!claim) {
+        refuse(connection, &error);
+        return;
+    }
+    connection->state = CONNECTION_JOINING;
+    connection->claim = claim;
+    uv_timer_stop(&connection->deadline);
+    claim_attach(claim, connection);
+}
+
+static void on_bye(struct connection *connection, const struct ep_attach_frame *bye)
 {
     struct claim *claim = connection->claim;
 
     connection_close(connection);
-    claim_bye(claim);
+    claim_bye(claim, bye->epoch);
+}
+
+static void on_promise(struct connection *connection, const struct ep_attach_frame *promise)
+{
+    ep_membership_promise(connection->claim->membership, promise->count, promise->status == EP_OK, promise->value,
+                          promise->offset);
 }
 
 static void on_misplaced(struct connection *connection, const struct ep_attach_frame *frame)
@@ -340,7 +381,7 @@ static void on_misplaced(struct connection *connection, const struct ep_attach_f
 
     ep_error_set(&error, EP_PROTOCOL, "frame type is %u: %s", frame->type,
                  connection->state == CONNECTION_SILENT ? "HELLO comes first"
-                                                        : "only REGISTER, UNREGISTER and BYE may follow HELLO");
+                                                        : "only REGISTER, UNREGISTER, PROMISE and BYE may follow HELLO");
     bad_frame(connection, &error);
 }
 
@@ -355,12 +396,14 @@ static void on_frame(struct connection *connection, const struct ep_attach_frame
     }
     if (fd >= 0)
         close(fd);
-    if (!attached && frame->type == EP_ATTACH_HELLO)
+    if (connection->state == CONNECTION_SILENT && frame->type == EP_ATTACH_HELLO)
         on_hello(connection, frame);
     else if (attached && frame->type == EP_ATTACH_UNREGISTER)
         on_unregister(connection, frame);
     else if (attached && frame->type == EP_ATTACH_BYE)
-        on_bye(connection);
+        on_bye(connection, frame);
+    else if (attached && frame->type == EP_ATTACH_PROMISE)
+        on_promise(connection, frame);
     else
         on_misplaced(connection, frame);
 }

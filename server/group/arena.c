@@ -1,6 +1,5 @@
 #include "arena.h"
 
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -43,6 +42,24 @@ char *arena_strdup(struct arena *arena, const char *text)
     size_t n = strlen(text) + 1;
 
     return memcpy(arena_alloc(arena, n), text, n);
+}
+
+static void *alloc_for_unpack(void *arena, size_t bytes)
+{
+    return arena_alloc(arena, bytes ? bytes : 1);
+}
+
+static void free_nothing(void *arena, void *memory)
+{
+    (void)arena;
+    (void)memory;
+}
+
+void *arena_unpack(struct arena *arena, const ProtobufCMessageDescriptor *type, size_t size, const void *bytes)
+{
+    ProtobufCAllocator allocator = { alloc_for_unpack, free_nothing, arena };
+
+    return protobuf_c_message_unpack(type, &allocator, size, bytes);
 }
 
 void arena_clear(struct arena *arena)

@@ -3,6 +3,9 @@
 #define EP_GROUP_ARENA_H
 
 #include <stddef.h>
+#include <stdint.h>
+
+#include <protobuf-c/protobuf-c.h>
 
 struct arena {
     struct arena_block *blocks;
@@ -11,6 +14,8 @@ struct arena {
 /* Zeroed, aligned for any type.  The process ends when there is no memory for it. */
 void *arena_alloc(struct arena *arena, size_t bytes);
 char *arena_strdup(struct arena *arena, const char *text);
+/* A message whose memory is all the arena's; NULL: it cannot be read. */
+void *arena_unpack(struct arena *arena, const ProtobufCMessageDescriptor *type, size_t size, const void *bytes);
 void arena_clear(struct arena *arena);
 
 #endif

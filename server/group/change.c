@@ -1,6 +1,6 @@
 /*
- * Create, update, delete.  Each: decide, form what has to be formed, store it, and only then let it
- * be seen.  One change of a group at a time; what fails leaves the group as it was.
+ * Create, update, delete.  Each: judge what is asked, settle and plan it, and have it agreed on (agree.c).  Only the
+ * leader does that.  One change of a group at a time; what fails leaves the group as it was.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,14 +10,7 @@
 #include "ep_log.h"
 #include "group_private.h"
 
-struct change {
-    Ep__V1__GroupSpec *asked;
-    struct epoch *epoch;       /* formed for it; NULL: a live change */
-    struct ep_settled settled; /* of a live change */
-    uint64_t updated_us;
-    ep_group_done_fn done;
-    void *user;
-};
+/* ---- answers ------------------------------------------------------------------------------ */
 
 static void fail(ep_group_done_fn done, void *user, const struct ep_error *error)
 {
@@ -31,11 +24,26 @@ static void succeed(ep_group_done_fn done, void *user, const Ep__V1__Group *grou
     done(&none, group, user);
 }
 
-static struct change *change_new(Ep__V1__GroupSpec *asked, ep_group_done_fn done, void *user)
+const char *change_text(const struct change *change)
+{
+    static const char *const texts[] = {
+        [CHANGE_CREATION] = "creation", [CHANGE_UPDATE] = "update",     [CHANGE_LIVE] = "update",
+        [CHANGE_DELETION] = "deletion", [CHANGE_RENEWAL] = "renewal",
+    };
+
+    return texts[change->kind];
+}
+
+/* ---- the life of a change ------------------------------------------------------------------- */
+
+static struct change *change_new(struct group *group, enum change_kind kind, const Ep__V1__Asker *asker,
+                                 ep_group_done_fn done, void *user)
 {
     struct change *change = group_allocate(1, sizeof *change);
 
-    *change = (struct change){ .asked = asked, .updated_us = ep_clock_wall_us(), .done = done, .user = user };
+    *change = (struct change){ .kind = kind, .group = group, .failure = EP_ERROR_INIT, .done = done, .user = user };
+    change->entry = history_begin(group, change_text(change), asker);
+    group->change = change;
     return change;
 }
 
@@ -43,74 +51,152 @@ static void change_free(struct change *change)
 {
     if (change->asked)
         ep__v1__group_spec__free_unpacked(change->asked, NULL);
-    if (change->epoch)
-        epoch_free(change->epoch);
-    ep_settled_clear(&change->settled);
+    if (change->status)
+        ep__v1__group_status__free_unpacked(change->status, NULL);
+    ep_plan_clear(&change->plan);
+    ep__v1__group_change__free_unpacked(change->entry, NULL);
+    free(change->members);
     free(change);
+}
+
+/* The epoch before goes on; where none is served, the group has failed. */
+static void keep(struct group *group, const struct ep_error *error)
+{
+    const bool served = group->epoch && epoch_served(group->epoch);
+
+    if (group->phase != EP_PHASE(RECONFIGURING) && group->phase != EP_PHASE(FORMING))
+        return;
+    if (served && group->phase == EP_PHASE(RECONFIGURING))
+        group_phase(group, EP_PHASE_KEPT, NULL);
+    else
+        group_phase(group, EP_PHASE_FORM_FAILED, error->text);
+    group_assess(group);
+    status_changed(group);
+}
+
+/* What became of a renewal that failed is heal.c's to say. */
+static void note_renewal(struct group *group, bool failed)
+{
+    group->heal_failures = failed ? group->heal_failures + 1 : 0;
+}
+
+void change_finish(struct change *change, const struct ep_error *error)
+{
+    struct group *group = change->group;
+
+    group->change = NULL;
+    history_end(group, change->entry, error->status ? "failed" : "made", error);
+    if (change->kind == CHANGE_RENEWAL)
+        note_renewal(group, error->status != EP_OK);
+    if (error->status && change->kind == CHANGE_CREATION && !group->visible)
+        group->dead = true;
+    else if (error->status)
+        keep(group, error);
+    if (change->done && error->status)
+        fail(change->done, change->user, error);
+    else if (change->done)
+        succeed(change->done, change->user, status_message(group));
+    group_later(group->groups);
+    change_free(change);
+}
+
+/* ---- what all have ---------------------------------------------------------------------------- */
+
+ep_status change_check_lead(const struct ep_groups *groups, struct ep_error *error)
+{
+    const char *leader = ep_cluster_leader(groups->cluster);
+    struct ep_error store = EP_ERROR_INIT;
+
+    if (ep_cluster_leads(groups->cluster))
+        return EP_OK;
+    if (ep_store_health(groups->store, &store) != EP_OK)
+        return ep_error_set(error, store.status, "%s", store.text);
+    if (leader && strcmp(leader, nodes_self(groups)) != 0)
+        return ep_error_set(error, EP_UNAVAILABLE, "node %s leads, not %s: try again", leader, nodes_self(groups));
+    return ep_error_set(error, EP_UNAVAILABLE, "no server leads at present, so nothing can be changed: try again");
 }
 
 static ep_status check_quiet(const struct group *group, struct ep_error *error)
 {
-    if (group->change)
-        return ep_error_set(error, EP_FAILED_PRECONDITION,
-                            "group %s: a change of this group is under way (%s): try again", group->name,
-                            group->change);
     if (group->phase == EP_PHASE(DRAINING))
         return ep_error_set(error, EP_FAILED_PRECONDITION, "group %s is being deleted: %s", group->name,
                             group->reason);
+    if (group->change)
+        return ep_error_set(error, EP_FAILED_PRECONDITION,
+                            "group %s: a change of this group is under way (%s): try again", group->name,
+                            change_text(group->change));
+    if (turn_writes(group))
+        return ep_error_set(error, EP_FAILED_PRECONDITION, "group %s: its workers are going over to epoch %llu: try again",
+                            group->name, (unsigned long long)group->epoch_number);
     return EP_OK;
 }
 
-/* What the spec settles to, within what is left. */
-static ep_status settle(const struct ep_groups *groups, const Ep__V1__GroupSpec *asked,
-                        struct ep_settled *settled, struct ep_error *error)
-{
-    struct ep_spec_bounds bounds = group_bounds(groups);
+/* ---- the change of an epoch -------------------------------------------------------------------- */
 
-    return ep_spec_settle(asked, &bounds, settled, error);
+/* Workers that follow will come over to it: nobody waits there for ranks that are absent now. */
+static void mark_absent(const struct group *group, Ep__V1__GroupStatus *record)
+{
+    const struct epoch *epoch = group->epoch;
+    uint32_t attached = 0, follow = 0;
+
+    for (uint32_t i = 0; epoch && i < epoch->n_ranks; i++) {
+        const bool is_attached = epoch->ranks[i].state == EP_RANK_STATE(ATTACHED);
+
+        attached += is_attached;
+        follow += is_attached && epoch->ranks[i].follows;
+    }
+    for (uint32_t i = 0; attached && attached == follow && i < epoch->n_ranks && i < record->n_ranks; i++)
+        if (epoch->ranks[i].state == EP_RANK_STATE(ABSENT) || epoch->ranks[i].state == EP_RANK_STATE(QUARANTINED))
+            record->ranks[i]->state = EP_RANK_STATE(ABSENT);
 }
 
-static ep_status fit(const struct ep_groups *groups, const Ep__V1__GroupSpec *asked,
-                     const struct ep_settled *settled, struct ep_error *error)
+/* Both are taken over. */
+static void take_plan(struct change *change, struct ep_settled *settled, struct ep_plan *plan)
 {
-    struct ep_spec_bounds bounds = group_bounds(groups);
+    struct group *group = change->group;
+    const uint64_t last = group->epoch_number > group->tried ? group->epoch_number : group->tried;
 
-    return ep_spec_fit(asked, settled, &bounds, error);
+    change->plan = *plan;
+    change->entry->epoch_after = last + 1;
+    history_nodes(change->entry, group->epoch ? &group->epoch->plan : NULL, plan);
+    change->status = status_record(settled, plan, last + 1, group->created_us,
+                                   change->kind == CHANGE_UPDATE ? ep_clock_wall_us() : group->updated_us);
+    mark_absent(group, change->status);
+    status_keep_turn(group, change->status);
+    *plan = (struct ep_plan){ 0 };
+    ep_settled_clear(settled);
 }
 
-static void preview(struct ep_groups *groups, const char *name, uint64_t revision,
-                    const struct ep_settled *settled, uint64_t epoch, ep_group_done_fn done, void *user)
+struct change *change_new_epoch(struct group *group, enum change_kind kind, Ep__V1__GroupSpec *asked,
+                                struct ep_settled *settled, struct ep_plan *plan, const Ep__V1__Asker *asker,
+                                ep_group_done_fn done, void *user)
+{
+    struct change *change = change_new(group, kind, asker, done, user);
+
+    if (kind == CHANGE_CREATION)
+        group->created_us = group->updated_us = ep_clock_wall_us();
+    change->asked = asked;
+    if (asked)
+        history_fields(change->entry, group->asked, asked);
+    take_plan(change, settled, plan);
+    return change;
+}
+
+/* name: of a group that is not there yet, `group` being nobody then. */
+static void preview(const struct group *group, const char *name, const Ep__V1__GroupSpec *asked,
+                    const struct ep_settled *settled, const struct ep_plan *plan, bool new_epoch, ep_group_done_fn done,
+                    void *user)
 {
     struct arena arena = { 0 };
+    Ep__V1__Group *message = status_preview(&arena, name, group->revision, settled, plan,
+                                            group->epoch_number + (new_epoch ? 1 : 0));
 
-    succeed(done, user, status_preview(&arena, name, revision, groups, settled, epoch));
+    message->plan = preview_plan(&arena, group, asked, settled, plan, new_epoch);
+    succeed(done, user, message);
     arena_clear(&arena);
 }
 
-/* ---- create ---------------------------------------------------------------------- */
-
-static void on_created(const struct ep_error *error, struct group *group, void *user)
-{
-    struct change *change = user;
-
-    group->change = NULL;
-    if (error->status) {
-        group->dead = true;
-        fail(change->done, change->user, error);
-        change_free(change);
-        return;
-    }
-    group->visible = true;
-    group->asked = change->asked;
-    group->epoch = change->epoch;
-    group->epoch_number = change->epoch->number;
-    change->asked = NULL;
-    change->epoch = NULL;
-    group_phase(group, EP_PHASE_FORMED, NULL);
-    succeed(change->done, change->user, status_message(group));
-    status_changed(group);
-    change_free(change);
-}
+/* ---- create ---------------------------------------------------------------------------------- */
 
 static ep_status check_new(struct ep_groups *groups, const char *name, struct ep_error *error)
 {
@@ -119,179 +205,50 @@ static ep_status check_new(struct ep_groups *groups, const char *name, struct ep
 
     if (ep_group_name_check(name, error))
         return EP_INVALID_ARGUMENT;
-    if (!group) {
-        (void)group_get(groups, name, &why); /* not there is what we want; not ready is not */
-        return why.status == EP_UNAVAILABLE ? ep_error_set(error, why.status, "%s", why.text) : EP_OK;
-    }
-    if (group->visible && !group->change && group->phase != EP_PHASE(DRAINING))
+    (void)group_get(groups, name, &why); /* not there is what we want; not ready is not */
+    if (why.status == EP_UNAVAILABLE)
+        return ep_error_set(error, why.status, "%s", why.text);
+    if (group && check_quiet(group, error))
+        return error->status;
+    if (group && group->visible)
         return ep_error_set(error, EP_ALREADY_EXISTS, "group %s is there already, at revision %llu", name,
                             (unsigned long long)group->revision);
-    return check_quiet(group, error);
+    return change_check_lead(groups, error);
 }
 
-static ep_status form_new(struct ep_groups *groups, const char *name, const Ep__V1__GroupSpec *spec,
-                          struct ep_settled *settled, ep_group_done_fn done, void *user,
-                          struct ep_error *error)
+static void create(struct group *group, const Ep__V1__GroupSpec *spec, struct ep_settled *settled,
+                   struct ep_plan *plan, const Ep__V1__Asker *asker, ep_group_done_fn done, void *user)
 {
-    struct group *group = group_new(groups, name);
-    struct change *change;
-    struct epoch *epoch;
-
     group_phase(group, EP_PHASE_FORM, NULL);
-    if (epoch_form(group, 1, settled, &epoch, error) != EP_OK) {
-        group_phase(group, EP_PHASE_FORM_FAILED, error->text);
-        group->dead = true;
-        group_later(groups);
-        return error->status;
-    }
-    change = change_new(ep_message_copy(&spec->base), done, user);
-    change->epoch = epoch;
-    group->change = "creation";
-    group->created_us = group->updated_us = change->updated_us;
-    records_save(group, change->asked, epoch->number, change->updated_us, on_created, change);
-    return EP_OK;
+    agree_begin(change_new_epoch(group, CHANGE_CREATION, ep_message_copy(&spec->base), settled, plan, asker, done,
+                                 user));
 }
 
 void ep_groups_create(struct ep_groups *groups, const char *name, const Ep__V1__GroupSpec *spec, bool dry_run,
-                      ep_group_done_fn done, void *user)
+                      const Ep__V1__Asker *asker, ep_group_done_fn done, void *user)
 {
+    struct group nobody = { .groups = groups }, *group;
     struct ep_error error = EP_ERROR_INIT;
     struct ep_settled settled = { 0 };
-    ep_status status = check_new(groups, name, &error);
+    struct ep_plan plan = { 0 };
 
-    if (!status && !(status = settle(groups, spec, &settled, &error)))
-        status = fit(groups, spec, &settled, &error);
-    if (!status && dry_run)
-        preview(groups, name, 0, &settled, 1, done, user);
-    else if (!status)
-        status = form_new(groups, name, spec, &settled, done, user, &error);
-    ep_settled_clear(&settled); /* what is left of it */
-    if (status)
+    if (check_new(groups, name, &error) || negotiate(&nobody, spec, false, &settled, &plan, &error)) {
+        group = group_find(groups, name);
+        if (group && !dry_run)
+            history_refused(group, "creation", asker, NULL, &error);
         fail(done, user, &error);
-}
-
-/* ---- update: live ------------------------------------------------------------------ */
-
-static void swap_settled(struct epoch *epoch, struct ep_settled *fresh)
-{
-    struct ep_settled old = epoch->settled;
-
-    /* Sizes and placement are the same; the team points into them, so they stay. */
-    epoch->settled.spec = fresh->spec;
-    epoch->settled.notes = fresh->notes;
-    epoch->settled.n_notes = fresh->n_notes;
-    fresh->spec = old.spec;
-    fresh->notes = old.notes;
-    fresh->n_notes = old.n_notes;
-}
-
-static void set_timeout(struct group *group, uint32_t timeout_ms)
-{
-    ep_team_set_timeout(group->epoch->team, timeout_ms);
-    for (struct epoch *epoch = group->older; epoch; epoch = epoch->next)
-        ep_team_set_timeout(epoch->team, timeout_ms);
-}
-
-static void take_asked(struct group *group, struct change *change)
-{
-    Ep__V1__GroupSpec *old = group->asked;
-
-    group->asked = change->asked;
-    change->asked = old;
-    group->updated_us = change->updated_us;
-}
-
-static void on_live_stored(const struct ep_error *error, struct group *group, void *user)
-{
-    struct change *change = user;
-
-    group->change = NULL;
-    if (error->status) {
-        fail(change->done, change->user, error);
-        change_free(change);
-        return;
+    } else if (dry_run) {
+        preview(&nobody, name, spec, &settled, &plan, true, done, user);
+    } else {
+        group = group_find(groups, name); /* a part of one that was never agreed on may be there */
+        group = group ? group : group_new(groups, name);
+        create(group, spec, &settled, &plan, asker, done, user);
     }
-    take_asked(group, change);
-    swap_settled(group->epoch, &change->settled);
-    set_timeout(group, group->epoch->settled.spec->timeout_ms);
-    succeed(change->done, change->user, status_message(group));
-    status_changed(group);
-    change_free(change);
+    ep_settled_clear(&settled); /* what is left of it */
+    ep_plan_clear(&plan);
 }
 
-static void update_live(struct group *group, struct change *change, struct ep_settled *settled)
-{
-    change->settled = *settled;
-    *settled = (struct ep_settled){ 0 };
-    group->change = "update";
-    records_save(group, change->asked, group->epoch_number, change->updated_us, on_live_stored, change);
-}
-
-/* ---- update: a new epoch ------------------------------------------------------------ */
-
-/* The epoch before goes on; where there is none, the group has failed. */
-static void keep(struct group *group, const struct ep_error *error)
-{
-    if (!group->epoch) {
-        group_phase(group, EP_PHASE_FORM_FAILED, error->text);
-        status_changed(group);
-        return;
-    }
-    group_phase(group, EP_PHASE_KEPT, NULL);
-    group_assess(group);
-    status_changed(group);
-}
-
-static void on_epoch_stored(const struct ep_error *error, struct group *group, void *user)
-{
-    struct change *change = user;
-    struct epoch *old = group->epoch;
-
-    group->change = NULL;
-    if (error->status) {
-        keep(group, error);
-        fail(change->done, change->user, error);
-        change_free(change);
-        return;
-    }
-    take_asked(group, change);
-    if (old) {
-        old->next = group->older;
-        group->older = old;
-    }
-    group->epoch = change->epoch;
-    group->epoch_number = change->epoch->number;
-    change->epoch = NULL;
-    group_phase(group, EP_PHASE_FORMED, NULL);
-    succeed(change->done, change->user, status_message(group));
-    if (old)
-        epoch_tell(old, NULL, false, EP_GROUP_EPOCH, 0, group->epoch_number, "a newer epoch is there");
-    status_changed(group);
-    group_later(group->groups);
-    change_free(change);
-}
-
-static ep_status update_epoch(struct group *group, struct change *change, struct ep_settled *settled,
-                              struct ep_error *error)
-{
-    char text[64];
-
-    if (fit(group->groups, change->asked, settled, error))
-        return error->status;
-    snprintf(text, sizeof text, "epoch %llu is being formed", (unsigned long long)group->epoch_number + 1);
-    group_phase(group, EP_PHASE_CHANGE, text);
-    group->change = "update";
-    status_changed(group);
-    if (epoch_form(group, group->epoch_number + 1, settled, &change->epoch, error) != EP_OK) {
-        group->change = NULL;
-        keep(group, error);
-        return error->status;
-    }
-    records_save(group, change->asked, change->epoch->number, change->updated_us, on_epoch_stored, change);
-    return EP_OK;
-}
-
-/* ---- update ---------------------------------------------------------------------- */
+/* ---- update ---------------------------------------------------------------------------------- */
 
 static ep_status check_revision(const struct group *group, uint64_t revision, struct ep_error *error)
 {
@@ -302,145 +259,331 @@ static ep_status check_revision(const struct group *group, uint64_t revision, st
                         (unsigned long long)revision, group->name, (unsigned long long)group->revision);
 }
 
-/* *asked is taken over, also on failure. */
-static ep_status update(struct group *group, Ep__V1__GroupSpec *asked, struct ep_settled *settled,
-                        bool dry_run, ep_group_done_fn done, void *user, struct ep_error *error)
-{
-    const Ep__V1__GroupSpec *present = group->epoch ? group->epoch->settled.spec : NULL;
-    bool same_epoch = present && ep_spec_same_epoch(settled->spec, present);
-    struct change *change = change_new(asked, done, user);
-    ep_status status = EP_OK;
+/* What an update would make of the group. */
+struct outlook {
+    Ep__V1__GroupSpec *asked;
+    bool place; /* the update names the placement, so ranks leave nodes that are lost or drained */
+    struct ep_settled settled;
+    struct ep_plan plan;
+    bool same_epoch;
+};
 
-    if (dry_run && (same_epoch || !(status = fit(group->groups, asked, settled, error)))) {
-        preview(group->groups, group->name, group->revision, settled,
-                group->epoch_number + (same_epoch ? 0 : 1), done, user);
-    } else if (!dry_run && same_epoch && ep_spec_same(asked, group->asked)) {
-        succeed(done, user, status_message(group));
-    } else if (!dry_run && same_epoch) {
-        update_live(group, change, settled);
-        return EP_OK;
-    } else if (!dry_run && !(status = update_epoch(group, change, settled, error))) {
+static void outlook_clear(struct outlook *outlook)
+{
+    if (outlook->asked)
+        ep__v1__group_spec__free_unpacked(outlook->asked, NULL);
+    ep_settled_clear(&outlook->settled);
+    ep_plan_clear(&outlook->plan);
+}
+
+static bool same_message(const ProtobufCMessage *a, const ProtobufCMessage *b)
+{
+    size_t na = 0, nb = 0;
+    void *pa = a ? ep_message_pack(a, &na) : NULL, *pb = b ? ep_message_pack(b, &nb) : NULL;
+    const bool same = na == nb && (!na || !memcmp(pa, pb, na));
+
+    free(pa);
+    free(pb);
+    return same;
+}
+
+/* Which experts they hold is another question. */
+static Ep__V1__Placement nodes_alone(const Ep__V1__GroupSpec *spec)
+{
+    Ep__V1__Placement nodes = EP__V1__PLACEMENT__INIT;
+
+    if (spec->placement) {
+        nodes.nodes = spec->placement->nodes;
+        nodes.ranks = spec->placement->ranks;
+        nodes.n_ranks = spec->placement->n_ranks;
+    }
+    return nodes;
+}
+
+static bool same_nodes(const Ep__V1__GroupSpec *a, const Ep__V1__GroupSpec *b)
+{
+    const Ep__V1__Placement x = nodes_alone(a), y = nodes_alone(b);
+
+    return same_message(&x.base, &y.base);
+}
+
+/* What an update of the placement does not name stays: which nodes, or which experts. */
+static void keep_unnamed(Ep__V1__GroupSpec *to, const Ep__V1__GroupSpec *from)
+{
+    Ep__V1__Placement *placement = to->placement, *old, swapped;
+
+    if (!placement || !from->placement || (placement->strategy && placement->nodes))
+        return;
+    old = ep_message_copy(&from->placement->base);
+    swapped = *placement;
+    if (!placement->strategy && !placement->n_homes && !placement->n_loads) {
+        placement->strategy = old->strategy;
+        placement->homes = old->homes, placement->n_homes = old->n_homes;
+        placement->loads = old->loads, placement->n_loads = old->n_loads;
+        placement->redundant = old->redundant;
+        old->homes = swapped.homes, old->n_homes = swapped.n_homes;
+        old->loads = swapped.loads, old->n_loads = swapped.n_loads;
+    }
+    if (!placement->nodes && !placement->n_ranks) {
+        placement->nodes = old->nodes;
+        placement->ranks = old->ranks, placement->n_ranks = old->n_ranks;
+        old->ranks = swapped.ranks, old->n_ranks = swapped.n_ranks;
+    }
+    ep__v1__placement__free_unpacked(old, NULL);
+}
+
+static bool same_plan(const struct ep_plan *a, const struct ep_plan *b)
+{
+    bool same = a->n_ranks == b->n_ranks;
+
+    for (uint32_t r = 0; same && r < a->n_ranks; r++)
+        same = !strcmp(a->name[a->node[r]], b->name[b->node[r]]) && !strcmp(a->device[r], b->device[r]);
+    return same;
+}
+
+static bool takes_workers(const struct ep_groups *groups, const struct ep_plan *plan)
+{
+    for (uint32_t i = 0; i < plan->n_nodes; i++) {
+        const struct ep_cluster_node *node = ep_cluster_find(groups->cluster, plan->name[i]);
+
+        if (!node || !node->alive || node->cordoned)
+            return false;
+    }
+    return true;
+}
+
+/* Sizes that nobody has asked for stay as they were settled. */
+static Ep__V1__GroupSpec with_sizes(const struct group *group, const Ep__V1__GroupSpec *asked)
+{
+    const Ep__V1__GroupSpec *present = group->epoch->settled.spec;
+    Ep__V1__GroupSpec spec = *asked; /* only read */
+
+    if (!spec.ll_max_tokens && !group->asked->ll_max_tokens)
+        spec.ll_max_tokens = present->ll_max_tokens;
+    if (!spec.ht_max_tokens && !group->asked->ht_max_tokens)
+        spec.ht_max_tokens = present->ht_max_tokens;
+    return spec;
+}
+
+/* The epoch that runs is settled as this would be: then it needs no room beside itself. */
+static ep_status look_at_same(const struct group *group, struct outlook *out, struct ep_error *error)
+{
+    const struct epoch *present = group->epoch;
+    const struct ep_spec_bounds bounds = {
+        .node = nodes_self(group->groups),
+        .backend = present->settled.spec->backend,
+        .devices = present->n_ranks > out->asked->ranks ? present->n_ranks : out->asked->ranks,
+        .granule = ep_node_granule(group->groups->node),
+        .rank_node = present->plan.n_nodes > 1 ? present->plan.node : NULL,
+        .placed = present->plan.n_ranks,
+    };
+    const Ep__V1__GroupSpec asked = with_sizes(group, out->asked);
+    ep_status status = ep_spec_settle(&asked, &bounds, &out->settled, error);
+
+    if (status)
+        return status;
+    out->same_epoch = ep_spec_same_epoch(out->settled.spec, present->settled.spec) && epoch_served(present) &&
+                      (!out->place || takes_workers(group->groups, &present->plan));
+    if (!out->same_epoch) {
+        ep_settled_clear(&out->settled);
         return EP_OK;
     }
-    change_free(change);
+    ep_settled_set_notes(&out->settled, present->settled.notes, present->settled.n_notes);
+    ep_plan_copy(&present->plan, &out->plan);
+    return EP_OK;
+}
+
+static ep_status look_ahead(const struct group *group, struct outlook *out, struct ep_error *error)
+{
+    struct ep_error why = EP_ERROR_INIT;
+
+    if (group->epoch)
+        (void)look_at_same(group, out, &why); /* what is wrong with it the next one says better */
+    if (out->same_epoch)
+        return EP_OK;
+    return negotiate(group, out->asked, same_nodes(out->asked, group->asked), &out->settled, &out->plan, error);
+}
+
+bool change_plan_again(struct change *change)
+{
+    const struct group *group = change->group;
+    const bool stay = change->kind == CHANGE_UPDATE && same_nodes(change->asked, group->asked);
+    struct ep_settled settled = { 0 };
+    struct ep_plan plan = { 0 };
+
+    if (change_check_lead(group->groups, NULL) || negotiate(group, change->asked, stay, &settled, &plan, NULL))
+        return false;
+    ep_plan_clear(&change->plan);
+    ep__v1__group_status__free_unpacked(change->status, NULL);
+    change->failure = (struct ep_error)EP_ERROR_INIT;
+    take_plan(change, &settled, &plan);
+    return true;
+}
+
+static void update_live(struct group *group, struct outlook *to, const Ep__V1__Asker *asker, ep_group_done_fn done,
+                        void *user)
+{
+    struct change *change = change_new(group, CHANGE_LIVE, asker, done, user);
+
+    change->asked = to->asked;
+    history_fields(change->entry, group->asked, to->asked);
+    change->status = status_record(&to->settled, &to->plan, group->epoch_number, group->created_us,
+                                   ep_clock_wall_us());
+    status_keep(group, change->status);
+    to->asked = NULL;
+    agree_begin(change);
+}
+
+static void update_epoch(struct group *group, struct outlook *to, const Ep__V1__Asker *asker, ep_group_done_fn done,
+                         void *user)
+{
+    struct change *change =
+        change_new_epoch(group, CHANGE_UPDATE, to->asked, &to->settled, &to->plan, asker, done, user);
+    char text[64];
+
+    to->asked = NULL;
+    snprintf(text, sizeof text, "epoch %llu is being formed", (unsigned long long)change->status->epoch);
+    if (group->phase != EP_PHASE(FORMING))
+        group_phase(group, EP_PHASE_CHANGE, text);
+    status_changed(group);
+    agree_begin(change);
+}
+
+static bool names(char *const *fields, size_t n, const char *field)
+{
+    for (size_t i = 0; i < n; i++)
+        if (!strcmp(fields[i], field))
+            return true;
+    return false;
+}
+
+static void update(struct group *group, struct outlook *to, bool dry_run, const Ep__V1__Asker *asker,
+                   ep_group_done_fn done, void *user)
+{
+    if (dry_run)
+        preview(group, group->name, to->asked, &to->settled, &to->plan, !to->same_epoch, done, user);
+    else if (to->same_epoch && ep_spec_same(to->asked, group->asked) && same_plan(&to->plan, &group->epoch->plan))
+        succeed(done, user, status_message(group));
+    else if (to->same_epoch)
+        update_live(group, to, asker, done, user);
+    else
+        update_epoch(group, to, asker, done, user);
+}
+
+static ep_status take_fields(const struct group *group, const Ep__V1__GroupSpec *spec, char *const *fields,
+                             size_t n_fields, bool dry_run, struct outlook *to, struct ep_error *error)
+{
+    ep_status status = EP_OK;
+
+    if (!n_fields && dry_run)
+        to->asked = ep_message_copy(&group->asked->base);
+    else
+        status = ep_spec_take(group->asked, spec, fields, n_fields, &to->asked, error);
+    if (!status && to->place)
+        keep_unnamed(to->asked, group->asked);
     return status;
 }
 
 void ep_groups_update(struct ep_groups *groups, const char *name, uint64_t revision,
                       const Ep__V1__GroupSpec *spec, char *const *fields, size_t n_fields, bool dry_run,
-                      ep_group_done_fn done, void *user)
+                      const Ep__V1__Asker *asker, ep_group_done_fn done, void *user)
 {
     struct ep_error error = EP_ERROR_INIT;
-    struct ep_settled settled = { 0 };
-    Ep__V1__GroupSpec *asked = NULL;
+    struct outlook to = { .place = names(fields, n_fields, "placement") };
     struct group *group = group_get(groups, name, &error);
 
     if (group && !check_quiet(group, &error) && !check_revision(group, revision, &error) &&
-        !ep_spec_take(group->asked, spec, fields, n_fields, &asked, &error)) {
-        if (settle(groups, asked, &settled, &error))
-            ep__v1__group_spec__free_unpacked(asked, NULL);
-        else
-            (void)update(group, asked, &settled, dry_run, done, user, &error);
-    }
-    ep_settled_clear(&settled);
-    if (error.status)
+        !take_fields(group, spec, fields, n_fields, dry_run, &to, &error) &&
+        !change_check_lead(groups, &error) && !look_ahead(group, &to, &error)) {
+        update(group, &to, dry_run, asker, done, user);
+    } else {
+        if (group && !dry_run)
+            history_refused(group, "update", asker, to.asked, &error);
         fail(done, user, &error);
+    }
+    outlook_clear(&to);
 }
 
-/* ---- delete ---------------------------------------------------------------------- */
+/* ---- delete ---------------------------------------------------------------------------------- */
 
-static void count_workers(const struct group *group, uint32_t *members, uint32_t *quarantined)
+struct workers {
+    uint32_t members, quarantined;
+    char text[160];
+};
+
+static void count_epoch(const struct epoch *epoch, struct workers *workers)
 {
-    *members = group->epoch ? group->epoch->members : 0;
-    *quarantined = group->epoch ? group->epoch->quarantined : 0;
-    for (const struct epoch *epoch = group->older; epoch; epoch = epoch->next) {
-        *members += epoch->members;
-        *quarantined += epoch->quarantined;
+    for (uint32_t i = 0; epoch && i < epoch->n_ranks; i++) {
+        const struct rank *rank = &epoch->ranks[i];
+        const bool elsewhere = !rank->here && rank->state == EP_RANK_STATE(ATTACHED);
+        const size_t used = strlen(workers->text);
+
+        workers->quarantined += rank->here ? rank->quarantined != NULL : rank->state == EP_RANK_STATE(QUARANTINED);
+        if (!rank->member && !elsewhere)
+            continue;
+        workers->members++;
+        if (used + 48 < sizeof workers->text)
+            snprintf(workers->text + used, sizeof workers->text - used, "%srank %u (pid %d)", used ? ", " : "", i,
+                     (int)(rank->here ? rank->claimant.pid : rank->worker.pid));
     }
 }
 
-static void list_ranks(const struct epoch *epoch, char *text, size_t size)
+static struct workers count_workers(const struct group *group)
 {
-    size_t used = strlen(text);
+    struct workers workers = { 0 };
 
-    for (uint32_t i = 0; i < epoch->n_ranks && used + 48 < size; i++)
-        if (epoch->ranks[i].member)
-            used += (size_t)snprintf(text + used, size - used, "%srank %u (pid %d)", used ? ", " : "", i,
-                                     (int)epoch->ranks[i].claimant.pid);
+    count_epoch(group->epoch, &workers);
+    for (const struct epoch *epoch = group->older; epoch; epoch = epoch->next)
+        count_epoch(epoch, &workers);
+    return workers;
 }
 
-static ep_status check_unused(const struct group *group, bool force, struct ep_error *error)
+static ep_status check_unused(const struct group *group, bool force, const struct workers *workers,
+                              struct ep_error *error)
 {
-    uint32_t members, quarantined;
-    char ranks[160] = "";
-
-    count_workers(group, &members, &quarantined);
-    if (force || !members)
+    if (force || !workers->members)
         return EP_OK;
-    if (group->epoch)
-        list_ranks(group->epoch, ranks, sizeof ranks);
-    for (const struct epoch *epoch = group->older; epoch; epoch = epoch->next)
-        list_ranks(epoch, ranks, sizeof ranks);
     return ep_error_set(error, EP_FAILED_PRECONDITION,
                         "group %s has %u workers: %s; let them leave, or delete with force", group->name,
-                        members, ranks);
+                        workers->members, workers->text);
 }
 
-/*
- * With nobody there the answer waits for the engines to stop, so that the name and the memory are
- * free when it comes.  Workers that have to be told may take their time: then it comes now.
- */
-static void on_deletion_stored(const struct ep_error *error, struct group *group, void *user)
+void ep_groups_delete(struct ep_groups *groups, const char *name, bool force, const Ep__V1__Asker *asker,
+                      ep_group_done_fn done, void *user)
 {
-    struct change *change = user;
-    uint32_t members, quarantined;
-    char reason[96];
+    struct ep_error error = EP_ERROR_INIT;
+    struct group *group = group_get(groups, name, &error);
+    struct workers workers = { 0 };
+    struct change *change;
 
-    group->change = NULL;
-    if (error->status) {
-        fail(change->done, change->user, error);
-        change_free(change);
+    if (group)
+        workers = count_workers(group);
+    if (!group || check_quiet(group, &error) || check_unused(group, force, &workers, &error) ||
+        change_check_lead(groups, &error)) {
+        if (group)
+            history_refused(group, "deletion", asker, NULL, &error);
+        fail(done, user, &error);
         return;
     }
-    count_workers(group, &members, &quarantined);
+    change = change_new(group, CHANGE_DELETION, asker, done, user);
+    change->workers = workers.members + workers.quarantined > 0;
+    agree_begin(change);
+}
+
+/* Its records are gone, by whoever's doing. */
+void group_remove(struct group *group)
+{
+    const struct workers workers = count_workers(group);
+    char reason[96];
+
     snprintf(reason, sizeof reason, "deleted; %u workers have to let go of their windows",
-             members + quarantined);
+             workers.members + workers.quarantined);
     group_phase(group, EP_PHASE_REMOVE, reason);
-    if (members + quarantined) {
-        succeed(change->done, change->user, status_message(group));
-        change_free(change);
-    } else {
-        group->waiting = change;
-    }
+    part_drop(group, "the group was deleted");
     if (group->epoch)
         epoch_detach(group->epoch, "the group was deleted");
     for (struct epoch *epoch = group->older; epoch; epoch = epoch->next)
         epoch_detach(epoch, "the group was deleted");
     status_changed(group);
     group_later(group->groups);
-}
-
-void change_gone(struct group *group)
-{
-    struct change *change = group->waiting;
-
-    group->waiting = NULL;
-    if (!change)
-        return;
-    succeed(change->done, change->user, status_message(group));
-    change_free(change);
-}
-
-void ep_groups_delete(struct ep_groups *groups, const char *name, bool force, ep_group_done_fn done,
-                      void *user)
-{
-    struct ep_error error = EP_ERROR_INIT;
-    struct group *group = group_get(groups, name, &error);
-
-    if (!group || check_quiet(group, &error) || check_unused(group, force, &error)) {
-        fail(done, user, &error);
-        return;
-    }
-    group->change = "deletion";
-    records_delete(group, on_deletion_stored, change_new(NULL, done, user));
 }

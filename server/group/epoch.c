@@ -7,6 +7,11 @@
 #include "ep_log.h"
 #include "group_private.h"
 
+#define CONNECT_MS 8000u
+#define RENEW_MS   3000u /* so long claims wait for the leader to form anew what all have left */
+
+/* ---- windows ----------------------------------------------------------------------- */
+
 static ep_status map_window(struct epoch *epoch, struct rank *rank, struct ep_error *error)
 {
     char name[128];
@@ -19,18 +24,6 @@ static ep_status map_window(struct epoch *epoch, struct rank *rank, struct ep_er
     if (!status)
         status = ep_team_set_window(epoch->team, rank->number, rank->window, error);
     return status;
-}
-
-/* Windows are symmetric, so what fits one rank must fit all. */
-static ep_status make_window(struct epoch *epoch, struct rank *rank, struct ep_error *error)
-{
-    ep_status status =
-        ep_node_reserve(epoch->group->groups->node, rank->device, epoch->settled.rank_bytes, error);
-
-    if (status)
-        return status;
-    rank->reserved = true;
-    return map_window(epoch, rank, error);
 }
 
 /* ---- a fresh window for the next worker -------------------------------------------- */
@@ -86,21 +79,203 @@ void epoch_clean_window(struct rank *rank)
         renew_window(rank);
 }
 
-/* ---- form and free ----------------------------------------------------------------- */
+/* ---- known: what a record says ------------------------------------------------------- */
 
-static void init_ranks(struct epoch *epoch)
+/* It had no worker in the epoch before, whose workers are to come over: they do not wait for it. */
+static void begin_absent(struct rank *rank)
 {
-    uint32_t devices = ep_node_devices(epoch->group->groups->node);
-    uint64_t now = ep_clock_wall_us();
+    rank->began_absent = true;
+    rank->epoch->in_state[rank->state]--; /* nobody has left it: it is not empty since then */
+    rank->epoch->in_state[EP_RANK_STATE(ABSENT)]++;
+    rank->state = EP_RANK_STATE(ABSENT);
+    rank_set_reason(rank, "it was absent in the epoch before");
+}
 
+/* Behind the last node there are none: that is where a node that is no member looks. */
+static void sort_ranks(struct epoch *epoch)
+{
+    const uint32_t nodes = epoch->plan.n_nodes;
+    uint32_t *next = group_allocate(nodes + 2, sizeof *next);
+
+    epoch->by_node = group_allocate(epoch->n_ranks, sizeof *epoch->by_node);
+    epoch->first_of = group_allocate(nodes + 2, sizeof *epoch->first_of);
+    for (uint32_t i = 0; i < epoch->n_ranks; i++)
+        epoch->first_of[epoch->plan.node[i] + 1]++;
+    for (uint32_t i = 0; i <= nodes; i++)
+        epoch->first_of[i + 1] += epoch->first_of[i];
+    memcpy(next, epoch->first_of, (nodes + 2) * sizeof *next);
+    for (uint32_t i = 0; i < epoch->n_ranks; i++)
+        epoch->by_node[next[epoch->plan.node[i]]++] = i;
+    free(next);
+}
+
+static void init_ranks(struct epoch *epoch, const Ep__V1__GroupStatus *record)
+{
+    const uint64_t now = ep_clock_wall_us();
+    struct ranks here;
+
+    epoch->n_ranks = epoch->plan.n_ranks;
+    epoch->ranks = group_allocate(epoch->n_ranks, sizeof *epoch->ranks);
     for (uint32_t i = 0; i < epoch->n_ranks; i++)
         epoch->ranks[i] = (struct rank){
             .epoch = epoch,
             .number = i,
-            .device = ep_spec_device(i, devices),
+            .node = epoch->plan.node[i],
+            .here = epoch->plan.node[i] == epoch->own,
             .state = EP_RANK_STATE(EXPECTED),
             .since_us = now,
         };
+    epoch->in_state[EP_RANK_STATE(EXPECTED)] = epoch->n_ranks;
+    sort_ranks(epoch);
+    here = epoch_ranks_of(epoch, epoch->own);
+    for (uint32_t i = 0; i < here.n; i++)
+        epoch->ranks[here.number[i]].counters = group_allocate(1, sizeof(struct ep_rank_counters));
+    for (uint32_t i = 0; i < epoch->n_ranks; i++)
+        if (record->ranks[i]->state == EP_RANK_STATE(ABSENT))
+            begin_absent(&epoch->ranks[i]);
+}
+
+/* Everything is filled in already, so that every server makes the same of it. */
+static ep_status settle(struct epoch *epoch, const Ep__V1__Settled *settled, struct ep_error *error)
+{
+    const struct ep_spec_bounds bounds = {
+        .node = nodes_self(epoch->group->groups),
+        .backend = settled->spec->backend,
+        .devices = settled->spec->ranks,
+        .granule = ep_node_granule(epoch->group->groups->node),
+    };
+
+    return ep_spec_settle(settled->spec, &bounds, &epoch->settled, error);
+}
+
+static ep_status read_record(struct epoch *epoch, const Ep__V1__GroupStatus *record, struct ep_error *error)
+{
+    ep_status status;
+
+    if (!record->settled || !record->settled->spec)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "settled has no spec");
+    status = ep_plan_read(record->ranks, record->n_ranks, &epoch->plan, error);
+    if (!status)
+        status = settle(epoch, record->settled, error);
+    if (!status && epoch->settled.spec->ranks != epoch->plan.n_ranks)
+        status = ep_error_set(error, EP_INVALID_ARGUMENT, "spec has %u ranks, %u are placed",
+                              epoch->settled.spec->ranks, epoch->plan.n_ranks);
+    if (!status)
+        ep_settled_set_notes(&epoch->settled, record->settled->notes, record->settled->n_notes);
+    return status;
+}
+
+static void forget(struct epoch *epoch);
+
+ep_status epoch_new(struct group *group, const Ep__V1__GroupStatus *record, struct epoch **out,
+                    struct ep_error *error)
+{
+    struct epoch *epoch = group_allocate(1, sizeof *epoch);
+    ep_status status;
+
+    epoch->group = group;
+    epoch->number = record->epoch;
+    epoch->fence = record->term;
+    status = read_record(epoch, record, error);
+    if (status) {
+        forget(epoch);
+        return status;
+    }
+    epoch->own = ep_plan_find(&epoch->plan, nodes_self(group->groups));
+    init_ranks(epoch, record);
+    *out = epoch;
+    return EP_OK;
+}
+
+bool epoch_whole(const struct epoch *epoch)
+{
+    return epoch_served(epoch) && !(epoch_is_member(epoch) && *epoch->torn);
+}
+
+/* ---- prepared: memory, and how the others reach this node --------------------------------- */
+
+static ep_status find_device(const struct ep_node *node, struct rank *rank, struct ep_error *error)
+{
+    const char *name = rank->epoch->plan.device[rank->number];
+
+    for (uint32_t i = 0; i < ep_node_devices(node); i++)
+        if (!strcmp(ep_node_device_name(node, i), name)) {
+            rank->device = i;
+            return EP_OK;
+        }
+    return ep_error_set(error, EP_FAILED_PRECONDITION, "rank %u is on %.80s of node %s, which has no such device",
+                        rank->number, name, ep_node_name(node));
+}
+
+/* Windows are symmetric, so what fits one rank must fit all. */
+static ep_status reserve(struct epoch *epoch, struct rank *rank, struct ep_error *error)
+{
+    struct ep_node *node = epoch->group->groups->node;
+    ep_status status = find_device(node, rank, error);
+
+    if (!status)
+        status = ep_node_reserve(node, rank->device, epoch->settled.rank_bytes, error);
+    rank->reserved = !status;
+    return status;
+}
+
+static struct rank *first_here(const struct epoch *epoch)
+{
+    return &epoch->ranks[*epoch_ranks_of(epoch, epoch->own).number];
+}
+
+static ep_status prepare_span(struct epoch *epoch, struct ep_team_card *card, struct ep_error *error)
+{
+    struct ep_node *node = epoch->group->groups->node;
+    const uint64_t bytes =
+        ep_team_span_bytes(&epoch->settled.map, epoch->plan.n_nodes, epoch->plan.node, epoch->own);
+    ep_status status = ep_node_reserve(node, first_here(epoch)->device, bytes, error);
+
+    if (status)
+        return status;
+    epoch->span_bytes = bytes;
+    return ep_team_net_listen(node, &epoch->net, card, error);
+}
+
+ep_status epoch_prepare(struct epoch *epoch, struct ep_team_card *card, struct ep_error *error)
+{
+    const struct ep_node *node = epoch->group->groups->node;
+    const struct ranks here = epoch_ranks_of(epoch, epoch->own);
+    ep_status status = EP_OK;
+
+    if (!epoch_is_member(epoch))
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "ranks has none on node %s", ep_node_name(node));
+    if (epoch->settled.spec->backend != ep_node_backend(node))
+        return ep_error_set(error, EP_FAILED_PRECONDITION, "node %s runs with another backend than the group's",
+                            ep_node_name(node));
+    for (uint32_t i = 0; !status && i < here.n; i++)
+        status = reserve(epoch, &epoch->ranks[here.number[i]], error);
+    if (!status && epoch_spans(epoch))
+        status = prepare_span(epoch, card, error);
+    if (!status)
+        epoch->part = EPOCH_PREPARED;
+    ep_cluster_refresh(epoch->group->groups->cluster);
+    return status;
+}
+
+/* ---- formed: connected, with windows and a team --------------------------------------------- */
+
+static void on_lost(uint32_t node, const char *why, void *user)
+{
+    report_torn(user, node, why);
+}
+
+static const struct ep_team_span *span_of(struct epoch *epoch)
+{
+    epoch->span = (struct ep_team_span){
+        .nodes = epoch->plan.n_nodes,
+        .own = epoch->own,
+        .node = epoch->plan.node,
+        .net = epoch->net,
+        .on_lost = on_lost,
+        .user = epoch,
+    };
+    return epoch_spans(epoch) ? &epoch->span : NULL;
 }
 
 static ep_status make_team(struct epoch *epoch, struct ep_error *error)
@@ -115,6 +290,7 @@ static ep_status make_team(struct epoch *epoch, struct ep_error *error)
         .devices = devices,
         .epoch = epoch->number,
         .timeout_ms = settled->spec->timeout_ms,
+        .span = span_of(epoch),
     };
     ep_status status;
 
@@ -122,52 +298,109 @@ static ep_status make_team(struct epoch *epoch, struct ep_error *error)
         devices[i] = epoch->ranks[i].device;
     status = ep_team_create(&options, &epoch->team, error);
     free(devices);
+    if (!status)
+        epoch->net = NULL; /* the team's now */
     return status;
 }
 
-static ep_status form(struct epoch *epoch, struct ep_error *error)
+static ep_status make_team_and_windows(struct epoch *epoch, struct ep_error *error)
 {
+    const struct ranks here = epoch_ranks_of(epoch, epoch->own);
     ep_status status = make_team(epoch, error);
 
+    for (uint32_t i = 0; !status && i < here.n; i++)
+        status = map_window(epoch, &epoch->ranks[here.number[i]], error);
     for (uint32_t i = 0; !status && i < epoch->n_ranks; i++)
-        status = make_window(epoch, &epoch->ranks[i], error);
+        if (epoch->ranks[i].began_absent)
+            ep_team_leave(epoch->team, i);
+    epoch->part = status ? EPOCH_PREPARED : EPOCH_FORMED;
     return status;
 }
 
-ep_status epoch_form(struct group *group, uint64_t number, struct ep_settled *settled, struct epoch **out,
-                     struct ep_error *error)
-{
-    struct epoch *epoch = group_allocate(1, sizeof *epoch);
-    ep_status status;
+struct connecting {
+    uv_work_t work;
+    struct epoch *epoch;
+    struct ep_team_card *cards;
+    struct ep_error error;
+    epoch_done_fn done;
+    void *user;
+};
 
-    epoch->group = group;
-    epoch->number = number;
-    epoch->settled = *settled;
-    *settled = (struct ep_settled){ 0 };
-    epoch->n_ranks = epoch->settled.spec->ranks;
-    epoch->ranks = group_allocate(epoch->n_ranks, sizeof *epoch->ranks);
-    init_ranks(epoch);
-    status = form(epoch, error);
-    if (status) {
-        epoch_free(epoch);
-        return status;
-    }
-    *out = epoch;
-    return EP_OK;
+/* A thread of the pool. */
+static void connect_net(uv_work_t *work)
+{
+    struct connecting *c = work->data;
+
+    (void)ep_team_net_connect(c->epoch->net, c->cards, c->epoch->plan.n_nodes, c->epoch->own, CONNECT_MS, &c->error);
 }
+
+static void on_connected(uv_work_t *work, int status)
+{
+    struct connecting c = *(struct connecting *)work->data;
+    struct epoch *epoch = c.epoch;
+    const bool dropped = epoch->dropped; /* else whoever is told may drop it */
+
+    (void)status; /* it is never cancelled */
+    free(c.cards);
+    free(work->data);
+    epoch->group->groups->calls--;
+    epoch->connecting = NULL;
+    epoch->part = EPOCH_PREPARED;
+    if (dropped)
+        (void)ep_error_set(&c.error, EP_ABORTED, "the change was given up");
+    else if (!c.error.status)
+        (void)make_team_and_windows(epoch, &c.error);
+    c.done(&c.error, c.user);
+    if (dropped)
+        epoch_free(epoch);
+}
+
+static void start_connecting(struct epoch *epoch, const struct ep_team_card *cards, epoch_done_fn done, void *user)
+{
+    struct connecting *c = group_allocate(1, sizeof *c);
+
+    *c = (struct connecting){ .epoch = epoch, .error = EP_ERROR_INIT, .done = done, .user = user };
+    c->cards = group_allocate(epoch->plan.n_nodes, sizeof *c->cards);
+    memcpy(c->cards, cards, epoch->plan.n_nodes * sizeof *c->cards);
+    c->work.data = c;
+    epoch->connecting = c;
+    epoch->part = EPOCH_CONNECTING;
+    epoch->group->groups->calls++;
+    if (uv_queue_work(epoch->group->groups->loop, &c->work, connect_net, on_connected) == 0)
+        return;
+    (void)ep_error_set(&c->error, EP_INTERNAL, "no thread to connect with"); /* cannot be */
+    on_connected(&c->work, 0);
+}
+
+void epoch_connect(struct epoch *epoch, const struct ep_team_card *cards, epoch_done_fn done, void *user)
+{
+    struct ep_error error = EP_ERROR_INIT;
+
+    if (epoch_spans(epoch)) {
+        start_connecting(epoch, cards, done, user);
+        return;
+    }
+    (void)make_team_and_windows(epoch, &error);
+    done(&error, user);
+}
+
+/* ---- free ---------------------------------------------------------------------------- */
 
 /* A thread of the pool. */
 static void give_back(uv_work_t *work)
 {
     struct epoch *epoch = work->data;
+    const struct ranks here = epoch_ranks_of(epoch, epoch->own);
 
     if (epoch->lost)
         return;
     if (epoch->team)
         ep_team_destroy(epoch->team);
-    for (uint32_t i = 0; i < epoch->n_ranks; i++)
-        if (epoch->ranks[i].window)
-            ep_node_window_destroy(epoch->ranks[i].window);
+    if (epoch->net)
+        ep_team_net_close(epoch->net);
+    for (uint32_t i = 0; i < here.n; i++)
+        if (epoch->ranks[here.number[i]].window)
+            ep_node_window_destroy(epoch->ranks[here.number[i]].window);
 }
 
 static void forget(struct epoch *epoch)
@@ -179,8 +412,15 @@ static void forget(struct epoch *epoch)
             ep_node_release(epoch->group->groups->node, rank->device, epoch->settled.rank_bytes);
         worker_clear(&rank->claimant);
         worker_clear(&rank->worker);
+        free(rank->reason);
+        free(rank->counters);
     }
+    if (epoch->span_bytes)
+        ep_node_release(epoch->group->groups->node, first_here(epoch)->device, epoch->span_bytes);
+    ep_plan_clear(&epoch->plan);
     ep_settled_clear(&epoch->settled);
+    free(epoch->by_node);
+    free(epoch->first_of);
     free(epoch->ranks);
     free(epoch);
 }
@@ -205,12 +445,21 @@ static void given_back(uv_work_t *work, int status)
     else
         forget(epoch);
     group->freeing--;
+    ep_cluster_refresh(group->groups->cluster); /* memory is free again */
     group_later(group->groups);
 }
 
 void epoch_free(struct epoch *epoch)
 {
-    epoch->group->freeing++;
+    if (epoch->part == EPOCH_KNOWN && !epoch->team && !epoch->net) {
+        forget(epoch);
+        return;
+    }
+    if (!epoch->dropped)
+        epoch->group->freeing++;
+    epoch->dropped = true;
+    if (epoch->part == EPOCH_CONNECTING)
+        return; /* on_connected() comes back here */
     epoch->freeing.data = epoch;
     epoch->lost = epoch->team && ep_team_stuck(epoch->team, -1);
     if (uv_queue_work(epoch->group->groups->loop, &epoch->freeing, give_back, given_back) == 0)
@@ -226,12 +475,27 @@ bool epoch_idle(const struct epoch *epoch)
 
 bool epoch_reset_due(const struct epoch *epoch)
 {
-    return epoch_resetting(epoch) && !epoch->executors;
+    return !epoch_spans(epoch) && epoch_resetting(epoch) && !epoch->executors;
+}
+
+bool epoch_left_by_all(const struct epoch *epoch)
+{
+    if (!epoch_spans(epoch) || !epoch->empty_since || epoch->executors || !epoch->in_state[EP_RANK_STATE(ABSENT)] ||
+        epoch->in_state[EP_RANK_STATE(ATTACHED)] || epoch->in_state[EP_RANK_STATE(QUARANTINED)] ||
+        follow_pending(epoch->group) || !report_settled(epoch->group, epoch->number))
+        return false;
+    for (uint32_t i = 0; i < epoch->plan.n_nodes; i++)
+        if (!nodes_alive(epoch->group->groups, epoch->plan.name[i]))
+            return false;
+    return true;
 }
 
 bool epoch_resetting(const struct epoch *epoch)
 {
-    return epoch->used && !epoch->attached && !epoch->quarantined && !ep_team_stuck(epoch->team, -1);
+    if (epoch_spans(epoch))
+        return epoch_left_by_all(epoch) && group_now(epoch->group->groups) - epoch->empty_since < RENEW_MS;
+    return epoch->team && epoch->used && !epoch->attached && !epoch->quarantined && !ep_team_stuck(epoch->team, -1) &&
+           !follow_pending(epoch->group);
 }
 
 void epoch_reset(struct epoch *epoch)
@@ -248,18 +512,20 @@ void epoch_reset(struct epoch *epoch)
     }
     for (uint32_t i = 0; i < epoch->n_ranks; i++) {
         rank_set_state(&epoch->ranks[i], EP_RANK_RESET);
-        epoch->ranks[i].reason[0] = '\0';
+        rank_set_reason(&epoch->ranks[i], "");
     }
 }
 
 void epoch_tell(struct epoch *epoch, const struct rank *but, bool attached_only, enum ep_group_event event,
                 uint32_t rank, uint64_t number, const char *text)
 {
-    for (uint32_t i = 0; i < epoch->n_ranks; i++) {
-        struct ep_membership *member = epoch->ranks[i].member;
+    const struct ranks here = epoch_ranks_of(epoch, epoch->own);
 
-        if (member && &epoch->ranks[i] != but && (member->attached || !attached_only))
-            member->on_event(event, rank, number, text, member->user);
+    for (uint32_t i = 0; i < here.n; i++) {
+        const struct rank *to = &epoch->ranks[here.number[i]];
+
+        if (to->member && to != but && (to->member->attached || !attached_only))
+            to->member->on_event(event, rank, number, text, to->member->user);
     }
 }
 
@@ -268,6 +534,7 @@ void epoch_detach(struct epoch *epoch, const char *reason)
     if (epoch->detached)
         return;
     epoch->detached = true;
-    ep_team_leave_all(epoch->team);
+    if (epoch->team)
+        ep_team_leave_all(epoch->team);
     epoch_tell(epoch, NULL, false, EP_GROUP_DETACHED, 0, epoch->number, reason);
 }

@@ -68,7 +68,7 @@ static uint32_t sharers(const struct rank *rank)
     uint32_t n = 0;
 
     for (uint32_t i = 0; i < epoch->n_ranks; i++)
-        n += epoch->ranks[i].device == rank->device;
+        n += epoch->ranks[i].here && epoch->ranks[i].device == rank->device;
     return n;
 }
 
@@ -98,12 +98,24 @@ struct held {
     char text[256]; /* "group moe 66 (2 ranks), ..." */
 };
 
+/* What its worker has in a later epoch, on the same GPU, is not had twice: there it is counted. */
+static bool gives_to_successor(const struct rank *rank)
+{
+    const struct epoch *newest = rank->epoch->group->epoch;
+    const struct rank *next = newest && newest != rank->epoch && rank->number < newest->n_ranks
+                                  ? &newest->ranks[rank->number]
+                                  : NULL;
+
+    return next && next->here && next->device == rank->device && next->sms && next->member &&
+           next->member->after == rank->epoch->number;
+}
+
 static void add_epoch(const struct epoch *epoch, uint32_t device, struct held *held, uint32_t *sms, uint32_t *ranks)
 {
     for (uint32_t i = 0; epoch && i < epoch->n_ranks; i++) {
         const struct rank *rank = &epoch->ranks[i];
 
-        if (rank->device != device || !rank->sms)
+        if (!rank->here || rank->device != device || !rank->sms || gives_to_successor(rank))
             continue;
         *sms += rank->sms;
         *ranks += 1;
@@ -160,7 +172,8 @@ static bool takes_share(const struct rank *rank, Ep__V1__Executor executor)
     return executor == EXECUTOR(SERVER) && ep_node_sms(rank->epoch->group->groups->node, rank->device) > 0;
 }
 
-ep_status executor_fits(const struct rank *rank, Ep__V1__Executor executor, struct ep_error *error)
+ep_status executor_fits(const struct rank *rank, const struct rank *before, Ep__V1__Executor executor,
+                        struct ep_error *error)
 {
     const struct ep_groups *groups = rank->epoch->group->groups;
     struct held held;
@@ -168,6 +181,8 @@ ep_status executor_fits(const struct rank *rank, Ep__V1__Executor executor, stru
     if (!takes_share(rank, executor))
         return EP_OK;
     held = held_of(groups, rank->device);
+    if (before && before->device == rank->device)
+        held.sms -= before->sms;
     return held.sms + share_of(rank) <= ep_node_sms(groups->node, rank->device)
                ? EP_OK
                : refuse(rank, share_of(rank), &held, error);

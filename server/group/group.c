@@ -21,7 +21,7 @@ void *group_allocate(size_t n, size_t size)
 struct group *group_find(struct ep_groups *groups, const char *name)
 {
     for (size_t i = 0; i < groups->n; i++)
-        if (!groups->list[i]->dead && !strcmp(groups->list[i]->name, name))
+        if (!groups->list[i]->dead && !groups->list[i]->replaced && !strcmp(groups->list[i]->name, name))
             return groups->list[i];
     return NULL;
 }
@@ -83,6 +83,8 @@ static void free_group(struct group *group)
     if (group->asked)
         ep__v1__group_spec__free_unpacked(group->asked, NULL);
     arena_clear(&group->arena);
+    report_forget(group);
+    history_forget(group);
     free(group->retired);
     free(group->name);
     free(group);
@@ -93,23 +95,30 @@ static void drop_dead(struct ep_groups *groups)
     size_t kept = 0;
 
     for (size_t i = 0; i < groups->n; i++)
-        if (groups->list[i]->dead && !groups->list[i]->freeing)
+        if (groups->list[i]->dead && !groups->list[i]->freeing && !groups->list[i]->report_under_way &&
+            !groups->list[i]->turn.waiting)
             free_group(groups->list[i]);
         else
             groups->list[kept++] = groups->list[i];
     groups->n = kept;
 }
 
-struct ep_spec_bounds group_bounds(const struct ep_groups *groups)
+void group_each(struct ep_groups *groups, void (*fn)(struct group *group))
 {
-    return (struct ep_spec_bounds){
-        .node = ep_node_name(groups->node),
-        .backend = ep_node_backend(groups->node),
-        .devices = ep_node_devices(groups->node),
-        .memory_left = ep_node_memory_left(groups->node),
-        .device_left = ep_node_device_memory_left(groups->node),
-        .granule = ep_node_granule(groups->node),
-    };
+    const size_t n = groups->n;
+    struct group **now = group_allocate(n, sizeof *now);
+
+    if (n > 0)
+        memcpy(now, groups->list, n * sizeof *now);
+    for (size_t i = 0; i < n; i++)
+        if (!now[i]->dead)
+            fn(now[i]);
+    free(now);
+}
+
+uint64_t group_now(const struct ep_groups *groups)
+{
+    return uv_now(groups->loop);
 }
 
 /* ---- phase --------------------------------------------------------------------- */
@@ -130,17 +139,41 @@ void group_phase(struct group *group, enum ep_phase_event event, const char *rea
     snprintf(group->reason, sizeof group->reason, "%s", reason ? reason : "");
 }
 
+void group_formed(struct group *group)
+{
+    const ep_phase phase = group->phase;
+
+    if (phase == EP_PHASE(PENDING))
+        group_phase(group, EP_PHASE_FORM, NULL);
+    else if (phase == EP_PHASE(READY) || phase == EP_PHASE(DEGRADED) || phase == EP_PHASE(FAILED))
+        group_phase(group, EP_PHASE_CHANGE, "an epoch is put into service");
+    group_phase(group, EP_PHASE_FORMED, NULL);
+}
+
 static bool is_lost(const struct rank *rank)
 {
     return rank->state == EP_RANK_STATE(ABSENT) || rank->state == EP_RANK_STATE(QUARANTINED);
 }
 
+/* There is one. */
+static const struct rank *first_lost(const struct epoch *epoch)
+{
+    uint32_t i = 0;
+
+    while (!is_lost(&epoch->ranks[i]))
+        i++;
+    return &epoch->ranks[i];
+}
+
 static void describe_lost(const struct epoch *epoch, const struct rank *first, uint32_t lost, char *text,
                           size_t size)
 {
-    int n = snprintf(text, size, "rank %u (pid %d, worker \"%.40s\") is %s: %s", first->number,
-                     (int)first->worker.pid, first->worker.name ? first->worker.name : "",
-                     ep_rank_state_name(first->state), first->reason);
+    int n = first->worker.pid
+                ? snprintf(text, size, "rank %u (pid %d, worker \"%.40s\") is %s: %s", first->number,
+                           (int)first->worker.pid, first->worker.name ? first->worker.name : "",
+                           ep_rank_state_name(first->state), rank_reason(first))
+                : snprintf(text, size, "rank %u is %s: %s", first->number, ep_rank_state_name(first->state),
+                           rank_reason(first));
 
     if (lost > 1 && n > 0 && (size_t)n < size)
         snprintf(text + n, size - (size_t)n, "; and %u more of %u ranks", lost - 1, epoch->n_ranks);
@@ -148,20 +181,21 @@ static void describe_lost(const struct epoch *epoch, const struct rank *first, u
 
 void group_assess(struct group *group)
 {
-    struct rank *first = NULL;
     char text[REASON_MAX];
-    uint32_t lost = 0;
+    uint32_t lost;
 
-    if (!group->epoch || group->phase == EP_PHASE(DRAINING) || group->phase == EP_PHASE(RECONFIGURING))
+    if (!group->epoch || (group->phase != EP_PHASE(READY) && group->phase != EP_PHASE(DEGRADED)))
         return; /* their reason stays */
-    for (uint32_t i = 0; i < group->epoch->n_ranks; i++)
-        if (is_lost(&group->epoch->ranks[i]) && lost++ == 0)
-            first = &group->epoch->ranks[i];
-    if (!first) {
+    lost = epoch_lost_ranks(group->epoch);
+    if (!lost && !epoch_served(group->epoch)) {
+        group_phase(group, EP_PHASE_RANK_LOST, "this node has no part of the epoch yet: it is formed anew");
+        return;
+    }
+    if (!lost) {
         group_phase(group, EP_PHASE_ALL_WELL, NULL);
         return;
     }
-    describe_lost(group->epoch, first, lost, text, sizeof text);
+    describe_lost(group->epoch, first_lost(group->epoch), lost, text, sizeof text);
     group_phase(group, EP_PHASE_RANK_LOST, text);
 }
 
@@ -172,12 +206,39 @@ void group_later(struct ep_groups *groups)
     uv_async_send(&groups->tick);
 }
 
+static void on_soon(uv_timer_t *soon)
+{
+    group_later(soon->data);
+}
+
+void group_after(struct ep_groups *groups, uint64_t ms)
+{
+    uv_timer_start(&groups->soon, on_soon, ms, 0);
+}
+
+/*
+ * When its workers have gone over, what they sent last may still be on its way to those of other nodes.  No op of theirs
+ * lasts longer than the group's timeout.
+ */
+static bool is_over(struct epoch *epoch)
+{
+    const struct group *group = epoch->group;
+
+    if (!epoch_idle(epoch))
+        return false;
+    if (!epoch->turn_to || !epoch_spans(epoch) || !report_drains(group, epoch->number))
+        return true;
+    if (!epoch->idle_since)
+        epoch->idle_since = group_now(group->groups);
+    return group_now(group->groups) - epoch->idle_since > epoch->settled.spec->timeout_ms;
+}
+
 static void retire_older(struct group *group)
 {
     for (struct epoch **link = &group->older; *link;) {
         struct epoch *epoch = *link;
 
-        if (!epoch_idle(epoch)) {
+        if (!is_over(epoch)) {
             link = &epoch->next;
             continue;
         }
@@ -185,6 +246,7 @@ static void retire_older(struct group *group)
         EP_INFO("group", "epoch retired", EP_S("group", group->name), EP_U("epoch", epoch->number));
         status_retire_counters(epoch);
         epoch_free(epoch);
+        report_changed(group);
         status_changed(group);
         link = &group->older; /* whoever heard it may have changed the list */
     }
@@ -192,15 +254,18 @@ static void retire_older(struct group *group)
 
 static void tell_epoch(struct group *group)
 {
-    for (struct epoch *epoch = group->older; epoch; epoch = epoch->next)
-        for (uint32_t i = 0; i < epoch->n_ranks; i++) {
-            struct ep_membership *member = epoch->ranks[i].member;
+    for (struct epoch *epoch = group->older; epoch; epoch = epoch->next) {
+        const struct ranks here = epoch_ranks_of(epoch, epoch->own);
+
+        for (uint32_t i = 0; i < here.n; i++) {
+            struct ep_membership *member = epoch->ranks[here.number[i]].member;
 
             if (!member || !member->tell_epoch)
                 continue;
             member->tell_epoch = false;
             member->on_event(EP_GROUP_EPOCH, 0, group->epoch_number, "a newer epoch is there", member->user);
         }
+    }
 }
 
 static bool all_idle(const struct group *group)
@@ -213,22 +278,40 @@ static bool all_idle(const struct group *group)
     return true;
 }
 
-/* In two steps: the memory goes back, and when it has, the group is gone. */
+/* In steps: the memory goes back, other members are told that this one has let go, and then the group is gone. */
 static void go_on_removing(struct group *group)
 {
+    if (group->change && group->change->step < AGREE_SETTLE)
+        return; /* its answer is on the way */
     free_epochs(group);
     if (group->freeing)
         return;
+    if (group->reported) {
+        group->report_due = true;
+        report_write(group);
+    }
+    if (group->report_under_way)
+        return;
+    if (agree_waits_for_others(group))
+        return;
     group_phase(group, EP_PHASE_GONE, NULL);
-    group->dead = true;
     status_deleted(group);
-    change_gone(group);
+    agree_look(group);
+    group->dead = true;
 }
 
 static void look_after(struct group *group)
 {
+    struct ep_groups *groups = group->groups;
+
+    if (groups->closing)
+        return;
+    part_sweep(group);
+    follow_sweep(group);
     tell_epoch(group);
     retire_older(group);
+    agree_look(group);
+    turn_look(group);
     if (group->phase == EP_PHASE(DRAINING)) {
         if (all_idle(group))
             go_on_removing(group);
@@ -239,6 +322,73 @@ static void look_after(struct group *group)
         group_assess(group);
         status_changed(group);
     }
+    report_write(group);
+    heal_look(group);
+}
+
+/* ---- ready --------------------------------------------------------------------- */
+
+#define LEADER_WITHIN_MS 5000u  /* to be ready without one */
+#define STORE_WITHIN_MS  30000u /* to have the records; longer than the cluster waits for its store */
+
+static void be_ready(struct ep_groups *groups, const struct ep_error *error)
+{
+    void (*on_ready)(const struct ep_error *error, void *user) = groups->on_ready;
+
+    groups->ready = !error->status;
+    groups->on_ready = NULL;
+    groups->told_ready = true;
+    if (on_ready)
+        on_ready(error, groups->ready_user);
+}
+
+/* Whoever leads has tried to form what is not there; for others that is somebody else's. */
+static bool is_tried(const struct ep_groups *groups)
+{
+    const bool leads = ep_cluster_leads(groups->cluster);
+
+    if (!leads && (!ep_cluster_leader(groups->cluster) || !strcmp(ep_cluster_leader(groups->cluster), nodes_self(groups))))
+        return false;
+    for (size_t i = 0; i < groups->n; i++)
+        if (leads && (groups->list[i]->change || (heal_due(groups->list[i]) && !groups->list[i]->heal_failures)))
+            return false;
+    return true;
+}
+
+static void look_whether_ready(struct ep_groups *groups)
+{
+    struct ep_error error = EP_ERROR_INIT;
+    const uint64_t waited = group_now(groups) - groups->opened;
+
+    if (groups->told_ready || groups->closing)
+        return;
+    if (!groups->loaded && waited >= STORE_WITHIN_MS && ep_store_health(groups->store, &error) == EP_OK)
+        ep_error_set(&error, EP_UNAVAILABLE, "the store does not say which groups there are");
+    if (error.status || (groups->loaded && (is_tried(groups) || waited >= LEADER_WITHIN_MS)))
+        be_ready(groups, &error);
+}
+
+/* ---- the cluster ----------------------------------------------------------------- */
+
+static void on_cluster(enum ep_cluster_event event, const struct ep_cluster_node *node, void *user)
+{
+    struct ep_groups *groups = user;
+
+    if (groups->closing)
+        return;
+    switch (event) {
+    case EP_CLUSTER_NODE_UP: heal_at_once(groups); break; /* reports that nobody was there to read are still due */
+    case EP_CLUSTER_NODE_DOWN: report_lost(groups, node->name); break;
+    case EP_CLUSTER_NODE_CHANGED: return; /* who plans reads it then; there are many of these */
+    case EP_CLUSTER_MARK: break; /* somebody may wait for it */
+    case EP_CLUSTER_SESSION: report_all(groups); break;
+    case EP_CLUSTER_LEADER:
+        if (ep_cluster_leads(groups->cluster))
+            agree_clear_field(groups);
+        heal_at_once(groups);
+        break;
+    }
+    group_later(groups);
 }
 
 /* ---- closing ------------------------------------------------------------------- */
@@ -263,6 +413,8 @@ static void close_handles(struct ep_groups *groups)
 {
     uv_close((uv_handle_t *)&groups->tick, on_handle_closed);
     uv_close((uv_handle_t *)&groups->turn, on_handle_closed);
+    uv_close((uv_handle_t *)&groups->sweep, on_handle_closed);
+    uv_close((uv_handle_t *)&groups->soon, on_handle_closed);
 }
 
 /* Engines touch windows, and commits touch groups: both must be over.  Called until all is. */
@@ -270,7 +422,7 @@ static void finish_closing(struct ep_groups *groups)
 {
     uint32_t freeing = 0;
 
-    if (groups->commits || uv_is_closing((uv_handle_t *)&groups->tick))
+    if (groups->commits || groups->calls || groups->joins || uv_is_closing((uv_handle_t *)&groups->tick))
         return;
     for (size_t i = 0; i < groups->n; i++)
         if (!all_idle(groups->list[i]))
@@ -290,21 +442,22 @@ static void finish_closing(struct ep_groups *groups)
 static void on_tick(uv_async_t *tick)
 {
     struct ep_groups *groups = tick->data;
-    size_t n = groups->n;
-    struct group **now = group_allocate(n, sizeof *now);
 
     /* Listeners may add groups; only drop_dead removes any. */
-    if (n > 0)
-        memcpy(now, groups->list, n * sizeof *now);
-    for (size_t i = 0; i < n; i++)
-        if (!now[i]->dead && !groups->closing)
-            look_after(now[i]);
-    free(now);
+    if (groups->loaded)
+        group_each(groups, look_after);
     drop_dead(groups);
     if (groups->dead_watches)
         status_drop_watches(groups);
+    wait_look(groups);
+    look_whether_ready(groups);
     if (groups->closing)
         finish_closing(groups);
+}
+
+static void on_sweep(uv_timer_t *sweep)
+{
+    on_tick(&((struct ep_groups *)sweep->data)->tick);
 }
 
 static void orphan(struct epoch *epoch)
@@ -315,12 +468,30 @@ static void orphan(struct epoch *epoch)
     epoch->members = epoch->quarantined = 0;
 }
 
+/* What waits for news will hear none. */
+static void close_change(struct group *group)
+{
+    const int step = group->change ? (int)group->change->step : AGREE_BEGIN;
+    struct ep_error error = EP_ERROR_INIT;
+
+    if (step != AGREE_OFFER && step != AGREE_SEE && step != AGREE_SETTLE)
+        return;
+    ep_error_set(&error, EP_UNAVAILABLE, "the server is stopping");
+    change_finish(group->change, &error);
+}
+
 void ep_groups_close(struct ep_groups *groups, void (*on_closed)(void *user), void *user)
 {
     groups->closing = true;
     groups->on_closed = on_closed;
     groups->closed_user = user;
+    view_close(groups);
+    wait_look(groups);
+    ep_cluster_unwatch(groups->cluster_watch);
+    group_each(groups, close_change);
     for (size_t i = 0; i < groups->n; i++) {
+        part_drop(groups->list[i], "the server is stopping");
+        follow_close(groups->list[i], "the server is stopping");
         if (groups->list[i]->epoch)
             orphan(groups->list[i]->epoch);
         for (struct epoch *epoch = groups->list[i]->older; epoch; epoch = epoch->next)
@@ -330,6 +501,8 @@ void ep_groups_close(struct ep_groups *groups, void (*on_closed)(void *user), vo
 }
 
 /* ---- opening ------------------------------------------------------------------- */
+
+#define SWEEP_MS 100u
 
 static void on_turn(uv_prepare_t *turn)
 {
@@ -345,12 +518,16 @@ static ep_status open_handles(struct ep_groups *groups, struct ep_error *error)
     uv_prepare_init(groups->loop, &groups->turn);
     uv_prepare_start(&groups->turn, on_turn);
     uv_unref((uv_handle_t *)&groups->turn);
-    groups->tick.data = groups->turn.data = groups;
-    groups->open_handles = 2;
+    uv_timer_init(groups->loop, &groups->sweep);
+    uv_timer_start(&groups->sweep, on_sweep, SWEEP_MS, SWEEP_MS);
+    uv_unref((uv_handle_t *)&groups->sweep);
+    uv_timer_init(groups->loop, &groups->soon);
+    groups->tick.data = groups->turn.data = groups->sweep.data = groups->soon.data = groups;
+    groups->open_handles = 4;
     return EP_OK;
 }
 
-ep_status ep_groups_open(uv_loop_t *loop, struct ep_node *node, struct ep_store *store,
+ep_status ep_groups_open(uv_loop_t *loop, struct ep_node *node, struct ep_store *store, struct ep_cluster *cluster,
                          void (*on_ready)(const struct ep_error *error, void *user), void *user,
                          struct ep_groups **out, struct ep_error *error)
 {
@@ -360,6 +537,7 @@ ep_status ep_groups_open(uv_loop_t *loop, struct ep_node *node, struct ep_store 
     groups->loop = loop;
     groups->node = node;
     groups->store = store;
+    groups->cluster = cluster;
     groups->on_ready = on_ready;
     groups->ready_user = user;
     status = open_handles(groups, error);
@@ -367,7 +545,9 @@ ep_status ep_groups_open(uv_loop_t *loop, struct ep_node *node, struct ep_store 
         free(groups);
         return status;
     }
-    records_load(groups);
+    groups->opened = group_now(groups);
+    groups->cluster_watch = ep_cluster_watch(cluster, on_cluster, groups);
+    view_open(groups);
     *out = groups;
     return EP_OK;
 }

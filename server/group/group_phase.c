@@ -33,6 +33,7 @@ ep_phase ep_phase_next(ep_phase phase, enum ep_phase_event event)
             [EP_PHASE_RANK_LOST] = EP_PHASE(RECONFIGURING),
             [EP_PHASE_ALL_WELL] = EP_PHASE(RECONFIGURING),
             [EP_PHASE_KEPT] = EP_PHASE(READY),
+            [EP_PHASE_CHANGE] = EP_PHASE(RECONFIGURING),
             [EP_PHASE_REMOVE] = EP_PHASE(DRAINING),
         },
         [EP_PHASE(FAILED)] = {
@@ -65,6 +66,7 @@ ep_rank_state ep_rank_state_next(ep_rank_state state, enum ep_rank_event event)
     static const ep_rank_state next[RANK_STATES][EP_RANK_EVENTS] = {
         [EP_RANK_STATE(EXPECTED)] = {
             [EP_RANK_ATTACH] = EP_RANK_STATE(ATTACHED),
+            [EP_RANK_FORSAKEN] = EP_RANK_STATE(ABSENT),
             [EP_RANK_RESET] = EP_RANK_STATE(EXPECTED),
         },
         [EP_RANK_STATE(ATTACHED)] = {

@@ -8,7 +8,7 @@
  *   FORMING        -        READY   FAILED   -          -         -              -        DRAINING  -
  *   READY          -        -       -        DEGRADED   READY     RECONFIGURING  -        DRAINING  -
  *   DEGRADED       -        -       -        DEGRADED   READY     RECONFIGURING  -        DRAINING  -
- *   RECONFIGURING  -        READY   FAILED   RECONF.    RECONF.   -              READY    DRAINING  -
+ *   RECONFIGURING  -        READY   FAILED   RECONF.    RECONF.   RECONFIGURING  READY    DRAINING  -
  *   FAILED         -        -       -        -          -         RECONFIGURING  -        DRAINING  -
  *   DRAINING       -        -       -        DRAINING   DRAINING  -              -        DRAINING  DELETED
  *   DELETED        -        -       -        -          -         -              -        -         -
@@ -18,21 +18,21 @@
  *   FAILED     it could not be formed, and none is there
  *   RANK_LOST  a rank of the newest epoch is absent or quarantined
  *   ALL_WELL   no rank of it is
- *   CHANGE     a further epoch is being formed
- *   KEPT       it could not be formed or stored: the one before goes on (then RANK_LOST where due)
+ *   CHANGE     a further epoch is being formed, or workers are to go over to it
+ *   KEPT       it could not be formed or stored: the one before goes on; or they have gone over (then RANK_LOST where due)
  *   REMOVE     the group's end is stored
  *   GONE       its last engine has stopped and its last worker is gone
  *
  * State of a rank:
  *
- *                ATTACH    LEFT    LEFT_ALIVE   WRITER_GONE  RESET
- *   EXPECTED     ATTACHED  -       -            -            EXPECTED
- *   ATTACHED     -         ABSENT  QUARANTINED  -            -
- *   ABSENT       ATTACHED  -       -            -            EXPECTED
- *   QUARANTINED  -         -       -            ABSENT       -
+ *                ATTACH    LEFT    LEFT_ALIVE   WRITER_GONE  RESET     FORSAKEN
+ *   EXPECTED     ATTACHED  -       -            -            EXPECTED  ABSENT
+ *   ATTACHED     -         ABSENT  QUARANTINED  -            -         -
+ *   ABSENT       ATTACHED  -       -            -            EXPECTED  -
+ *   QUARANTINED  -         -       -            ABSENT       -         -
  *
  *   LEFT         its worker is gone;  LEFT_ALIVE: it may still write the window
- *   RESET        the last worker of the epoch has left
+ *   RESET        the last worker of the epoch has left;  FORSAKEN: whoever was to come over from the epoch before is lost
  */
 #ifndef EP_GROUP_PHASE_H
 #define EP_GROUP_PHASE_H
@@ -54,7 +54,8 @@ ep_phase ep_phase_next(ep_phase phase, enum ep_phase_event event);
 const char *ep_phase_name(ep_phase phase);
 
 enum ep_rank_event {
-    EP_RANK_ATTACH, EP_RANK_LEFT, EP_RANK_LEFT_ALIVE, EP_RANK_WRITER_GONE, EP_RANK_RESET, EP_RANK_EVENTS
+    EP_RANK_ATTACH, EP_RANK_LEFT, EP_RANK_LEFT_ALIVE, EP_RANK_WRITER_GONE, EP_RANK_RESET, EP_RANK_FORSAKEN,
+    EP_RANK_EVENTS
 };
 ep_rank_state ep_rank_state_next(ep_rank_state state, enum ep_rank_event event);
 const char *ep_rank_state_name(ep_rank_state state);

@@ -2,13 +2,26 @@
  * group_private: what the files of this folder share.  Everything is owned by the loop's thread.
  *
  *   group.c    opening and closing, the list of groups, what is put off to the next turn of the loop
- *   change.c   create, update, delete
- *   records.c  what the store keeps of a group
- *   epoch.c    windows, team and counters of one configuration
- *   member.c   claim, attach, release
+ *   spec*.c    from what is asked to what is settled;  plan.c: on which nodes;  group_phase.c: the state machines
+ *   nodes.c    the nodes that can be planned on, as the cluster knows them;  negotiate.c: what they have, what is asked
+ *
+ *   preview.c  what a change would do;  balance.c: homes of experts by their loads
+ *
+ *   change.c   create, update, delete: what is asked is judged, and what has to be agreed on is handed to
+ *   agree.c    the leader's side: prepare and connect the members, commit the records, see it done; or abort
+ *   part.c     the member's side: its part of an epoch that is not decided yet
+ *   heal.c     the leader forms an epoch anew that a member does not have, or that all workers have left
+ *   records.c  what the store keeps of a group, and how it is written;  history.c: the last changes
+ *   view.c     the watch of these records: what is there is put into service
+ *
+ *   epoch.c    windows, team and counters of one configuration, and the ranks of all nodes
+ *   member.c   claim, attach, release of the ranks that are here
+ *   join.c     a rank that joins ranks on other nodes, or leaves them
+ *   follow.c   workers that go over to the newest epoch: what those here are asked, promise and are told
+ *   turn.c     the leader's side of that: it looks, asks, decides
+ *   report.c   what every node lets the others know of its ranks
  *   executor.c who runs the ops of a rank, and on what part of its GPU
  *   status.c   messages for operators: groups, counters, watches
- *   spec*.c    from what is asked to what is settled;  group_phase.c: the state machines
  *
  * Listeners (on_event, watches) may call back into this folder.  So nothing is freed, and no list is
  * shortened, while they run: that is put off to on_tick(), which runs from the loop.
@@ -17,22 +30,33 @@
 #define EP_GROUP_PRIVATE_H
 
 #include "arena.h"
+#include "ep_cluster.h"
 #include "ep_group.h"
 #include "ep_kernels.h"
 #include "ep_team.h"
 #include "group_phase.h"
+#include "plan.h"
 #include "spec.h"
 
 #define REASON_MAX    256u
+#define RANK_STATES   (EP_RANK_STATE(QUARANTINED) + 1)
 #define TIMEOUTS_KEPT 8u
+#define HISTORY_KEPT  EP_GROUP_HISTORY
 
 /* A claimed rank.  Outlives its epoch when the groups are closed first: rank is NULL then. */
 struct ep_membership {
     struct rank *rank;
+    struct join *join; /* under way */
     bool attached, released; /* released: quarantined, waits for writer_gone */
+    ep_group_turn_fn on_turn; /* it follows its group; NULL: it does not */
+    uint64_t after;           /* the epoch whose rank of this number it succeeds; 0: of none */
+    uint32_t asked;           /* number of the ask that it has not answered; 0: of none */
+    uint64_t welcome_by;      /* loop time, ms: it is attached, and told so by then; 0: it has been told */
+    uint64_t turned_to;       /* it has gone over to that epoch, and finished what it began here; 0: it has not */
     bool tell_epoch;         /* it attached to an epoch that had been replaced meanwhile */
     Ep__V1__Executor executor; /* settled */
     ep_group_event_fn on_event;
+    ep_membership_attached_fn on_attached;
     void *user;
 };
 
@@ -42,13 +66,24 @@ struct worker {
     char *name;
 };
 
-/* One rank of one epoch. */
+/*
+ * One rank of one epoch.  Of one on another node, state, since_us, reason and worker are as that node told them last;
+ * what comes after them but `counted` is not used.  Every node has all ranks of a group: they are kept small.
+ */
 struct rank {
     struct epoch *epoch;
-    uint32_t number, device;
-    ep_rank_state state;
-    uint64_t since_us;
-    char reason[REASON_MAX];           /* why it is absent or quarantined */
+    uint32_t number, node; /* node: of epoch->plan */
+    bool here;
+    bool away; /* on another node, which was lost */
+    bool began_absent; /* as the epoch's record has it */
+    bool follows;  /* its worker, or its last */
+    bool forsaken; /* the rank that it would succeed was lost */
+    ep_rank_state state; /* changed by rank_put_state(), and where the epoch begins */
+    uint64_t since_us; /* of the last change of state.  It grows with each, so that it orders what others hear */
+    uint64_t hold;     /* on another node: it joins, and holds the team here; 0: no */
+    struct { uint64_t ops, timeouts, dropped_routes; } counted;
+    uint32_t device; /* of this node */
+    char *reason;   /* why it is absent or quarantined; NULL: "" */
     struct ep_membership *member;      /* who has claimed it; NULL: nobody */
     struct ep_membership *quarantined; /* who may still write its window */
     uint64_t claimed_us;
@@ -56,9 +91,17 @@ struct rank {
     struct worker worker;     /* the attached or last one */
     struct ep_executor *executor; /* not NULL until it has stopped */
     uint32_t sms; /* of its GPU, held for what the server runs for it: from the claim to the executor's end */
-    struct ep_rank_counters counters;
+    struct ep_rank_counters *counters; /* NULL: of another node */
     struct ep_node_window *window;
     bool reserved;
+};
+
+/* How far a node's part of an epoch has come. */
+enum epoch_part {
+    EPOCH_KNOWN,      /* nothing is made: none of its ranks are here, or they are not served */
+    EPOCH_PREPARED,   /* memory is reserved, other nodes can reach it */
+    EPOCH_CONNECTING, /* a thread of the pool is at it */
+    EPOCH_FORMED      /* windows and team are there */
 };
 
 struct epoch {
@@ -66,9 +109,22 @@ struct epoch {
     struct group *group;
     uint64_t number;
     struct ep_settled settled;
+    struct ep_plan plan;
+    uint32_t own;         /* this node in plan; plan.n_nodes: none of its ranks are here */
+    enum epoch_part part;
+    uint64_t fence;       /* of the leader that had it prepared */
+    uint64_t expires;     /* loop time, ms: when it goes, if it is not decided on by then */
+    struct ep_team_net *net;  /* of several nodes; the team's once that is there */
+    struct ep_team_span span;
+    uint64_t span_bytes;  /* reserved for it */
+    struct connecting *connecting;
+    char torn[REASON_MAX]; /* why not all its members are connected any more; empty: they are */
+    uint64_t empty_since;  /* loop time, ms, since when no rank of several nodes is attached; 0: one is */
     struct ep_team *team;
     struct rank *ranks;
     uint32_t n_ranks;
+    uint32_t *by_node, *first_of; /* numbers of the ranks, by node of the plan; where those of a node begin */
+    uint32_t in_state[RANK_STATES]; /* so many ranks */
     uint32_t members; /* claimed, attached or not */
     uint32_t attached;
     uint32_t executors; /* running or stopping */
@@ -78,7 +134,67 @@ struct epoch {
     bool detached; /* its group is gone: no attach any more */
     bool apart;    /* a reset has failed: ranks that are expected have to join too */
     bool lost;     /* its team is stuck: its memory is never given back */
+    bool dropped;  /* to be freed, once it is not connecting any more */
+    uint64_t promised;   /* ranks here have promised to wait for the decision about the turn to that epoch; 0: none */
+    uint64_t turn_to;    /* it is decided: they go over to that epoch; 0: it is not */
+    uint64_t idle_since; /* loop time, ms: nothing has run here since then; 0: something does */
     uv_work_t freeing;
+};
+
+/* Numbers of the ranks that are on a node of the plan; epoch->own: on this one, none if it is no member. */
+struct ranks {
+    const uint32_t *number;
+    uint32_t n;
+};
+static inline struct ranks epoch_ranks_of(const struct epoch *epoch, uint32_t node)
+{
+    return (struct ranks){ epoch->by_node + epoch->first_of[node], epoch->first_of[node + 1] - epoch->first_of[node] };
+}
+static inline uint32_t epoch_lost_ranks(const struct epoch *epoch)
+{
+    return epoch->in_state[EP_RANK_STATE(ABSENT)] + epoch->in_state[EP_RANK_STATE(QUARANTINED)];
+}
+
+/* What another node lets know of its part: its record. */
+struct report {
+    char *node;
+    Ep__V1__GroupStatus *status;
+};
+
+/* What the workers here were asked for the leader.  One at a time. */
+struct ask {
+    uint64_t fence, number;  /* of the last request about this group */
+    ep_cluster_done_fn done; /* NULL: it is answered */
+    void *user;
+    struct epoch *from;
+    uint64_t at;
+    uint32_t waiting;        /* answers that are missing */
+    uint64_t until;          /* loop time, ms */
+    bool given;              /* by all so far */
+    uint64_t passed, position; /* the highest so far */
+};
+
+enum turn_step { TURN_NONE, TURN_PROVE, TURN_WITHDRAW, TURN_LOOK, TURN_LOOK_AGAIN, TURN_ASK, TURN_DECIDE, TURN_SETTLE };
+
+/* What the leader does about it; the transitions are in turn.c. */
+struct turn {
+    enum turn_step step;
+    uint64_t from, to, at;
+    uint64_t fence;   /* the term in which it was begun */
+    uint64_t proven;  /* the term in which nothing of earlier leaders can be decided any more; 0: in none */
+    bool open;        /* promises may have been given that are not withdrawn */
+    uint64_t number;  /* of the last request */
+    uint32_t waiting; /* answers that are missing; the group is not freed before */
+    bool promised;    /* by all so far */
+    uint64_t passed, position, first; /* the highest; at the first look */
+    struct ep_error failure;          /* the first of this step */
+    uint32_t failures;                /* in a row */
+    uint64_t until, since;            /* loop time, ms: when to look again; when it was begun */
+};
+
+struct retired {
+    uint32_t rank;
+    struct ep_rank_counters counters;
 };
 
 struct group {
@@ -89,17 +205,34 @@ struct group {
     uint64_t revision;        /* of the stored spec */
     uint64_t status_revision; /* of the stored status */
     Ep__V1__GroupSpec *asked; /* as the operator gave it; stored */
-    uint64_t epoch_number;    /* the highest that was ever formed */
+    uint64_t epoch_number;    /* the newest that is agreed on; 0: none ever was */
+    uint64_t tried;           /* the highest that members were asked to prepare */
     struct epoch *epoch;      /* the newest; NULL: none could be formed */
     struct epoch *older;
+    struct epoch *prepared;   /* the part here of one that is not decided yet */
+    struct report *reports;   /* of the other nodes, by name */
+    size_t n_reports;
+    bool report_due, report_under_way;
+    uint64_t reported;        /* the report of this node's in the store has that revision; 0: there is none */
+    uint64_t report_after;    /* loop time, ms: not before, as the store did not take the last one */
+    uint64_t heal_after;      /* loop time, ms */
+    uint32_t heal_failures;   /* in a row */
     uint64_t created_us, updated_us;
-    bool visible;                                  /* stored: before, only its name is taken */
-    const char *change;                            /* under way: "creation" ...; NULL: none */
-    bool dead;                                     /* removed from the list at the next tick */
-    struct change *waiting;                        /* a delete to be answered when the group is gone */
+    bool visible;          /* its records are there: before, only its name is taken */
+    bool seen, gone;       /* view.c: among all that is there; its records are not there any more */
+    bool replaced;         /* gone, and another has its name */
+    struct change *change; /* under way; NULL: none */
+    struct ask ask;
+    struct turn turn;
+    Ep__V1__Turn turned;   /* the last that was decided */
+    bool turning;          /* the phase says that a turn is waited for */
+    Ep__V1__GroupChange *history[HISTORY_KEPT]; /* by their numbers' remainders; NULL: none */
+    uint64_t history_number; /* the highest */
+    uint64_t history_slots;  /* bits: which records there may be */
+    bool dead;             /* removed from the list at the next tick */
     Ep__V1__TimeoutRecord timeouts[TIMEOUTS_KEPT]; /* a ring; texts are constants */
     uint64_t n_timeouts;
-    struct ep_rank_counters *retired; /* [n_retired] sums of epochs that are gone, by rank */
+    struct retired *retired; /* [n_retired] sums of epochs that are gone, of ranks that were here */
     uint32_t n_retired;
     uint32_t freeing;   /* epochs whose memory is on its way back */
     struct arena arena; /* the last message made; older ones of this turn are in ep_groups.stale */
@@ -116,6 +249,14 @@ struct ep_groups {
     uv_loop_t *loop;
     struct ep_node *node;
     struct ep_store *store;
+    struct ep_cluster *cluster;
+    struct ep_cluster_watch *cluster_watch;
+    struct ep_watch *watch;
+    uint64_t view;  /* revision until which all records of groups are known */
+    uint64_t fence; /* the highest term that a leader has shown */
+    uint32_t asks;  /* numbers of what workers were asked */
+    struct join *joins;
+    struct wait *waits;
     struct group **list; /* by name */
     size_t n;
     struct ep_group_watch *watches;
@@ -123,9 +264,14 @@ struct ep_groups {
     size_t n_stale;
     uv_async_t tick;
     uv_prepare_t turn;
+    uv_timer_t sweep; /* deadlines */
+    uv_timer_t soon;  /* on_tick() once, earlier than that */
     uint32_t open_handles;
     uint32_t commits; /* asked of the store and not answered */
-    bool ready, closing;
+    uint32_t calls;   /* asked of other nodes and not answered; threads that connect */
+    uint64_t opened;  /* loop time, ms */
+    bool loaded;      /* the first view of the records is there */
+    bool ready, told_ready, closing;
     bool dead_watches; /* some have been removed and are still in the list */
     void (*on_ready)(const struct ep_error *error, void *user);
     void *ready_user;
@@ -138,35 +284,265 @@ struct ep_groups {
 void *group_allocate(size_t n, size_t size); /* zeroed; the process ends when there is none */
 struct group *group_find(struct ep_groups *groups, const char *name); /* invisible ones too */
 struct group *group_new(struct ep_groups *groups, const char *name);
+/* Groups may be added meanwhile; dead ones are left out. */
+void group_each(struct ep_groups *groups, void (*fn)(struct group *group));
 /* The visible group, or NULL and why not. */
 struct group *group_get(struct ep_groups *groups, const char *name, struct ep_error *error);
 /* Goes by the table; a move that is not in it is a bug and is logged.  reason NULL: none. */
 void group_phase(struct group *group, enum ep_phase_event event, const char *reason);
+/* A new epoch is in service, from whatever phase. */
+void group_formed(struct group *group);
 /* READY or DEGRADED, from the ranks of the newest epoch. */
 void group_assess(struct group *group);
 /* on_tick() soon, from the loop. */
 void group_later(struct ep_groups *groups);
-struct ep_spec_bounds group_bounds(const struct ep_groups *groups);
+void group_after(struct ep_groups *groups, uint64_t ms);
+/* Its records are gone: workers are told, and when they have let go, so is the group. */
+void group_remove(struct group *group);
+uint64_t group_now(const struct ep_groups *groups); /* loop time, ms */
 
-/* ---- change.c ----------------------------------------------------------------- */
+/* ---- nodes.c ------------------------------------------------------------------ */
 
-/* The group that `group->waiting` deletes is gone. */
-void change_gone(struct group *group);
+/* The nodes that are there, by name. */
+struct node_table {
+    struct ep_plan_node *nodes;
+    size_t n;
+};
+struct node_table nodes_table(const struct ep_groups *groups);
+void nodes_clear(struct node_table *table);
+const char *nodes_self(const struct ep_groups *groups);
+const struct ep_plan_node *nodes_own(const struct node_table *table, const struct ep_groups *groups); /* or NULL */
+/* Is that another release than this server's?  text: both, as "release 2 (windows 8), not 1 (windows 7)".  Servers of
+ * different releases form no group: nothing says that they would understand each other. */
+bool nodes_release_differs(const Ep__V1__Version *theirs, char *text, size_t size);
+bool nodes_alive(const struct ep_groups *groups, const char *name);
 
-/* ---- records.c ---------------------------------------------------------------- */
+/* ---- negotiate.c --------------------------------------------------------------- */
 
-void records_load(struct ep_groups *groups);
-typedef void (*records_done_fn)(const struct ep_error *error, struct group *group, void *user);
-/* Spec and status, both or none, against the revisions the group has; keeps the new ones. */
-void records_save(struct group *group, const Ep__V1__GroupSpec *asked, uint64_t epoch, uint64_t updated_us,
+/* Settles and plans the group within what nodes offer; `stay`: with its ranks where they are, if they can stay there.
+ * *plan and *settled are set on success; the refusal says what would fit. */
+ep_status negotiate(const struct group *group, const Ep__V1__GroupSpec *asked, bool stay, struct ep_settled *settled,
+                    struct ep_plan *plan, struct ep_error *error);
+
+/* ---- change.c, agree.c ---------------------------------------------------------- */
+
+enum change_kind { CHANGE_CREATION, CHANGE_UPDATE, CHANGE_LIVE, CHANGE_DELETION, CHANGE_RENEWAL };
+
+struct agreed {               /* what is asked of a member, and what it said */
+    struct change *change;
+    uint32_t node;            /* of the plan */
+    struct ep_team_card card;
+};
+
+struct change {
+    enum change_kind kind;
+    struct group *group;
+    Ep__V1__GroupSpec *asked;   /* to be stored; NULL: a deletion */
+    Ep__V1__GroupStatus *status; /* the same; own message */
+    struct ep_plan plan;        /* of a new epoch */
+    enum { AGREE_BEGIN, AGREE_PREPARE, AGREE_OFFER, AGREE_CONNECT, AGREE_COMMIT, AGREE_SEE, AGREE_SETTLE } step;
+    struct agreed *members;
+    Ep__V1__GroupChange *entry; /* of the history */
+    uint64_t step_ns;           /* since when it is at its step */
+    uint32_t waiting;           /* answers that are missing */
+    struct ep_error failure;    /* the first */
+    uint32_t refuser;           /* whose it is, in plan */
+    bool again;                 /* this is the second plan */
+    uint64_t fence;
+    uint64_t revision;          /* of the commit */
+    uint64_t until;             /* loop time, ms: of the steps that wait for the store */
+    bool workers;               /* a deletion: there are some, who have to be told */
+    ep_group_done_fn done;      /* NULL: nobody asked */
+    void *user;
+};
+
+const char *change_text(const struct change *change);
+/* It is over: answers, frees. */
+void change_finish(struct change *change, const struct ep_error *error);
+/* Only the leader changes groups.  EP_UNAVAILABLE: this server does not lead. */
+ep_status change_check_lead(const struct ep_groups *groups, struct ep_error *error);
+/* The change of an idle group that forms an epoch; settled and plan are taken over. */
+struct change *change_new_epoch(struct group *group, enum change_kind kind, Ep__V1__GroupSpec *asked,
+                                struct ep_settled *settled, struct ep_plan *plan, const Ep__V1__Asker *asker,
+                                ep_group_done_fn done, void *user);
+
+/* With what the members offer by now.  False: it would not do either, and nothing has changed. */
+bool change_plan_again(struct change *change);
+
+/* From the first step of its kind on; ends with change_finish(). */
+void agree_begin(struct change *change);
+/* The records or a member's report have changed, or time has passed. */
+void agree_look(struct group *group);
+/* A deletion is under way, and other members have not let go of their parts yet; bounded. */
+bool agree_waits_for_others(const struct group *group);
+/* This server has begun to lead: what leaders before it have left is aborted. */
+void agree_clear_field(struct ep_groups *groups);
+
+/* ---- part.c (and what ep_group.h has for the Node service) ------------------------ */
+
+/* May a request of a leader of that term be heard?  Later ones of lower terms may not. */
+ep_status part_heed(struct ep_groups *groups, uint64_t fence, struct ep_error *error);
+/* The part of the record's epoch, if it is there and formed; it is the caller's then. */
+struct epoch *part_take(struct group *group, const Ep__V1__GroupStatus *agreed);
+void part_drop(struct group *group, const char *why);
+void part_sweep(struct group *group);
+
+/* ---- heal.c ------------------------------------------------------------------------ */
+
+/* Looks at a group that the leader might have to form anew.  Each attempt that fails makes the next one later. */
+void heal_look(struct group *group);
+/* Is there anything that it would do as soon as it may? */
+bool heal_due(const struct group *group);
+void heal_later(struct group *group);        /* a member was lost */
+void heal_at_once(struct ep_groups *groups); /* what hindered it may be gone */
+
+/* ---- history.c ------------------------------------------------------------------------- */
+
+/* An entry with a number of its own; asker NULL: this server, of its own accord.  Freed with free_unpacked. */
+Ep__V1__GroupChange *history_begin(struct group *group, const char *change, const Ep__V1__Asker *asker);
+/* What is to change; from NULL: nothing was there. */
+void history_fields(Ep__V1__GroupChange *entry, const Ep__V1__GroupSpec *from, const Ep__V1__GroupSpec *to);
+void history_nodes(Ep__V1__GroupChange *entry, const struct ep_plan *from, const struct ep_plan *to);
+/* It is over; what is known of it is written, if it can be. */
+void history_end(struct group *group, Ep__V1__GroupChange *entry, const char *outcome, const struct ep_error *error);
+/* All of that for what was not begun; asked NULL: nobody knows what. */
+void history_refused(struct group *group, const char *change, const Ep__V1__Asker *asker,
+                     const Ep__V1__GroupSpec *asked, const struct ep_error *error);
+void history_read(struct group *group, uint32_t slot, const struct ep_record *record);
+void history_forget(struct group *group);
+
+/* ---- preview.c -------------------------------------------------------------------------- */
+
+/* What the group would be, in the arena; new_epoch false: it stays as it is but for what is live. */
+Ep__V1__Plan *preview_plan(struct arena *arena, const struct group *group, const Ep__V1__GroupSpec *asked,
+                           const struct ep_settled *settled, const struct ep_plan *plan, bool new_epoch);
+
+/* ---- records.c, view.c --------------------------------------------------------------- */
+
+#define RECORDS_PREFIX "groups/"
+#define RECORDS_KEY_MAX 352u
+
+typedef void (*records_done_fn)(const struct ep_error *error, uint64_t revision, void *user);
+/* Spec and status, both or none, against the revisions that the group has; only while this server leads.  With them, as
+ * with the status alone, goes the history's entry of the change under way. */
+void records_save(struct group *group, const Ep__V1__GroupSpec *asked, const Ep__V1__GroupStatus *status,
                   records_done_fn done, void *user);
+/* The status alone: the spec, and so the group's revision, stays. */
+void records_renew(struct group *group, const Ep__V1__GroupStatus *status, records_done_fn done, void *user);
+/* An entry of the history alone, while the group is as this server knows it. */
+void records_history(struct group *group, const Ep__V1__GroupChange *entry, records_done_fn done, void *user);
+/* Tells nothing: what was in the store before, a view that has come to its revision knows. */
+void records_mark(struct ep_groups *groups, records_done_fn done, void *user);
 void records_delete(struct group *group, records_done_fn done, void *user);
+/* This node's report, bound to its session; NULL takes away the one of that revision. */
+void records_report(struct group *group, const Ep__V1__GroupStatus *status, uint64_t expected,
+                    struct ep_session *session, records_done_fn done, void *user);
+
+void view_open(struct ep_groups *groups);
+void view_close(struct ep_groups *groups);
+
+/* ---- wait.c ---------------------------------------------------------------------------- */
+
+void wait_look(struct ep_groups *groups); /* is there anything that somebody waits for? */
+
+/* ---- report.c -------------------------------------------------------------------------- */
+
+/* What this node has to say of the group has changed. */
+void report_changed(struct group *group);
+void report_all(struct ep_groups *groups); /* in a session that is new */
+void report_write(struct group *group);    /* if that is due; the group is not freed before the store has answered */
+/* Another node's record; NULL: it is gone. */
+void report_read(struct group *group, const char *node, const struct ep_record *record);
+void report_forget(struct group *group); /* all */
+/* A node is not there any more, or not to be reached: nobody waits for its ranks. */
+void report_lost(struct ep_groups *groups, const char *node);
+void report_torn(struct epoch *epoch, uint32_t node, const char *why);
+/* What is known of the ranks of other nodes, for an epoch that is new in service. */
+void report_apply(struct group *group);
+/* Has every member that is there put this epoch into service?  0: has none any part of the group? */
+bool report_settled(const struct group *group, uint64_t epoch);
+/* The report of a node that is there; NULL: none, or it is not there. */
+const Ep__V1__GroupStatus *report_of(const struct group *group, size_t index);
+size_t report_count(const struct group *group);
+/* Another node still has something of that older epoch. */
+bool report_drains(const struct group *group, uint64_t epoch);
+/* Some member is without its part, or not connected. */
+bool report_not_whole(const struct group *group);
+/* A rank on another node has left or joined; older news than what is known is dropped.  False: it was. */
+bool report_rank(struct rank *rank, ep_rank_state state, uint64_t change, const char *reason);
+
+/* ---- follow.c --------------------------------------------------------------------------- */
+
+/* The older epoch that has workers here who have not gone over; the oldest.  NULL: none. */
+struct epoch *follow_epoch(const struct group *group);
+/* What this node has to do with the turn to the newest epoch; its text is in `waits`. */
+void follow_part(const struct group *group, char waits[static REASON_MAX], Ep__V1__TurnPart *part);
+/* Workers that follow are in an older epoch, here or on another node, and go over to the newest. */
+bool follow_pending(const struct group *group);
+/* Nobody attaches to that epoch any more: its ranks have promised, or go over. */
+bool follow_closes(const struct epoch *epoch);
+/* The rank of an older epoch, here, that a worker follows from to this one; NULL: none. */
+struct rank *follow_before(const struct rank *rank);
+/* A record says so; for every record that has one. */
+void follow_decided(struct group *group, const Ep__V1__Turn *turn);
+/* Another epoch is the newest: what was promised about the one before is void. */
+void follow_anew(struct group *group);
+/* The member is released: what it was asked it does not answer, and who was to succeed it does not come. */
+void follow_left(struct ep_membership *member);
+/* Who had claimed the rank did not attach. */
+void follow_unclaimed(struct rank *rank);
+void follow_sweep(struct group *group);
+/* The member has attached.  Is it to be told only when its peers are there?  Then follow_sweep() does that. */
+bool follow_delays(struct ep_membership *member);
+/* The group goes. */
+void follow_close(struct group *group, const char *why);
+
+/* ---- turn.c ------------------------------------------------------------------------------ */
+
+/* Something has changed, or time has passed. */
+void turn_look(struct group *group);
+/* The leader is about to write records of its own accord: no change of the group begins. */
+bool turn_writes(const struct group *group);
+
+/* ---- join.c ---------------------------------------------------------------------------- */
+
+typedef void (*join_done_fn)(const struct ep_error *error, void *user);
+/* All members admit the rank, which is absent; bounded.  done from the loop, or never if it is cancelled. */
+void join_begin(struct ep_membership *member, join_done_fn done, void *user);
+void join_cancel(struct ep_membership *member);
+/* All other members are told at once; who cannot be told now sees it in the report. */
+void join_tell_left(struct rank *rank);
 
 /* ---- epoch.c ------------------------------------------------------------------ */
 
-/* Takes *settled over, also when it fails. */
-ep_status epoch_form(struct group *group, uint64_t number, struct ep_settled *settled, struct epoch **out,
-                     struct ep_error *error);
+/* As a record has it, and nothing made of it yet. */
+ep_status epoch_new(struct group *group, const Ep__V1__GroupStatus *record, struct epoch **out,
+                    struct ep_error *error);
+/* Memory of the ranks that are here; several nodes: *card is how the others reach this one. */
+ep_status epoch_prepare(struct epoch *epoch, struct ep_team_card *card, struct ep_error *error);
+/*
+ * The members' cards in the order of the plan; NULL where there is one member.  done: from the loop, or, with one member,
+ * before this returns.
+ */
+typedef void (*epoch_done_fn)(const struct ep_error *error, void *user);
+void epoch_connect(struct epoch *epoch, const struct ep_team_card *cards, epoch_done_fn done, void *user);
+static inline bool epoch_spans(const struct epoch *epoch)
+{
+    return epoch->plan.n_nodes > 1;
+}
+static inline bool epoch_is_member(const struct epoch *epoch)
+{
+    return epoch->own < epoch->plan.n_nodes;
+}
+/* This node is no member, or serves its ranks. */
+static inline bool epoch_served(const struct epoch *epoch)
+{
+    return !epoch_is_member(epoch) || epoch->part == EPOCH_FORMED;
+}
+/* And is connected to the others. */
+bool epoch_whole(const struct epoch *epoch);
+/* No rank of several nodes is attached, some were, and all nodes are there: the leader forms it anew. */
+bool epoch_left_by_all(const struct epoch *epoch);
 /*
  * The rank's worker is gone and its executor has stopped: the next one gets clean memory and reads nothing
  * of its predecessor's.
@@ -191,7 +567,12 @@ void epoch_detach(struct epoch *epoch, const char *reason);
 
 /* ---- member.c ----------------------------------------------------------------- */
 
+/* Whatever it was before: as its node told. */
+void rank_put_state(struct rank *rank, ep_rank_state state);
+/* By the table: a rank that is here. */
 void rank_set_state(struct rank *rank, enum ep_rank_event event);
+void rank_set_reason(struct rank *rank, const char *reason);
+const char *rank_reason(const struct rank *rank);
 /* May it be claimed?  Else why not. */
 ep_status rank_claimable(const struct rank *rank, struct ep_error *error);
 /* Executors of an epoch whose members cannot be waited for (shutdown). */
@@ -206,9 +587,10 @@ ep_status executor_settle(const struct group *group, const struct ep_worker *wor
                           struct ep_error *error);
 /*
  * Has the rank's GPU room for what the server would run for it?  EP_UNAVAILABLE: it will, as soon as others
- * have stopped.
+ * have stopped.  before: whose successor it is, which gives it what it holds itself; NULL: nobody's.
  */
-ep_status executor_fits(const struct rank *rank, Ep__V1__Executor executor, struct ep_error *error);
+ep_status executor_fits(const struct rank *rank, const struct rank *before, Ep__V1__Executor executor,
+                        struct ep_error *error);
 /* Takes what executor_fits() found free; it is held in rank->sms. */
 void executor_take(struct rank *rank, Ep__V1__Executor executor);
 /* Multiprocessors for a rank whose worker launches its ops; 0: all.  Ranks of a group that share a GPU have equal
@@ -220,9 +602,19 @@ uint32_t executor_direct_sms(const struct rank *rank);
 /* Valid until the loop's next turn. */
 const Ep__V1__Group *status_message(struct group *group);
 /* What a group would be: a dry run's answer. */
-const Ep__V1__Group *status_preview(struct arena *arena, const char *name, uint64_t revision,
-                                    const struct ep_groups *groups, const struct ep_settled *settled,
-                                    uint64_t epoch);
+Ep__V1__Group *status_preview(struct arena *arena, const char *name, uint64_t revision,
+                                    const struct ep_settled *settled, const struct ep_plan *plan, uint64_t epoch);
+/* What is stored of an epoch; own message. */
+Ep__V1__GroupStatus *status_record(const struct ep_settled *settled, const struct ep_plan *plan, uint64_t epoch,
+                                   uint64_t created_us, uint64_t updated_us);
+/* The record of the epoch that runs, as it is now; own message. */
+Ep__V1__GroupStatus *status_record_now(const struct group *group);
+/* Of a record about the epoch that runs: what the spec does not say. */
+void status_keep(const struct group *group, Ep__V1__GroupStatus *record);
+/* Of any record: the last turn. */
+void status_keep_turn(const struct group *group, Ep__V1__GroupStatus *record);
+/* What this node reports of its ranks. */
+const Ep__V1__GroupStatus *status_report(struct arena *arena, const struct group *group);
 /* Watches hear of it. */
 void status_changed(struct group *group);
 void status_deleted(struct group *group);

@@ -28,6 +28,27 @@ static const char *worker_name(const struct worker *worker)
     return worker->name ? worker->name : "";
 }
 
+/* It orders a rank's changes, so it grows, whatever the clock does. */
+static uint64_t later_than(uint64_t last)
+{
+    const uint64_t now = ep_clock_wall_us();
+
+    return now > last ? now : last + 1;
+}
+
+void rank_put_state(struct rank *rank, ep_rank_state state)
+{
+    struct epoch *epoch = rank->epoch;
+
+    epoch->in_state[rank->state]--;
+    epoch->in_state[state]++;
+    rank->state = state;
+    if (epoch->in_state[EP_RANK_STATE(ATTACHED)])
+        epoch->empty_since = 0;
+    else if (!epoch->empty_since)
+        epoch->empty_since = group_now(epoch->group->groups);
+}
+
 void rank_set_state(struct rank *rank, enum ep_rank_event event)
 {
     ep_rank_state next = ep_rank_state_next(rank->state, event);
@@ -39,8 +60,26 @@ void rank_set_state(struct rank *rank, enum ep_rank_event event)
         return;
     }
     if (next != rank->state)
-        rank->since_us = ep_clock_wall_us();
-    rank->state = next;
+        rank->since_us = later_than(rank->since_us);
+    rank_put_state(rank, next);
+    report_changed(rank->epoch->group);
+}
+
+/* ---- what it says of itself ------------------------------------------------------ */
+
+void rank_set_reason(struct rank *rank, const char *reason)
+{
+    char *copy = *reason ? strdup(reason) : NULL;
+
+    if (*reason && !copy)
+        abort();
+    free(rank->reason);
+    rank->reason = copy;
+}
+
+const char *rank_reason(const struct rank *rank)
+{
+    return rank->reason ? rank->reason : "";
 }
 
 /* ---- claim -------------------------------------------------------------------- */
@@ -57,10 +96,45 @@ static ep_status refuse_held(const struct rank *rank, struct ep_error *error)
                         now > rank->claimed_us ? (double)(now - rank->claimed_us) / 1e6 : 0.0);
 }
 
-ep_status rank_claimable(const struct rank *rank, struct ep_error *error)
+static ep_status refuse_elsewhere(const struct rank *rank, struct ep_error *error)
+{
+    const struct epoch *epoch = rank->epoch;
+    const char *node = epoch->plan.name[rank->node];
+
+    return ep_error_set(error, EP_FAILED_PRECONDITION, "rank %u of group %s is on node %s, this is node %s: attach there",
+                        rank->number, epoch->group->name, node, nodes_self(epoch->group->groups));
+}
+
+/* Its part here is still to be formed; where that failed, an operator has to see to it. */
+static ep_status refuse_unserved(const struct rank *rank, struct ep_error *error)
+{
+    const struct group *group = rank->epoch->group;
+
+    if (group->phase == EP_PHASE(FAILED))
+        return ep_error_set(error, EP_FAILED_PRECONDITION, "group %s is %s: %s", group->name,
+                            ep_phase_name(group->phase), group->reason);
+    return ep_error_set(error, EP_UNAVAILABLE, "rank %u of group %s: its epoch is being formed anew: try again",
+                        rank->number, group->name);
+}
+
+/* Who follows from an older epoch will claim it. */
+static ep_status refuse_kept(const struct rank *rank, const struct rank *before, struct ep_error *error)
+{
+    return ep_error_set(error, EP_ALREADY_EXISTS,
+                        "rank %u of group %s is kept for pid %d (uid %u, worker \"%.64s\"), which goes over to it from "
+                        "epoch %" PRIu64, rank->number, rank->epoch->group->name, (int)before->worker.pid,
+                        (unsigned)before->worker.uid, worker_name(&before->worker), before->epoch->number);
+}
+
+/* By anybody; who follows to it comes first. */
+static ep_status check_free(const struct rank *rank, struct ep_error *error)
 {
     const char *group = rank->epoch->group->name;
 
+    if (!rank->here)
+        return refuse_elsewhere(rank, error);
+    if (!epoch_served(rank->epoch))
+        return refuse_unserved(rank, error);
     if (rank->member)
         return refuse_held(rank, error);
     if (rank->quarantined)
@@ -81,27 +155,54 @@ ep_status rank_claimable(const struct rank *rank, struct ep_error *error)
     return EP_OK;
 }
 
+ep_status rank_claimable(const struct rank *rank, struct ep_error *error)
+{
+    const struct rank *before = rank->here ? follow_before(rank) : NULL;
+
+    return before && !rank->member ? refuse_kept(rank, before, error) : check_free(rank, error);
+}
+
 static ep_status check_rank(const struct rank *rank, Ep__V1__Executor executor, struct ep_error *error)
 {
     ep_status status = rank_claimable(rank, error);
 
-    return status ? status : executor_fits(rank, executor, error);
+    return status ? status : executor_fits(rank, NULL, executor, error);
+}
+
+static void refuse_all_elsewhere(const struct epoch *epoch, struct ep_error *error)
+{
+    char nodes[256];
+
+    ep_plan_text(&epoch->plan, nodes, sizeof nodes);
+    ep_error_set(error, EP_FAILED_PRECONDITION, "group %s has no rank on node %s; its ranks are on %s", epoch->group->name,
+                 nodes_self(epoch->group->groups), nodes);
 }
 
 /* The lowest free one; the best of the reasons when there is none. */
 static struct rank *pick_rank(struct epoch *epoch, Ep__V1__Executor executor, struct ep_error *error)
 {
     struct ep_error why = EP_ERROR_INIT, soon = EP_ERROR_INIT, full = EP_ERROR_INIT;
+    const struct ranks here = epoch_ranks_of(epoch, epoch->own);
 
-    for (uint32_t i = 0; i < epoch->n_ranks; i++) {
-        if (check_rank(&epoch->ranks[i], executor, &why) == EP_OK)
-            return &epoch->ranks[i];
+    if (!epoch_is_member(epoch)) {
+        refuse_all_elsewhere(epoch, error);
+        return NULL;
+    }
+    for (uint32_t i = 0; i < here.n; i++) {
+        struct rank *rank = &epoch->ranks[here.number[i]];
+
+        if (check_rank(rank, executor, &why) == EP_OK)
+            return rank;
+        if (why.status == EP_FAILED_PRECONDITION && !epoch_served(epoch))
+            soon = why;
         if (why.status == EP_UNAVAILABLE && !soon.status)
             soon = why;
         if (why.status == EP_RESOURCE_EXHAUSTED && !full.status)
             full = why;
     }
-    if (soon.status)
+    if (soon.status == EP_FAILED_PRECONDITION)
+        *error = soon;
+    else if (soon.status)
         ep_error_set(error, EP_UNAVAILABLE, "no rank is free yet: %.300s", soon.text);
     else if (full.status)
         *error = full;
@@ -111,20 +212,20 @@ static struct rank *pick_rank(struct epoch *epoch, Ep__V1__Executor executor, st
     return NULL;
 }
 
-static ep_status check_open(const struct group *group, struct ep_error *error)
+static ep_status check_open(const struct group *group, const struct ep_worker *worker, struct ep_error *error)
 {
     const char *why = NULL;
     const struct ep_groups *groups = group->groups;
 
-    if (ep_node_cordoned(groups->node, &why))
+    if (!worker->after && ep_node_cordoned(groups->node, &why)) /* who is here already may follow its group */
         return ep_error_set(error, EP_FAILED_PRECONDITION, "node %s is drained: %s",
                             ep_node_name(groups->node), why && *why ? why : "no new workers");
     if (group->phase == EP_PHASE(DRAINING) || group->phase == EP_PHASE(DELETED))
         return ep_error_set(error, EP_FAILED_PRECONDITION, "group %s is being deleted: %s", group->name,
                             group->reason);
-    if (group->change && !strcmp(group->change, "deletion"))
+    if (group->change && group->change->kind == CHANGE_DELETION)
         return ep_error_set(error, EP_UNAVAILABLE, "group %s is being deleted", group->name);
-    if (!group->epoch)
+    if (!group->epoch || group->phase == EP_PHASE(FAILED))
         return ep_error_set(error, EP_FAILED_PRECONDITION, "group %s is %s: %s", group->name,
                             ep_phase_name(group->phase), group->reason);
     return EP_OK;
@@ -145,6 +246,56 @@ static struct rank *find_rank(struct group *group, int32_t number, Ep__V1__Execu
     return check_rank(&epoch->ranks[number], executor, error) == EP_OK ? &epoch->ranks[number] : NULL;
 }
 
+/* What the worker holds in the epoch that it follows from. */
+static struct rank *find_held(const struct group *group, int32_t number, const struct ep_worker *worker,
+                              struct ep_error *error)
+{
+    struct epoch *epoch = group->older;
+
+    while (epoch && epoch->number != worker->after)
+        epoch = epoch->next;
+    if (epoch && number >= 0 && (uint32_t)number < epoch->n_ranks) {
+        struct rank *rank = &epoch->ranks[number];
+
+        if (rank->member && rank->member->attached && rank->worker.pid == worker->pid && rank->worker.uid == worker->uid)
+            return rank;
+    }
+    ep_error_set(error, EP_FAILED_PRECONDITION, "after is %" PRIu64 ": pid %d does not hold rank %d of group %s in that epoch, "
+                 "or there is none after it; the newest is %" PRIu64, worker->after, (int)worker->pid, number, group->name,
+                 group->epoch_number);
+    return NULL;
+}
+
+static ep_status refuse_gone(const struct rank *before, struct ep_error *error)
+{
+    const struct epoch *epoch = before->epoch->group->epoch;
+    const uint32_t number = before->number;
+
+    if (number >= epoch->n_ranks)
+        return ep_error_set(error, EP_NOT_FOUND, "rank %u of group %s is not there in epoch %" PRIu64 ", which has ranks 0 to "
+                            "%u", number, epoch->group->name, epoch->number, epoch->n_ranks - 1);
+    return ep_error_set(error, EP_NOT_FOUND, "rank %u of group %s is on node %s in epoch %" PRIu64 ": attach there", number,
+                        epoch->group->name, epoch->plan.name[epoch->ranks[number].node], epoch->number);
+}
+
+/* The rank of the same number in the newest epoch, if it is here too. */
+static struct rank *find_successor(const struct group *group, int32_t number, const struct ep_worker *worker,
+                                   Ep__V1__Executor executor, struct ep_error *error)
+{
+    const struct rank *before = find_held(group, number, worker, error);
+    struct epoch *epoch = group->epoch;
+    struct rank *rank;
+
+    if (!before)
+        return NULL;
+    rank = before->number < epoch->n_ranks ? &epoch->ranks[before->number] : NULL;
+    if (!rank || !rank->here) {
+        refuse_gone(before, error);
+        return NULL;
+    }
+    return check_free(rank, error) || executor_fits(rank, before, executor, error) ? NULL : rank;
+}
+
 ep_status ep_groups_claim(struct ep_groups *groups, const char *name, int32_t number,
                           const struct ep_worker *worker, ep_group_event_fn on_event, void *user,
                           struct ep_membership **out, struct ep_error *error)
@@ -155,15 +306,17 @@ ep_status ep_groups_claim(struct ep_groups *groups, const char *name, int32_t nu
     struct rank *rank = NULL;
     Ep__V1__Executor executor;
 
-    if (group && check_open(group, &why) == EP_OK && executor_settle(group, worker, &executor, &why) == EP_OK)
-        rank = find_rank(group, number, executor, &why);
+    if (group && check_open(group, worker, &why) == EP_OK && executor_settle(group, worker, &executor, &why) == EP_OK)
+        rank = worker->after ? find_successor(group, number, worker, executor, &why)
+                             : find_rank(group, number, executor, &why);
     if (!rank) {
         if (error)
             *error = why;
         return why.status;
     }
     member = group_allocate(1, sizeof *member);
-    *member = (struct ep_membership){ .rank = rank, .executor = executor, .on_event = on_event, .user = user };
+    *member = (struct ep_membership){ .rank = rank, .executor = executor, .on_event = on_event, .user = user,
+                                      .on_turn = worker->on_turn, .after = worker->after };
     executor_take(rank, executor);
     worker_set(&rank->claimant, worker);
     rank->claimed_us = ep_clock_wall_us();
@@ -171,6 +324,14 @@ ep_status ep_groups_claim(struct ep_groups *groups, const char *name, int32_t nu
     rank->epoch->members++;
     *out = member;
     return EP_OK;
+}
+
+/* What lies behind the rank when it begins. */
+static uint64_t position_of(const struct rank *rank)
+{
+    const struct ep_team_numbers first = ep_team_first(rank->epoch->team, rank->number);
+
+    return first.ll - 1 + first.ht - 1;
 }
 
 void ep_membership_info(const struct ep_membership *member, struct ep_membership_info *info)
@@ -189,6 +350,8 @@ void ep_membership_info(const struct ep_membership *member, struct ep_membership
     info->executor = member->executor;
     info->device_uuid = ep_node_device_uuid(rank->epoch->group->groups->node, rank->device);
     info->mps = ep_node_device_mps(rank->epoch->group->groups->node, rank->device);
+    if (member->attached)
+        info->position = position_of(rank);
     info->memories = 1;
     if (member->executor != EP__V1__EXECUTOR__EXECUTOR_DIRECT)
         return;
@@ -240,59 +403,119 @@ static void on_failed(const struct ep_error *why, void *user)
 
 static ep_status start_executor(struct rank *rank, struct ep_error *error)
 {
-    struct epoch *epoch = rank->epoch;
     const struct ep_executor_options options = {
         .rank = rank->number,
         .direct = rank->member->executor == EP__V1__EXECUTOR__EXECUTOR_DIRECT,
         .max_sms = rank->sms,
-        .counters = &rank->counters,
+        .counters = rank->counters,
         .on_timeout = on_timeout,
         .on_failed = on_failed,
         .user = rank,
     };
-    /* An expected rank is part of the team already; one that was absent joins at the next op. */
-    bool joins = rank->state == EP_RANK_STATE(ABSENT) || epoch->apart;
-    ep_status status = joins ? ep_team_join(epoch->team, rank->number, error) : EP_OK;
 
-    if (status)
-        return status;
-    status = ep_executor_start(epoch->team, &options, &rank->executor, error);
-    if (status && joins)
-        ep_team_leave(epoch->team, rank->number);
-    return status;
+    return ep_executor_start(rank->epoch->team, &options, &rank->executor, error);
 }
 
-ep_status ep_membership_attach(struct ep_membership *member, const struct ep_worker *worker,
-                               struct ep_error *error)
+static void count_in(struct rank *rank)
 {
-    struct rank *rank = member->rank;
-    struct epoch *epoch = rank ? rank->epoch : NULL;
-    ep_status status;
+    struct epoch *epoch = rank->epoch;
 
-    if (!rank || epoch->detached)
-        return ep_error_set(error, EP_DETACHED, "the group is gone");
-    if (member->attached)
-        return ep_error_set(error, EP_FAILED_PRECONDITION, "rank %u of group %s is attached already",
-                            rank->number, epoch->group->name);
-    status = start_executor(rank, error);
-    if (status)
-        return status;
-    member->attached = true;
-    worker_set(&rank->worker, worker);
-    rank->reason[0] = '\0';
-    rank_set_state(rank, EP_RANK_ATTACH);
+    rank->member->attached = true;
+    rank->follows = rank->member->on_turn != NULL;
+    rank->forsaken = false;
+    rank_set_reason(rank, "");
     epoch->used = true;
     epoch->attached++;
     epoch->executors++;
+    rank_set_state(rank, EP_RANK_ATTACH);
     if (epoch != epoch->group->epoch) {
-        member->tell_epoch = true; /* from the loop: its worker has not been welcomed yet */
+        rank->member->tell_epoch = true; /* from the loop: its worker has not been welcomed yet */
         group_later(epoch->group->groups);
     }
+}
+
+/* The rank is part of the team. */
+static ep_status begin_service(struct rank *rank, struct ep_error *error)
+{
+    struct epoch *epoch = rank->epoch;
+    ep_status status = start_executor(rank, error);
+
+    if (status)
+        return status;
+    count_in(rank);
     epoch_tell(epoch, rank, true, EP_GROUP_RANK_JOINED, rank->number, epoch->number,
                worker_name(&rank->worker));
     group_assess(epoch->group);
     status_changed(epoch->group);
     return EP_OK;
+}
+
+static void answer(struct ep_membership *member, const struct ep_error *error)
+{
+    member->on_attached(error, member->user);
+}
+
+/* Other nodes have taken it in, or have not. */
+static void on_joined(const struct ep_error *error, void *user)
+{
+    struct ep_membership *member = user;
+    struct ep_error why = *error;
+
+    if (!why.status && begin_service(member->rank, &why)) {
+        ep_team_leave(member->rank->epoch->team, member->rank->number);
+        join_tell_left(member->rank);
+    }
+    if (why.status || !follow_delays(member))
+        answer(member, &why);
+}
+
+/* One that was absent joins at the next op; an expected rank is part of the team already. */
+static ep_status attach_here(struct rank *rank, struct ep_error *error)
+{
+    struct epoch *epoch = rank->epoch;
+    const bool joins = rank->state == EP_RANK_STATE(ABSENT) || epoch->apart;
+    ep_status status = joins ? ep_team_join(epoch->team, rank->number, error) : EP_OK;
+
+    if (status)
+        return status;
+    status = begin_service(rank, error);
+    if (status && joins)
+        ep_team_leave(epoch->team, rank->number);
+    return status;
+}
+
+static ep_status check_attach(const struct ep_membership *member, struct ep_error *error)
+{
+    const struct rank *rank = member->rank;
+
+    if (!rank || rank->epoch->detached)
+        return ep_error_set(error, EP_DETACHED, "the group is gone");
+    if (member->attached || member->join)
+        return ep_error_set(error, EP_FAILED_PRECONDITION, "rank %u of group %s is attached already",
+                            rank->number, rank->epoch->group->name);
+    if (follow_closes(rank->epoch))
+        return ep_error_set(error, EP_UNAVAILABLE, "the workers of epoch %" PRIu64 " of group %s are going over to a newer "
+                            "one: claim the rank there", rank->epoch->number, rank->epoch->group->name);
+    return EP_OK;
+}
+
+void ep_membership_attach(struct ep_membership *member, const struct ep_worker *worker,
+                          ep_membership_attached_fn done)
+{
+    struct ep_error error = EP_ERROR_INIT;
+    struct rank *rank = member->rank;
+
+    member->on_attached = done;
+    if (!check_attach(member, &error)) {
+        worker_set(&rank->worker, worker);
+        if (epoch_spans(rank->epoch) && rank->state == EP_RANK_STATE(ABSENT)) {
+            join_begin(member, on_joined, member);
+            return;
+        }
+        (void)attach_here(rank, &error);
+    }
+    if (error.status || !follow_delays(member))
+        answer(member, &error);
 }
 
 /* ---- memory of its own ---------------------------------------------------------- */
@@ -345,6 +568,8 @@ static void on_executor_stopped(void *user)
 
     rank->executor = NULL;
     rank->epoch->executors--;
+    if (rank->epoch != group->epoch)
+        report_changed(group); /* the epoch may be over here */
     if (!ep_team_stuck(rank->epoch->team, (int32_t)rank->number)) {
         rank->sms = 0;
         vacate(rank);
@@ -353,28 +578,40 @@ static void on_executor_stopped(void *user)
     status_changed(group);
 }
 
+/* It is done: what it sent may still be on its way, and all that it owed is sent. */
+static bool is_done(const struct rank *rank, const struct ep_membership *member)
+{
+    return member && member->turned_to && member->turned_to == rank->epoch->turn_to;
+}
+
 /* Peers go on at once; the executor ends when its running op has noticed. */
-static void leave(struct rank *rank, const char *reason, bool writer_alive)
+static void leave(struct rank *rank, const char *reason, bool writer_alive, bool done)
 {
     struct epoch *epoch = rank->epoch;
 
-    ep_team_leave(epoch->team, rank->number);
+    if (!done)
+        ep_team_leave(epoch->team, rank->number);
     epoch->attached--;
-    snprintf(rank->reason, sizeof rank->reason, "%s", reason ? reason : "");
+    rank_set_reason(rank, reason ? reason : "");
     rank_set_state(rank, writer_alive ? EP_RANK_LEFT_ALIVE : EP_RANK_LEFT);
+    if (!done)
+        join_tell_left(rank);
     ep_executor_stop(rank->executor, on_executor_stopped, rank);
 }
 
 void ep_membership_release(struct ep_membership *member, const char *reason, bool writer_alive)
 {
     struct rank *rank = member->rank;
-    bool attached = member->attached;
+    bool attached = member->attached, done;
     struct epoch *epoch;
 
     writer_alive = writer_alive && attached; /* who never attached has no window */
     member->released = true;
+    if (member->join)
+        join_cancel(member);
     if (rank) {
         epoch = rank->epoch;
+        done = !writer_alive && is_done(rank, member);
         rank->member = NULL;
         epoch->members--;
         if (writer_alive) {
@@ -382,17 +619,23 @@ void ep_membership_release(struct ep_membership *member, const char *reason, boo
             epoch->quarantined++;
         }
         if (attached)
-            leave(rank, reason, writer_alive);
+            leave(rank, reason, writer_alive, done);
         else
             rank->sms = 0;
-        if (attached && !epoch->detached)
-            epoch_tell(epoch, rank, true, EP_GROUP_RANK_LOST, rank->number, epoch->number, rank->reason);
+        follow_left(member);
+        if (attached && !epoch->detached && !done)
+            epoch_tell(epoch, rank, true, EP_GROUP_RANK_LOST, rank->number, epoch->number, rank_reason(rank));
         group_assess(epoch->group);
         group_later(epoch->group->groups);
         status_changed(epoch->group);
     }
     if (!writer_alive)
         free(member);
+}
+
+void ep_membership_turned(struct ep_membership *member, uint64_t to)
+{
+    member->turned_to = to;
 }
 
 void ep_membership_writer_gone(struct ep_membership *member)
@@ -415,8 +658,10 @@ void rank_orphan(struct rank *rank, const char *reason)
 {
     struct ep_membership *member = rank->member ? rank->member : rank->quarantined;
 
+    if (rank->member && rank->member->join)
+        join_cancel(rank->member);
     if (rank->member && rank->member->attached)
-        leave(rank, reason, false);
+        leave(rank, reason, false, false);
     if (member)
         member->rank = NULL;
     rank->member = rank->quarantined = NULL;

@@ -12,6 +12,8 @@
 #define NAME_MAX_BYTES  63u
 #define LABEL_KEY_MAX   63u
 #define LABEL_VALUE_MAX 255u
+#define DEFAULT_MODES   (1u << EP_MODE_LL | 1u << EP_MODE_HT)
+#define DEFAULT_DTYPES  (1u << EP_BF16 | 1u << EP_FP8_E4M3)
 
 /* ---- names ------------------------------------------------------------------- */
 
@@ -36,7 +38,7 @@ ep_status ep_group_name_check(const char *name, struct ep_error *error)
 
 /* ---- notes ------------------------------------------------------------------- */
 
-__attribute__((format(printf, 2, 3))) static void note(struct ep_settled *settled, const char *format, ...)
+void ep_settled_note(struct ep_settled *settled, const char *format, ...)
 {
     char **notes = realloc(settled->notes, (settled->n_notes + 1) * sizeof *notes);
     va_list args;
@@ -56,7 +58,7 @@ static void settle_u32(struct ep_settled *settled, const char *field, uint32_t *
     if (*value)
         return;
     *value = fallback;
-    note(settled, "%s: 0 asked, %u settled: default", field, fallback);
+    ep_settled_note(settled, "%s: 0 asked, %u settled: default", field, fallback);
 }
 
 /* ---- checks ------------------------------------------------------------------ */
@@ -88,11 +90,17 @@ static ep_status check_ranks(const Ep__V1__GroupSpec *spec, const struct ep_spec
                             spec->top_k, spec->experts);
     if (is_cuda(bounds))
         return check_range("ranks", spec->ranks, 1, EP_DEVICE_MAX_RANKS, error);
+    if (spec->ranks > bounds->devices && bounds->nodes > 1)
+        return ep_error_set(
+            error, EP_FAILED_PRECONDITION,
+            "ranks is %u: the %u nodes that take workers have %u devices%s; start ep-server with more host ranks or ask "
+            "for fewer",
+            spec->ranks, bounds->nodes, bounds->devices, bounds->left_out);
     if (spec->ranks > bounds->devices)
         return ep_error_set(
             error, EP_FAILED_PRECONDITION,
-            "ranks is %u: node %s has %u devices; start ep-server with more host ranks or ask for fewer",
-            spec->ranks, bounds->node, bounds->devices);
+            "ranks is %u: node %s has %u devices%s; start ep-server with more host ranks or ask for fewer",
+            spec->ranks, bounds->node, bounds->devices, bounds->left_out);
     return EP_OK;
 }
 
@@ -208,19 +216,23 @@ static ep_status settle_modes(struct ep_settled *settled, const struct ep_spec_b
 
     if (status)
         return status;
-    if (!limits->modes && is_cuda(bounds)) {
+    if (!limits->modes && bounds->modes && (bounds->modes & DEFAULT_MODES) != DEFAULT_MODES) {
+        limits->modes = bounds->modes;
+        ep_settled_note(settled, "modes: none asked, %s settled: node %s has no other",
+                        has_mode(limits, EP_MODE_LL) ? "ll" : "ht", bounds->least);
+    } else if (!limits->modes && is_cuda(bounds)) {
         limits->modes = 1u << EP_MODE_LL;
-        note(settled, "modes: none asked, ll settled: on the cuda backend ht is for workers that run their own ops, and "
-             "takes memory of the GPUs that is worth asking for");
+        ep_settled_note(settled, "modes: none asked, ll settled: ht takes memory of the GPUs that is worth asking for");
     } else if (!limits->modes) {
-        limits->modes = 1u << EP_MODE_LL | 1u << EP_MODE_HT;
-        note(settled, "modes: none asked, ll and ht settled: default");
+        limits->modes = DEFAULT_MODES;
+        ep_settled_note(settled, "modes: none asked, ll and ht settled: default");
     }
     set_list((int **)&spec->modes, &spec->n_modes, limits->modes);
     return EP_OK;
 }
 
-static ep_status settle_dtypes(struct ep_settled *settled, struct ep_limits *limits, struct ep_error *error)
+static ep_status settle_dtypes(struct ep_settled *settled, const struct ep_spec_bounds *bounds,
+                               struct ep_limits *limits, struct ep_error *error)
 {
     Ep__V1__GroupSpec *spec = settled->spec;
     ep_status status = check_set("dtypes", (const int *)spec->dtypes, spec->n_dtypes, EP_BF16, EP_FP8_E4M3,
@@ -229,8 +241,13 @@ static ep_status settle_dtypes(struct ep_settled *settled, struct ep_limits *lim
     if (status)
         return status;
     if (!limits->dtypes) {
-        limits->dtypes = 1u << EP_BF16 | 1u << EP_FP8_E4M3;
-        note(settled, "dtypes: none asked, bf16 and fp8_e4m3 settled: default");
+        limits->dtypes = DEFAULT_DTYPES & (bounds->dtypes ? bounds->dtypes : DEFAULT_DTYPES);
+        if (!limits->dtypes)
+            limits->dtypes = bounds->dtypes;
+        if (limits->dtypes == DEFAULT_DTYPES)
+            ep_settled_note(settled, "dtypes: none asked, bf16 and fp8_e4m3 settled: default");
+        else
+            ep_settled_note(settled, "dtypes: none asked, what node %s has settled", bounds->least);
     }
     set_list((int **)&spec->dtypes, &spec->n_dtypes, limits->dtypes);
     return EP_OK;
@@ -240,7 +257,7 @@ static ep_status settle_dtypes(struct ep_settled *settled, struct ep_limits *lim
 static void drop(struct ep_settled *settled, const char *field, uint32_t *value, const char *mode)
 {
     if (*value)
-        note(settled, "%s: %u asked, 0 settled: modes lacks %s", field, *value, mode);
+        ep_settled_note(settled, "%s: %u asked, 0 settled: modes lacks %s", field, *value, mode);
     *value = 0;
 }
 
@@ -259,86 +276,6 @@ static void settle_tokens(struct ep_settled *settled, const struct ep_limits *li
         settle_u32(settled, "ht_max_tokens", &spec->ht_max_tokens, EP_DEFAULT_HT_MAX_TOKENS);
     else
         drop(settled, "ht_max_tokens", &spec->ht_max_tokens, "ht");
-}
-
-/* ---- placement ----------------------------------------------------------------- */
-
-static ep_status place_explicit(struct ep_settled *settled, struct ep_error *error)
-{
-    const Ep__V1__GroupSpec *spec = settled->spec;
-    size_t n = spec->placement->n_homes;
-    struct ep_expert_home *homes = calloc(n ? n : 1, sizeof *homes);
-    ep_status status;
-
-    if (!homes)
-        return ep_error_set(error, EP_NO_MEMORY, "placement: out of memory");
-    for (size_t i = 0; i < n; i++)
-        homes[i] =
-            (struct ep_expert_home){ spec->placement->homes[i]->expert, spec->placement->homes[i]->rank };
-    status =
-        ep_placement_explicit(spec->ranks, spec->experts, homes, (uint32_t)n, &settled->placement, error);
-    free(homes);
-    return status;
-}
-
-/* Homes of a contiguous placement, by rank and local number, so that workers need not know the rule. */
-static void list_homes(struct ep_settled *settled)
-{
-    Ep__V1__Placement *list = settled->spec->placement;
-    const struct ep_placement *placement = &settled->placement;
-    uint32_t n = placement->first[placement->experts];
-
-    list->homes = calloc(n, sizeof *list->homes);
-    if (!list->homes)
-        abort();
-    for (uint32_t expert = 0; expert < placement->experts; expert++) {
-        Ep__V1__ExpertHome *home = malloc(sizeof *home);
-
-        if (!home)
-            abort();
-        ep__v1__expert_home__init(home);
-        home->expert = expert;
-        home->rank = placement->rank[placement->first[expert]];
-        list->homes[list->n_homes++] = home;
-    }
-}
-
-static ep_status place_contiguous(struct ep_settled *settled, struct ep_error *error)
-{
-    Ep__V1__GroupSpec *spec = settled->spec;
-    ep_status status;
-
-    if (spec->placement->n_homes)
-        return ep_error_set(error, EP_INVALID_ARGUMENT,
-                            "placement.homes has %zu entries: they need placement.strategy explicit",
-                            spec->placement->n_homes);
-    status = ep_placement_contiguous(spec->ranks, spec->experts, &settled->placement, error);
-    if (status)
-        return status;
-    spec->placement->strategy = EP__V1__PLACEMENT_STRATEGY__PLACEMENT_STRATEGY_CONTIGUOUS;
-    list_homes(settled);
-    return EP_OK;
-}
-
-static ep_status settle_placement(struct ep_settled *settled, struct ep_error *error)
-{
-    Ep__V1__GroupSpec *spec = settled->spec;
-
-    if (!spec->placement) {
-        spec->placement = malloc(sizeof *spec->placement);
-        if (!spec->placement)
-            return ep_error_set(error, EP_NO_MEMORY, "placement: out of memory");
-        ep__v1__placement__init(spec->placement);
-    }
-    switch (spec->placement->strategy) {
-    case EP__V1__PLACEMENT_STRATEGY__PLACEMENT_STRATEGY_UNSPECIFIED:
-    case EP__V1__PLACEMENT_STRATEGY__PLACEMENT_STRATEGY_CONTIGUOUS: return place_contiguous(settled, error);
-    case EP__V1__PLACEMENT_STRATEGY__PLACEMENT_STRATEGY_EXPLICIT: return place_explicit(settled, error);
-    default:
-        return ep_error_set(error, EP_INVALID_ARGUMENT,
-                            "placement.strategy is %d: must be contiguous or explicit",
-                            (int)spec->placement->strategy);
-    }
 }
 
 /* ---- sizes --------------------------------------------------------------------- */
@@ -397,8 +334,8 @@ static ep_status settle_sizes(struct ep_settled *settled, const struct ep_spec_b
     spec->arena_bytes = settled->map.limits.arena_bytes;
     settled->rank_bytes = ep_spec_rank_bytes(&settled->map, &settled->placement, bounds);
     if (default_arena)
-        note(settled, "arena_bytes: 0 asked, %" PRIu64 " settled: one op's inputs and its largest outputs",
-             spec->arena_bytes);
+        ep_settled_note(settled, "arena_bytes: 0 asked, %" PRIu64 " settled: one op's inputs and its largest outputs",
+                        spec->arena_bytes);
     return EP_OK;
 }
 
@@ -412,8 +349,8 @@ static void settle_backend(struct ep_settled *settled, const struct ep_spec_boun
     if (spec->direct == EP__V1__DIRECT__DIRECT_UNSPECIFIED)
         spec->direct = EP__V1__DIRECT__DIRECT_SAME_UID;
     if (spec->ranks > bounds->devices)
-        note(settled, "ranks: %u on %u GPUs: some share one, and without MPS kernels that their workers launch take turns",
-             spec->ranks, bounds->devices);
+        ep_settled_note(settled, "ranks: %u on %u GPUs: some share one, and without MPS kernels that their workers "
+                                 "launch take turns", spec->ranks, bounds->devices);
 }
 
 static ep_status settle(struct ep_settled *settled, const struct ep_spec_bounds *bounds,
@@ -426,7 +363,7 @@ static ep_status settle(struct ep_settled *settled, const struct ep_spec_bounds 
     if ((status = check_ranks(spec, bounds, error)) || (status = check_backend(spec, bounds, error)) ||
         (status = check_direct(spec, error)) || (status = check_timeout(spec, error)) ||
         (status = check_labels(spec, error)) || (status = settle_modes(settled, bounds, &limits, error)) ||
-        (status = settle_dtypes(settled, &limits, error)) || (status = settle_placement(settled, error)))
+        (status = settle_dtypes(settled, bounds, &limits, error)) || (status = ep_spec_place(settled, bounds, error)))
         return status;
     settle_backend(settled, bounds);
     settle_u32(settled, "timeout_ms", &spec->timeout_ms, EP_DEFAULT_TIMEOUT_MS);
@@ -447,14 +384,28 @@ ep_status ep_spec_settle(const Ep__V1__GroupSpec *asked, const struct ep_spec_bo
     return status;
 }
 
+static void clear_notes(struct ep_settled *settled)
+{
+    for (size_t i = 0; i < settled->n_notes; i++)
+        free(settled->notes[i]);
+    free(settled->notes);
+    settled->notes = NULL;
+    settled->n_notes = 0;
+}
+
+void ep_settled_set_notes(struct ep_settled *settled, char *const *notes, size_t n)
+{
+    clear_notes(settled);
+    for (size_t i = 0; i < n; i++)
+        ep_settled_note(settled, "%s", notes[i]);
+}
+
 void ep_settled_clear(struct ep_settled *settled)
 {
     if (settled->spec)
         ep__v1__group_spec__free_unpacked(settled->spec, NULL);
     if (settled->placement.first)
         ep_placement_free(&settled->placement);
-    for (size_t i = 0; i < settled->n_notes; i++)
-        free(settled->notes[i]);
-    free(settled->notes);
+    clear_notes(settled);
     *settled = (struct ep_settled){ 0 };
 }

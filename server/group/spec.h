@@ -25,9 +25,24 @@ struct ep_spec_bounds {
     uint64_t memory_left;        /* bytes for the windows of all ranks */
     const uint64_t *device_left; /* [devices] of it, where each has memory of its own; else NULL */
     uint64_t granule;            /* memory is given in multiples of this; 0 is 1 */
+    uint32_t nodes;              /* whose devices these are; 0 is 1 */
+    uint32_t modes, dtypes;      /* bits: what all of them have; 0: everything */
+    const char *least;           /* the node that has the fewest of these */
+    const uint32_t *rank_node;   /* [placed] where the ranks are, for homes by load; NULL: all together */
+    uint32_t placed;
+    char left_out[160];          /* why a node is not among them; empty: none is left out */
 };
 
-/* Ranks take the devices in turn. */
+/* Memory that some ranks of a group share. */
+struct ep_spec_pool {
+    const char *node, *device; /* device NULL: all devices of the node share it */
+    uint64_t left;
+    uint64_t beside;           /* of that, what is taken whatever the sizes are */
+    uint64_t granule;          /* 0 is 1 */
+    uint32_t ranks;
+};
+
+/* Ranks of a node take its devices in turn. */
 static inline uint32_t ep_spec_device(uint32_t rank, uint32_t devices)
 {
     return rank % devices;
@@ -49,10 +64,26 @@ struct ep_settled {
 ep_status ep_spec_settle(const Ep__V1__GroupSpec *asked, const struct ep_spec_bounds *bounds,
                          struct ep_settled *out, struct ep_error *error);
 void ep_settled_clear(struct ep_settled *settled);
+__attribute__((format(printf, 2, 3))) void ep_settled_note(struct ep_settled *settled, const char *format, ...);
+/* Instead of those that it has. */
+void ep_settled_set_notes(struct ep_settled *settled, char *const *notes, size_t n);
 
-/* Do its windows fit?  The refusal says which ll_max_tokens or ht_max_tokens would. */
+/* Do its windows fit into all of the pools?  The refusal names the scarcest, and the largest ll_max_tokens,
+ * ht_max_tokens or arena_bytes that would fit into all of them. */
 ep_status ep_spec_fit(const Ep__V1__GroupSpec *asked, const struct ep_settled *settled,
-                      const struct ep_spec_bounds *bounds, struct ep_error *error);
+                      const struct ep_spec_pool *pools, size_t n, struct ep_error *error);
+
+/* Sizes that nobody asked for may be smaller than their defaults, down to an eighth: the largest that fit; false: none
+ * do, or all were asked for. */
+struct ep_spec_lowered {
+    uint32_t ll_max_tokens, ht_max_tokens;
+    const struct ep_spec_pool *pool; /* that makes it necessary */
+};
+bool ep_spec_lower(const Ep__V1__GroupSpec *asked, const struct ep_settled *settled, const struct ep_spec_pool *pools,
+                   size_t n, struct ep_spec_lowered *out);
+
+/* Of ep_spec_settle(): the placement (spec_placement.c). */
+ep_status ep_spec_place(struct ep_settled *settled, const struct ep_spec_bounds *bounds, struct ep_error *error);
 
 /* Memory of one rank. */
 uint64_t ep_spec_rank_bytes(const struct ep_layout_map *map, const struct ep_placement *placement,

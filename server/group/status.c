@@ -60,29 +60,44 @@ static void refresh_group(const struct group *group)
         refresh_epoch(epoch);
 }
 
+/* NULL: no epoch that is gone had that rank here. */
+static struct ep_rank_counters *find_retired(const struct group *group, uint32_t rank)
+{
+    for (uint32_t i = 0; i < group->n_retired; i++)
+        if (group->retired[i].rank == rank)
+            return &group->retired[i].counters;
+    return NULL;
+}
+
+static struct ep_rank_counters *add_retired(struct group *group, uint32_t rank)
+{
+    struct retired *retired = realloc(group->retired, (group->n_retired + 1) * sizeof *retired);
+
+    if (!retired)
+        abort();
+    group->retired = retired;
+    retired += group->n_retired++;
+    *retired = (struct retired){ .rank = rank };
+    return &retired->counters;
+}
+
 void status_retire_counters(struct epoch *epoch)
 {
-    struct group *group = epoch->group;
+    const struct ranks here = epoch_ranks_of(epoch, epoch->own);
 
-    if (epoch->n_ranks > group->n_retired) {
-        struct ep_rank_counters *retired = group_allocate(epoch->n_ranks, sizeof *retired);
+    for (uint32_t i = 0; i < here.n; i++) {
+        struct ep_rank_counters *sum = find_retired(epoch->group, here.number[i]);
 
-        if (group->n_retired)
-            memcpy(retired, group->retired, group->n_retired * sizeof *retired);
-        free(group->retired);
-        group->retired = retired;
-        group->n_retired = epoch->n_ranks;
+        add_counters(sum ? sum : add_retired(epoch->group, here.number[i]), epoch->ranks[here.number[i]].counters);
     }
-    for (uint32_t i = 0; i < epoch->n_ranks; i++)
-        add_counters(&group->retired[i], &epoch->ranks[i].counters);
 }
 
 static bool add_epoch_rank(const struct epoch *epoch, uint32_t rank, struct ep_rank_counters *sum)
 {
-    if (!epoch || rank >= epoch->n_ranks)
+    if (!epoch || rank >= epoch->n_ranks || !epoch->ranks[rank].here)
         return false;
     refresh_rank(epoch, rank);
-    add_counters(sum, &epoch->ranks[rank].counters);
+    add_counters(sum, epoch->ranks[rank].counters);
     return true;
 }
 
@@ -98,30 +113,17 @@ bool ep_groups_rank_counters(const struct ep_groups *groups, const char *name, u
     found = add_epoch_rank(group->epoch, rank, out);
     for (const struct epoch *epoch = group->older; epoch; epoch = epoch->next)
         found |= add_epoch_rank(epoch, rank, out);
-    if (rank < group->n_retired) {
-        add_counters(out, &group->retired[rank]);
-        found = true;
-    }
-    return found;
+    if (!find_retired(group, rank))
+        return found;
+    add_counters(out, find_retired(group, rank));
+    return true;
 }
 
 /* ---- messages ------------------------------------------------------------------- */
 
-static void *arena_alloc_for_unpack(void *arena, size_t bytes)
-{
-    return arena_alloc(arena, bytes ? bytes : 1);
-}
-
-static void arena_free_nothing(void *arena, void *memory)
-{
-    (void)arena;
-    (void)memory;
-}
-
-/* As operators read it: the homes of a contiguous placement say nothing new. */
+/* As operators read it, and as it is stored: the homes of a contiguous placement say nothing new. */
 static Ep__V1__GroupSpec *copy_spec(struct arena *arena, const Ep__V1__GroupSpec *spec)
 {
-    ProtobufCAllocator allocator = { arena_alloc_for_unpack, arena_free_nothing, arena };
     Ep__V1__Placement placement = EP__V1__PLACEMENT__INIT;
     Ep__V1__GroupSpec short_spec = *spec, *copy;
     size_t size;
@@ -129,11 +131,12 @@ static Ep__V1__GroupSpec *copy_spec(struct arena *arena, const Ep__V1__GroupSpec
 
     if (spec->placement &&
         spec->placement->strategy != EP__V1__PLACEMENT_STRATEGY__PLACEMENT_STRATEGY_EXPLICIT) {
-        placement.strategy = spec->placement->strategy;
+        placement = *spec->placement;
+        placement.n_homes = 0;
         short_spec.placement = &placement;
     }
     bytes = ep_message_pack(&short_spec.base, &size);
-    copy = ep__v1__group_spec__unpack(&allocator, size, bytes);
+    copy = arena_unpack(arena, short_spec.base.descriptor, size, bytes);
     free(bytes);
     if (!copy)
         abort();
@@ -159,7 +162,7 @@ static Ep__V1__Settled *settled_message(struct arena *arena, const struct ep_set
     return message;
 }
 
-static Ep__V1__RankStatus *rank_message(struct arena *arena, const struct ep_node *node, uint32_t number,
+static Ep__V1__RankStatus *rank_message(struct arena *arena, const struct ep_plan *plan, uint32_t number,
                                         uint32_t local_experts)
 {
     Ep__V1__RankStatus *message = arena_alloc(arena, sizeof *message);
@@ -167,10 +170,24 @@ static Ep__V1__RankStatus *rank_message(struct arena *arena, const struct ep_nod
     ep__v1__rank_status__init(message);
     message->rank = number;
     message->state = EP_RANK_STATE(EXPECTED);
-    message->node = arena_strdup(arena, ep_node_name(node));
-    message->device = arena_strdup(arena, ep_node_device_name(node, ep_spec_device(number, ep_node_devices(node))));
+    message->node = arena_strdup(arena, plan->name[plan->node[number]]);
+    message->device = arena_strdup(arena, plan->device[number]);
     message->local_experts = local_experts;
     return message;
+}
+
+static void fill_counted(const struct rank *rank, Ep__V1__RankStatus *message)
+{
+    message->ops = rank->counted.ops;
+    message->timeouts = rank->counted.timeouts;
+    message->dropped_routes = rank->counted.dropped_routes;
+    if (!rank->counters)
+        return;
+    for (int i = 0; i < EP_OP_CLASSES; i++) {
+        message->ops += load(&rank->counters->op[i].count);
+        message->timeouts += load(&rank->counters->op[i].timeouts);
+    }
+    message->dropped_routes += load(&rank->counters->dropped_routes);
 }
 
 static void fill_rank(struct arena *arena, const struct rank *rank, Ep__V1__RankStatus *message)
@@ -180,22 +197,29 @@ static void fill_rank(struct arena *arena, const struct rank *rank, Ep__V1__Rank
     message->uid = rank->worker.pid ? (int64_t)rank->worker.uid : 0;
     message->worker = arena_strdup(arena, rank->worker.name ? rank->worker.name : "");
     message->since_us = rank->since_us;
-    message->reason = arena_strdup(arena, rank->reason);
-    for (int i = 0; i < EP_OP_CLASSES; i++) {
-        message->ops += load(&rank->counters.op[i].count);
-        message->timeouts += load(&rank->counters.op[i].timeouts);
-    }
-    message->dropped_routes = load(&rank->counters.dropped_routes);
+    message->reason = arena_strdup(arena, rank_reason(rank));
+    message->follows = rank->follows;
+    fill_counted(rank, message);
 }
 
-static Ep__V1__RankStatus **rank_messages(struct arena *arena, const struct ep_node *node,
+/* Of a rank of an epoch that is known. */
+static Ep__V1__RankStatus *full_message(struct arena *arena, const struct epoch *epoch, uint32_t number)
+{
+    Ep__V1__RankStatus *message =
+        rank_message(arena, &epoch->plan, number, epoch->settled.placement.local_experts[number]);
+
+    fill_rank(arena, &epoch->ranks[number], message);
+    return message;
+}
+
+static Ep__V1__RankStatus **rank_messages(struct arena *arena, const struct ep_plan *plan,
                                           const struct ep_settled *settled)
 {
     uint32_t n = settled->spec->ranks;
     Ep__V1__RankStatus **messages = arena_alloc(arena, n * sizeof *messages);
 
     for (uint32_t i = 0; i < n; i++)
-        messages[i] = rank_message(arena, node, i, settled->placement.local_experts[i]);
+        messages[i] = rank_message(arena, plan, i, settled->placement.local_experts[i]);
     return messages;
 }
 
@@ -204,12 +228,13 @@ static void fill_epoch(struct arena *arena, const struct epoch *epoch, Ep__V1__G
     status->epoch = epoch->number;
     status->settled = settled_message(arena, &epoch->settled);
     status->n_ranks = epoch->n_ranks;
-    status->ranks = rank_messages(arena, epoch->group->groups->node, &epoch->settled);
+    status->ranks = arena_alloc(arena, epoch->n_ranks * sizeof *status->ranks);
     for (uint32_t i = 0; i < epoch->n_ranks; i++)
-        fill_rank(arena, &epoch->ranks[i], status->ranks[i]);
+        status->ranks[i] = full_message(arena, epoch, i);
 }
 
-static void fill_draining(struct arena *arena, const struct group *group, Ep__V1__GroupStatus *status)
+/* in_use: without those that are only kept for other nodes. */
+static void fill_draining(struct arena *arena, const struct group *group, bool in_use, Ep__V1__GroupStatus *status)
 {
     size_t n = 0;
 
@@ -217,7 +242,8 @@ static void fill_draining(struct arena *arena, const struct group *group, Ep__V1
         n++;
     status->draining_epochs = arena_alloc(arena, n * sizeof *status->draining_epochs + 1);
     for (const struct epoch *epoch = group->older; epoch; epoch = epoch->next)
-        status->draining_epochs[status->n_draining_epochs++] = epoch->number;
+        if (!in_use || !epoch_idle(epoch))
+            status->draining_epochs[status->n_draining_epochs++] = epoch->number;
 }
 
 /* The oldest of those kept first. */
@@ -279,14 +305,13 @@ const Ep__V1__Group *status_message(struct group *group)
     } else if (group->asked) {
         message->spec = copy_spec(arena, group->asked);
     }
-    fill_draining(arena, group, message->status);
+    fill_draining(arena, group, false, message->status);
     fill_timeouts(arena, group, message->status);
     return message;
 }
 
-const Ep__V1__Group *status_preview(struct arena *arena, const char *name, uint64_t revision,
-                                    const struct ep_groups *groups, const struct ep_settled *settled,
-                                    uint64_t epoch)
+Ep__V1__Group *status_preview(struct arena *arena, const char *name, uint64_t revision,
+                              const struct ep_settled *settled, const struct ep_plan *plan, uint64_t epoch)
 {
     Ep__V1__Group *message = empty_message(arena, name);
 
@@ -297,9 +322,88 @@ const Ep__V1__Group *status_preview(struct arena *arena, const char *name, uint6
     message->status->epoch = epoch;
     message->status->settled = settled_message(arena, settled);
     message->status->n_ranks = settled->spec->ranks;
-    message->status->ranks = rank_messages(arena, groups->node, settled);
+    message->status->ranks = rank_messages(arena, plan, settled);
     return message;
 }
+
+/* ---- records ---------------------------------------------------------------------- */
+
+Ep__V1__GroupStatus *status_record(const struct ep_settled *settled, const struct ep_plan *plan, uint64_t epoch,
+                                   uint64_t created_us, uint64_t updated_us)
+{
+    Ep__V1__GroupStatus message = EP__V1__GROUP_STATUS__INIT, *own;
+    struct arena arena = { 0 };
+
+    message.epoch = epoch;
+    message.created_us = created_us;
+    message.updated_us = updated_us;
+    message.settled = settled_message(&arena, settled);
+    message.settled->spec = copy_spec(&arena, settled->spec);
+    message.n_ranks = plan->n_ranks;
+    message.ranks = rank_messages(&arena, plan, settled);
+    own = ep_message_copy(&message.base);
+    arena_clear(&arena);
+    return own;
+}
+
+static Ep__V1__Turn *copy_turn(const Ep__V1__Turn *turn)
+{
+    return (Ep__V1__Turn *)ep_message_copy(&turn->base);
+}
+
+void status_keep_turn(const struct group *group, Ep__V1__GroupStatus *record)
+{
+    if (group->turned.to && !record->turn)
+        record->turn = copy_turn(&group->turned);
+}
+
+void status_keep(const struct group *group, Ep__V1__GroupStatus *record)
+{
+    record->term = group->epoch->fence;
+    for (uint32_t i = 0; i < group->epoch->n_ranks; i++)
+        if (group->epoch->ranks[i].began_absent)
+            record->ranks[i]->state = EP_RANK_STATE(ABSENT);
+    status_keep_turn(group, record);
+}
+
+Ep__V1__GroupStatus *status_record_now(const struct group *group)
+{
+    const struct epoch *epoch = group->epoch;
+    Ep__V1__GroupStatus *record =
+        status_record(&epoch->settled, &epoch->plan, epoch->number, group->created_us, group->updated_us);
+
+    status_keep(group, record);
+    return record;
+}
+
+/* Older epochs too: who could let go of one has to know whether others still use it. */
+static void fill_turn(struct arena *arena, const struct group *group, Ep__V1__GroupStatus *message)
+{
+    char *waits = arena_alloc(arena, REASON_MAX);
+
+    message->turn_part = arena_alloc(arena, sizeof *message->turn_part);
+    follow_part(group, waits, message->turn_part);
+    fill_draining(arena, group, true, message);
+}
+
+const Ep__V1__GroupStatus *status_report(struct arena *arena, const struct group *group)
+{
+    const struct epoch *epoch = group->epoch;
+    const struct ranks here = epoch_ranks_of(epoch, epoch->own);
+    Ep__V1__GroupStatus *message = arena_alloc(arena, sizeof *message);
+
+    ep__v1__group_status__init(message);
+    message->epoch = epoch->number;
+    message->ranks = arena_alloc(arena, here.n * sizeof *message->ranks);
+    for (; message->n_ranks < here.n; message->n_ranks++)
+        message->ranks[message->n_ranks] = full_message(arena, epoch, here.number[message->n_ranks]);
+    message->phase = epoch_whole(epoch) ? EP_PHASE(READY) : EP_PHASE(PENDING);
+    message->reason = arena_strdup(arena, epoch->torn);
+    fill_turn(arena, group, message);
+    return message;
+}
+
+/* ---- messages of this turn ---------------------------------------------------------- */
 
 void status_free_stale(struct ep_groups *groups)
 {
@@ -323,7 +427,7 @@ const Ep__V1__Group *ep_groups_get(struct ep_groups *groups, const char *name, s
 
 static bool is_listed(const struct group *group)
 {
-    return group->visible && !group->dead;
+    return group->visible && !group->dead && !group->replaced;
 }
 
 size_t ep_groups_count(const struct ep_groups *groups)
@@ -402,7 +506,7 @@ static void tell(struct group *group, Ep__V1__GroupEvent__Type type)
     struct ep_groups *groups = group->groups;
     const Ep__V1__Group *message;
 
-    if (!group->visible || groups->closing || !groups->ready || !groups->watches)
+    if (!group->visible || group->replaced || groups->closing || !groups->ready || !groups->watches)
         return;
     message = status_message(group);
     for (struct ep_group_watch *watch = groups->watches; watch; watch = watch->next)
@@ -514,7 +618,18 @@ static Ep__V1__PeerWait *peer_wait(const struct rank *rank, uint32_t peer)
     return wait;
 }
 
-static Ep__V1__RankStats *rank_stats(const struct rank *rank)
+static void fill_expert_rows(const struct rank *rank, Ep__V1__RankStats *stats)
+{
+    const uint32_t experts = rank->epoch->settled.spec->experts;
+    uint64_t rows;
+
+    stats->expert_rows = group_allocate(experts, sizeof *stats->expert_rows);
+    for (uint32_t e = 0; e < experts; e++)
+        if (ep_team_expert_rows(rank->epoch->team, rank->number, e, &rows))
+            stats->expert_rows[stats->n_expert_rows++] = rows;
+}
+
+static Ep__V1__RankStats *rank_stats(const struct rank *rank, bool experts)
 {
     Ep__V1__RankStats *stats = group_allocate(1, sizeof *stats);
 
@@ -525,7 +640,7 @@ static Ep__V1__RankStats *rank_stats(const struct rank *rank)
     stats->state = rank->state;
     stats->ops = group_allocate(EP_OP_CLASSES, sizeof *stats->ops);
     for (int i = 0; i < EP_OP_CLASSES; i++)
-        stats->ops[stats->n_ops++] = op_stats((enum ep_op_class)i, &rank->counters.op[i]);
+        stats->ops[stats->n_ops++] = op_stats((enum ep_op_class)i, &rank->counters->op[i]);
     stats->peers = group_allocate(rank->epoch->n_ranks, sizeof *stats->peers);
     for (uint32_t peer = 0; peer < rank->epoch->n_ranks; peer++) {
         Ep__V1__PeerWait *wait = peer != rank->number ? peer_wait(rank, peer) : NULL;
@@ -533,12 +648,14 @@ static Ep__V1__RankStats *rank_stats(const struct rank *rank)
         if (wait)
             stats->peers[stats->n_peers++] = wait;
     }
-    stats->dropped_routes = load(&rank->counters.dropped_routes);
-    stats->bad_descriptors = load(&rank->counters.bad_descriptors);
+    stats->dropped_routes = load(&rank->counters->dropped_routes);
+    stats->bad_descriptors = load(&rank->counters->bad_descriptors);
+    if (experts)
+        fill_expert_rows(rank, stats);
     return stats;
 }
 
-static void add_epoch_stats(Ep__V1__Stats *stats, const struct epoch *epoch)
+static void add_epoch_stats(Ep__V1__Stats *stats, const struct epoch *epoch, bool experts)
 {
     Ep__V1__RankStats **ranks = realloc(stats->ranks, (stats->n_ranks + epoch->n_ranks) * sizeof *ranks);
 
@@ -546,10 +663,11 @@ static void add_epoch_stats(Ep__V1__Stats *stats, const struct epoch *epoch)
         abort();
     stats->ranks = ranks;
     for (uint32_t i = 0; i < epoch->n_ranks; i++)
-        stats->ranks[stats->n_ranks++] = rank_stats(&epoch->ranks[i]);
+        if (epoch->ranks[i].here && epoch->team)
+            stats->ranks[stats->n_ranks++] = rank_stats(&epoch->ranks[i], experts);
 }
 
-void ep_groups_stats(struct ep_groups *groups, const char *name, Ep__V1__Stats *stats)
+void ep_groups_stats(struct ep_groups *groups, const char *name, bool experts, Ep__V1__Stats *stats)
 {
     ep__v1__stats__init(stats);
     stats->time_us = ep_clock_wall_us();
@@ -561,9 +679,9 @@ void ep_groups_stats(struct ep_groups *groups, const char *name, Ep__V1__Stats *
             continue;
         refresh_group(group);
         if (group->epoch)
-            add_epoch_stats(stats, group->epoch);
+            add_epoch_stats(stats, group->epoch, experts);
         for (const struct epoch *epoch = group->older; epoch; epoch = epoch->next)
-            add_epoch_stats(stats, epoch);
+            add_epoch_stats(stats, epoch, experts);
     }
 }
 

@@ -170,6 +170,11 @@ const char *ep_node_name(const struct ep_node *node)
     return node->name;
 }
 
+uint64_t ep_node_boot(const struct ep_node *node)
+{
+    return node->started_us;
+}
+
 Ep__V1__Backend ep_node_backend(const struct ep_node *node)
 {
     return node->cuda ? EP__V1__BACKEND__BACKEND_CUDA : EP__V1__BACKEND__BACKEND_HOST;
@@ -241,25 +246,6 @@ void ep_node_set_admin_address(struct ep_node *node, const char *address)
 }
 
 /* ---- memory ------------------------------------------------------------------ */
-
-struct ep_bytes_text ep_bytes_text(uint64_t bytes)
-{
-    static const char *const units[] = { "KiB", "MiB", "GiB", "TiB" };
-    struct ep_bytes_text out;
-    double value = (double)bytes / 1024;
-    size_t unit = 0;
-
-    if (bytes < 1024) {
-        snprintf(out.text, sizeof out.text, "%" PRIu64 " bytes", bytes);
-        return out;
-    }
-    while (value >= 1024 && unit + 1 < sizeof units / sizeof *units) {
-        value /= 1024;
-        unit++;
-    }
-    snprintf(out.text, sizeof out.text, "%.1f %s (%" PRIu64 " bytes)", value, units[unit], bytes);
-    return out;
-}
 
 static ep_status refuse_memory(struct ep_node *node, uint32_t device, uint64_t bytes, uint64_t left,
                                struct ep_error *error)
@@ -334,6 +320,11 @@ static void *zeroed(size_t n, size_t size)
     return memory;
 }
 
+const char *ep_node_version(void)
+{
+    return EP_VERSION;
+}
+
 static Ep__V1__Version *version_info(const struct ep_node *node)
 {
     Ep__V1__Version *version = zeroed(1, sizeof *version);
@@ -348,6 +339,20 @@ static Ep__V1__Version *version_info(const struct ep_node *node)
     version->window_version = EP_WINDOW_VERSION;
     version->attach_version = EP_ATTACH_VERSION;
     return version;
+}
+
+/* Either backend has all of them. */
+static void fill_offer(const struct ep_node *node, Ep__V1__NodeInfo *info)
+{
+    static const Ep__V1__Mode modes[] = { EP__V1__MODE__MODE_LL, EP__V1__MODE__MODE_HT };
+    static const Ep__V1__Dtype dtypes[] = { EP__V1__DTYPE__DTYPE_BF16, EP__V1__DTYPE__DTYPE_FP16,
+                                            EP__V1__DTYPE__DTYPE_FP32, EP__V1__DTYPE__DTYPE_FP8_E4M3 };
+
+    info->n_modes = sizeof modes / sizeof *modes;
+    info->modes = memcpy(zeroed(1, sizeof modes), modes, sizeof modes);
+    info->n_dtypes = sizeof dtypes / sizeof *dtypes;
+    info->dtypes = memcpy(zeroed(1, sizeof dtypes), dtypes, sizeof dtypes);
+    info->granule = ep_node_granule(node);
 }
 
 static Ep__V1__Device *device_info(const struct ep_node *node, uint32_t number)
@@ -389,6 +394,8 @@ void ep_node_info(const struct ep_node *node, Ep__V1__NodeInfo *info)
     info->admin_address = own(node->admin_address);
     info->socket = own(node->socket);
     info->store_error = own("");
+    info->unreachable = own("");
+    fill_offer(node, info);
 }
 
 void ep_node_info_clear(Ep__V1__NodeInfo *info)
@@ -403,5 +410,8 @@ void ep_node_info_clear(Ep__V1__NodeInfo *info)
     free(info->admin_address);
     free(info->socket);
     free(info->store_error);
+    free(info->unreachable);
+    free(info->modes);
+    free(info->dtypes);
     ep__v1__node_info__init(info);
 }

@@ -38,6 +38,9 @@ ep_status ep_node_open(const struct ep_node_options *options, struct ep_node **o
 void ep_node_close(struct ep_node *node);
 
 const char *ep_node_name(const struct ep_node *node);
+const char *ep_node_version(void); /* of this program: "0.1.0" */
+/* When it was opened, in microseconds since 1970: tells a server from the one that it was before a restart. */
+uint64_t ep_node_boot(const struct ep_node *node);
 Ep__V1__Backend ep_node_backend(const struct ep_node *node);
 uint32_t ep_node_devices(const struct ep_node *node);
 const char *ep_node_device_name(const struct ep_node *node, uint32_t device);
@@ -54,7 +57,7 @@ uint32_t ep_node_sms_per_rank(const struct ep_node *node);
 void ep_node_cordon(struct ep_node *node, bool cordoned, const char *reason);
 bool ep_node_cordoned(const struct ep_node *node, const char **reason);
 void ep_node_set_stopping(struct ep_node *node);
-/* Where operators reach it, once the port is known. */
+/* Where operators and other servers reach it, once the port is known. */
 void ep_node_set_admin_address(struct ep_node *node, const char *address);
 
 /* ---- memory ------------------------------------------------------------------ */

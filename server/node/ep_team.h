@@ -25,6 +25,36 @@
 
 struct ep_team;
 
+/* ---- a team over several nodes --------------------------------------------------- */
+
+#define EP_TEAM_CARD_BYTES 256u
+struct ep_team_card { uint8_t bytes[EP_TEAM_CARD_BYTES]; }; /* how the other nodes reach this one; as secret as a key */
+struct ep_team_net;                                         /* this node's end of a team's network */
+
+ep_status ep_team_net_listen(struct ep_node *node, struct ep_team_net **out, struct ep_team_card *card,
+                             struct ep_error *error);
+/* Collective: every node, with the cards of all.  Blocks until all are connected, timeout_ms at most, so on a thread
+ * of the pool; the error names the node's index.  After a failure the net can only be closed. */
+ep_status ep_team_net_connect(struct ep_team_net *net, const struct ep_team_card *cards, uint32_t nodes, uint32_t own,
+                              uint32_t timeout_ms, struct ep_error *error);
+/* One that no team has.  May block for a moment. */
+void ep_team_net_close(struct ep_team_net *net);
+
+/* Each node has a team, with the ranks that are there.  What others send waits until all of these have a window. */
+struct ep_team_span {
+    uint32_t nodes, own;
+    const uint32_t *node;    /* [R] which node each rank is on; looked at when the team is created only */
+    struct ep_team_net *net; /* connected; the team's from then on, when that could be created */
+    /* Loop's thread, once per node: there is no path to it any more, and its ranks have been left. */
+    void (*on_lost)(uint32_t node, const char *why, void *user);
+    void *user;
+};
+
+/* Memory of the node that a team takes for its span, beside windows. */
+uint64_t ep_team_span_bytes(const struct ep_layout_map *map, uint32_t nodes, const uint32_t *node, uint32_t own);
+
+/* ---- teams ------------------------------------------------------------------------- */
+
 struct ep_team_options {
     struct ep_node *node;
     uv_loop_t *loop;
@@ -33,6 +63,7 @@ struct ep_team_options {
     const uint32_t *devices;                 /* [R] of the node: where each rank is */
     uint64_t epoch;
     uint32_t timeout_ms;
+    const struct ep_team_span *span;         /* NULL: all ranks are here.  Else devices[] of the others do not matter */
 };
 
 ep_status ep_team_create(const struct ep_team_options *options, struct ep_team **out, struct ep_error *error);
@@ -46,18 +77,41 @@ ep_status ep_team_set_window(struct ep_team *team, uint32_t rank, struct ep_node
                              struct ep_error *error);
 
 /*
- * Membership.  A new team expects every rank: ops wait for all.
+ * Membership.  A new team expects every rank: ops wait for all.  One that is absent from the beginning leaves at once.
  *   leave      the rank turns absent: nobody waits for it any more, and its own running op ends.
  *   leave_all  all do.
  *   join       it takes part again, from the next op that no rank has begun.  Only after leave, when none
  *              of its ops runs.
  *   reset      every rank is expected again; only when nobody is attached.
- * An error of join or reset leaves the ranks absent.
+ * An error of join or reset leaves the ranks absent.  With a span ranks join by hold and admit (below), and nothing is
+ * reset; leave takes ranks of other nodes too.
  */
 void ep_team_leave(struct ep_team *team, uint32_t rank);
 void ep_team_leave_all(struct ep_team *team);
 ep_status ep_team_join(struct ep_team *team, uint32_t rank, struct ep_error *error);
 ep_status ep_team_reset(struct ep_team *team, struct ep_error *error);
+/*
+ * With a span: another node has been left for good.  The path to it ends (on_lost), also for that node, whose ranks would
+ * otherwise go on among themselves and not know why.
+ */
+void ep_team_cut(struct ep_team *team, uint32_t node);
+
+/*
+ * A rank joins on all nodes at the same numbers: each node is held and tells what its ranks have begun, and each admits
+ * the rank from numbers that are above all of those (the largest + 1).  The rank's own node admits it first: what ranks
+ * elsewhere send it from then on it must not miss.  Between hold and admit no rank here begins an op; running ones go
+ * on.  Several may hold; a hold ends by itself after hold_ms.
+ */
+struct ep_team_numbers { uint64_t ll, ht; };
+ep_status ep_team_hold(struct ep_team *team, uint32_t hold_ms, uint64_t *hold, struct ep_team_numbers *begun,
+                       struct ep_error *error);
+/* Ends the hold.  EP_ABORTED: it had ended by itself; the rank has not joined here, and must leave everywhere. */
+ep_status ep_team_admit(struct ep_team *team, uint64_t hold, uint32_t rank, const struct ep_team_numbers *from,
+                        struct ep_error *error);
+void ep_team_unhold(struct ep_team *team, uint64_t hold);
+
+/* The first numbers that the rank takes part in, since it was expected or joined last. */
+struct ep_team_numbers ep_team_first(const struct ep_team *team, uint32_t rank);
 
 /*
  * The rank's worker is gone, and nothing of the server's touches its window.  True: the next worker will
@@ -78,6 +132,9 @@ bool ep_team_stuck(const struct ep_team *team, int32_t rank);
  */
 bool ep_team_peer_wait(const struct ep_team *team, uint32_t rank, uint32_t peer, uint64_t *sum_ns,
                        uint64_t *max_ns);
+
+/* Rows that the rank has sent to an expert.  False: the backend does not count them. */
+bool ep_team_expert_rows(const struct ep_team *team, uint32_t rank, uint32_t expert, uint64_t *rows);
 
 /* Who runs its own ops needs its rank's state: bytes (0: the backend has none) and a descriptor, which is
  * the caller's to close. */

@@ -9,6 +9,7 @@
  *   serve_cuda.c runs the ops of a worker that hands them over
  *   regions_cuda.c maps memory of that worker for them
  *   engine.c     executes the ops of one rank on the host backend
+ *   text.c       figures in messages
  */
 #ifndef EP_NODE_PRIVATE_H
 #define EP_NODE_PRIVATE_H

@@ -1,10 +1,68 @@
 /* The backend's functions behind ep_team.h. */
+#include <stdlib.h>
 #include <unistd.h>
 
 #include "team_private.h"
 
+/* ---- network ---------------------------------------------------------------------- */
+
+_Static_assert(sizeof(struct ep_team_card) == sizeof(struct ep_host_card), "cards are passed on as they are");
+
+static ep_status refuse_cuda(const struct ep_node *node, struct ep_error *error)
+{
+    if (ep_node_backend(node) != EP__V1__BACKEND__BACKEND_CUDA)
+        return EP_OK;
+    return ep_error_set(error, EP_UNIMPLEMENTED, "a group over several nodes needs the host backend: kernels that reach "
+                        "GPUs of other nodes are not there yet");
+}
+
+ep_status ep_team_net_listen(struct ep_node *node, struct ep_team_net **out, struct ep_team_card *card,
+                             struct ep_error *error)
+{
+    struct ep_team_net *net;
+    ep_status status = refuse_cuda(node, error);
+
+    if (status)
+        return status;
+    net = calloc(1, sizeof *net);
+    if (!net)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a team's network");
+    status = ep_host_net_listen(&net->host, (struct ep_host_card *)card, error);
+    if (status)
+        free(net);
+    else
+        *out = net;
+    return status;
+}
+
+ep_status ep_team_net_connect(struct ep_team_net *net, const struct ep_team_card *cards, uint32_t nodes, uint32_t own,
+                              uint32_t timeout_ms, struct ep_error *error)
+{
+    return ep_host_net_connect(net->host, (const struct ep_host_card *)cards, nodes, own, timeout_ms, error);
+}
+
+void ep_team_net_close(struct ep_team_net *net)
+{
+    if (!net)
+        return;
+    ep_host_net_close(net->host);
+    free(net);
+}
+
+uint64_t ep_team_span_bytes(const struct ep_layout_map *map, uint32_t nodes, const uint32_t *node, uint32_t own)
+{
+    (void)map, (void)node, (void)own; /* rings do not depend on them */
+    return ep_host_net_bytes(nodes);
+}
+
+/* ---- teams ------------------------------------------------------------------------ */
+
 ep_status ep_team_create(const struct ep_team_options *options, struct ep_team **out, struct ep_error *error)
 {
+    ep_status status = options->span ? refuse_cuda(options->node, error) : EP_OK;
+
+    if (status)
+        return status;
     if (ep_node_backend(options->node) == EP__V1__BACKEND__BACKEND_CUDA)
         return ep_team_cuda_create(options, out, error);
     return ep_team_host_create(options, out, error);
@@ -36,6 +94,12 @@ void ep_team_leave_all(struct ep_team *team)
     team->ops->leave_all(team);
 }
 
+void ep_team_cut(struct ep_team *team, uint32_t node)
+{
+    if (team->ops->cut)
+        team->ops->cut(team, node);
+}
+
 ep_status ep_team_join(struct ep_team *team, uint32_t rank, struct ep_error *error)
 {
     return team->ops->join(team, rank, error);
@@ -44,6 +108,33 @@ ep_status ep_team_join(struct ep_team *team, uint32_t rank, struct ep_error *err
 ep_status ep_team_reset(struct ep_team *team, struct ep_error *error)
 {
     return team->ops->reset(team, error);
+}
+
+ep_status ep_team_hold(struct ep_team *team, uint32_t hold_ms, uint64_t *hold, struct ep_team_numbers *begun,
+                       struct ep_error *error)
+{
+    if (!team->ops->hold)
+        return ep_error_set(error, EP_UNIMPLEMENTED, "ranks of this backend join without a hold");
+    return team->ops->hold(team, hold_ms, hold, begun, error);
+}
+
+ep_status ep_team_admit(struct ep_team *team, uint64_t hold, uint32_t rank, const struct ep_team_numbers *from,
+                        struct ep_error *error)
+{
+    if (!team->ops->admit)
+        return ep_error_set(error, EP_UNIMPLEMENTED, "ranks of this backend join without a hold");
+    return team->ops->admit(team, hold, rank, from, error);
+}
+
+void ep_team_unhold(struct ep_team *team, uint64_t hold)
+{
+    if (team->ops->unhold)
+        team->ops->unhold(team, hold);
+}
+
+struct ep_team_numbers ep_team_first(const struct ep_team *team, uint32_t rank)
+{
+    return team->ops->first(team, rank);
 }
 
 bool ep_team_clean(struct ep_team *team, uint32_t rank)
@@ -55,6 +146,13 @@ bool ep_team_peer_wait(const struct ep_team *team, uint32_t rank, uint32_t peer,
                        uint64_t *max_ns)
 {
     return team->ops->peer_wait(team, rank, peer, sum_ns, max_ns);
+}
+
+bool ep_team_expert_rows(const struct ep_team *team, uint32_t rank, uint32_t expert, uint64_t *rows)
+{
+    if (team->ops->expert_rows)
+        *rows = team->ops->expert_rows(team, rank, expert);
+    return team->ops->expert_rows != NULL;
 }
 
 bool ep_team_stuck(const struct ep_team *team, int32_t rank)

@@ -195,6 +195,13 @@ static ep_status agree(struct cuda_team *team, uint32_t rank, struct ep_error *e
     }
 }
 
+static struct ep_team_numbers first(const struct ep_team *base, uint32_t rank)
+{
+    const struct cuda_team *team = (const struct cuda_team *)base;
+
+    return (struct ep_team_numbers){ team->from[rank], team->ht_from[rank] };
+}
+
 static ep_status join(struct ep_team *base, uint32_t rank, struct ep_error *error)
 {
     struct cuda_team *team = cuda(base);
@@ -416,6 +423,7 @@ static const struct ep_team_ops cuda_ops = {
     .leave = leave,
     .leave_all = leave_all,
     .join = join,
+    .first = first,
     .reset = reset,
     .clean = clean,
     .peer_wait = peer_wait,

@@ -3,6 +3,19 @@
 
 #include "team_private.h"
 
+struct lost_node {
+    const char *why; /* atomic; a literal, NULL: it is not lost */
+    bool told;       /* loop's thread */
+};
+
+/* From the net's thread to the loop's.  Freed on the loop's, which alone can close the handle. */
+struct lost_nodes {
+    uv_async_t async;
+    struct ep_team_span span; /* nodes, on_lost, user */
+    uint32_t closing;         /* atomic: the team is gone */
+    struct lost_node node[];
+};
+
 struct host_team {
     struct ep_team base;
     struct ep_host_team *team;
@@ -10,6 +23,8 @@ struct host_team {
     const struct ep_layout_map *map;
     uint64_t epoch;
     void **windows; /* [R] */
+    struct ep_team_net *net;  /* NULL: all ranks are here */
+    struct lost_nodes *lost;  /* the same */
 };
 
 static struct host_team *host(struct ep_team *team)
@@ -81,6 +96,66 @@ static ep_status start(struct ep_team *base, const struct ep_executor_options *o
     return status;
 }
 
+/* ---- nodes that are lost ---------------------------------------------------------- */
+
+static void on_closed(uv_handle_t *handle)
+{
+    free(handle->data);
+}
+
+static void tell_lost(uv_async_t *async)
+{
+    struct lost_nodes *lost = async->data;
+
+    for (uint32_t n = 0; n < lost->span.nodes; n++) {
+        const char *why = __atomic_load_n(&lost->node[n].why, __ATOMIC_ACQUIRE); /* partner: on_lost */
+
+        if (__atomic_load_n(&lost->closing, __ATOMIC_ACQUIRE)) { /* partner: close_lost */
+            uv_close((uv_handle_t *)async, on_closed);
+            return;
+        }
+        if (!why || lost->node[n].told)
+            continue;
+        lost->node[n].told = true;
+        if (lost->span.on_lost)
+            lost->span.on_lost(n, why, lost->span.user);
+    }
+}
+
+/* The net's thread. */
+static void on_lost(uint32_t node, const char *why, void *user)
+{
+    struct lost_nodes *lost = user;
+
+    __atomic_store_n(&lost->node[node].why, why, __ATOMIC_RELEASE); /* partner: tell_lost */
+    uv_async_send(&lost->async);
+}
+
+static ep_status open_lost(struct host_team *team, const struct ep_team_span *span, struct ep_error *error)
+{
+    struct lost_nodes *lost = calloc(1, sizeof *lost + span->nodes * sizeof *lost->node);
+    int rc;
+
+    if (!lost)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a team of %u nodes", span->nodes);
+    lost->span = *span;
+    rc = uv_async_init(team->loop, &lost->async, tell_lost);
+    if (rc) {
+        free(lost);
+        return ep_error_set(error, EP_INTERNAL, "uv_async_init: %s", uv_strerror(rc));
+    }
+    lost->async.data = lost;
+    team->lost = lost;
+    return EP_OK;
+}
+
+/* The net's thread has ended. */
+static void close_lost(struct lost_nodes *lost)
+{
+    __atomic_store_n(&lost->closing, 1, __ATOMIC_RELEASE); /* partner: tell_lost */
+    uv_async_send(&lost->async);
+}
+
 /* ---- team ------------------------------------------------------------------------- */
 
 static void destroy(struct ep_team *base)
@@ -88,7 +163,10 @@ static void destroy(struct ep_team *base)
     struct host_team *team = host(base);
 
     if (team->team)
-        ep_host_team_destroy(team->team);
+        ep_host_team_destroy(team->team); /* with the network of hosts */
+    if (team->lost)
+        close_lost(team->lost);
+    free(team->net);
     free(team->windows);
     free(team);
 }
@@ -121,19 +199,67 @@ static void leave_all(struct ep_team *team)
         leave(team, rank);
 }
 
+static void cut(struct ep_team *team, uint32_t node)
+{
+    ep_host_team_cut(host(team)->team, node);
+}
+
+static ep_status refuse_span(const struct ep_team *team, const char *what, struct ep_error *error)
+{
+    if (!((const struct host_team *)team)->net)
+        return EP_OK;
+    return ep_error_set(error, EP_FAILED_PRECONDITION, "%s: ranks of a team over several nodes join on all of them, held "
+                        "and admitted", what);
+}
+
 static ep_status join(struct ep_team *team, uint32_t rank, struct ep_error *error)
 {
-    (void)error;
+    ep_status status = refuse_span(team, "join", error);
+
+    if (status)
+        return status;
     ep_host_team_join(host(team)->team, rank);
     return EP_OK;
 }
 
 static ep_status reset(struct ep_team *team, struct ep_error *error)
 {
-    (void)error;
+    ep_status status = refuse_span(team, "reset", error);
+
+    if (status)
+        return status;
     leave_all(team); /* it wants all absent; ranks that nobody ever took are not */
     ep_host_team_reset(host(team)->team);
     return EP_OK;
+}
+
+static ep_status hold(struct ep_team *team, uint32_t hold_ms, uint64_t *id, struct ep_team_numbers *begun,
+                      struct ep_error *error)
+{
+    struct ep_host_numbers numbers;
+    ep_status status = ep_host_team_hold(host(team)->team, hold_ms, id, &numbers, error);
+
+    if (!status)
+        *begun = (struct ep_team_numbers){ numbers.ll, numbers.ht };
+    return status;
+}
+
+static ep_status admit(struct ep_team *team, uint64_t id, uint32_t rank, const struct ep_team_numbers *from,
+                       struct ep_error *error)
+{
+    return ep_host_team_admit(host(team)->team, id, rank, &(struct ep_host_numbers){ from->ll, from->ht }, error);
+}
+
+static void unhold(struct ep_team *team, uint64_t id)
+{
+    ep_host_team_unhold(host(team)->team, id);
+}
+
+static struct ep_team_numbers first(const struct ep_team *team, uint32_t rank)
+{
+    const struct ep_host_numbers numbers = ep_host_team_first(((const struct host_team *)team)->team, rank);
+
+    return (struct ep_team_numbers){ numbers.ll, numbers.ht };
 }
 
 /* Its worker may have kept the mapping: only other memory is safe from it. */
@@ -148,6 +274,11 @@ static bool peer_wait(const struct ep_team *team, uint32_t rank, uint32_t peer, 
 {
     ep_host_team_peer_wait(((const struct host_team *)team)->team, rank, peer, sum_ns, max_ns);
     return true;
+}
+
+static uint64_t expert_rows(const struct ep_team *team, uint32_t rank, uint32_t expert)
+{
+    return ep_host_team_expert_rows(((const struct host_team *)team)->team, rank, expert);
 }
 
 /* An engine that does not end has not stopped, and is waited for. */
@@ -169,14 +300,41 @@ static const struct ep_team_ops host_ops = {
     .set_window = set_window,
     .leave = leave,
     .leave_all = leave_all,
+    .cut = cut,
     .join = join,
     .reset = reset,
+    .hold = hold,
+    .admit = admit,
+    .unhold = unhold,
+    .first = first,
     .clean = clean,
     .peer_wait = peer_wait,
+    .expert_rows = expert_rows,
     .stuck = stuck,
     .state_export = state_export,
     .start = start,
 };
+
+static ep_status create_over_nodes(struct host_team *team, const struct ep_team_options *options,
+                                   struct ep_error *error)
+{
+    const struct ep_team_span *span = options->span;
+    ep_status status = open_lost(team, span, error);
+
+    if (status)
+        return status;
+    status = ep_host_team_create(options->map, options->placement, options->timeout_ms,
+                                 &(struct ep_host_span){ .nodes = span->nodes,
+                                                         .own = span->own,
+                                                         .node = span->node,
+                                                         .net = span->net->host,
+                                                         .on_lost = on_lost,
+                                                         .user = team->lost },
+                                 &team->team, error);
+    if (!status)
+        team->net = span->net;
+    return status;
+}
 
 ep_status ep_team_host_create(const struct ep_team_options *options, struct ep_team **out,
                               struct ep_error *error)
@@ -192,7 +350,9 @@ ep_status ep_team_host_create(const struct ep_team_options *options, struct ep_t
     team->loop = options->loop;
     team->map = options->map;
     team->epoch = options->epoch;
-    status = ep_host_team_create(options->map, options->placement, options->timeout_ms, &team->team, error);
+    status = options->span ? create_over_nodes(team, options, error)
+                           : ep_host_team_create(options->map, options->placement, options->timeout_ms, NULL,
+                                                 &team->team, error);
     if (status)
         destroy(&team->base);
     else

@@ -12,11 +12,20 @@ struct ep_team_ops {
                             struct ep_error *error);
     void (*leave)(struct ep_team *team, uint32_t rank);
     void (*leave_all)(struct ep_team *team);
+    void (*cut)(struct ep_team *team, uint32_t node); /* NULL: as hold */
     ep_status (*join)(struct ep_team *team, uint32_t rank, struct ep_error *error);
     ep_status (*reset)(struct ep_team *team, struct ep_error *error);
+    /* All three, or none: the backend has no teams over several nodes. */
+    ep_status (*hold)(struct ep_team *team, uint32_t hold_ms, uint64_t *hold, struct ep_team_numbers *begun,
+                      struct ep_error *error);
+    ep_status (*admit)(struct ep_team *team, uint64_t hold, uint32_t rank, const struct ep_team_numbers *from,
+                       struct ep_error *error);
+    void (*unhold)(struct ep_team *team, uint64_t hold);
+    struct ep_team_numbers (*first)(const struct ep_team *team, uint32_t rank);
     bool (*clean)(struct ep_team *team, uint32_t rank);
     bool (*peer_wait)(const struct ep_team *team, uint32_t rank, uint32_t peer, uint64_t *sum_ns,
                       uint64_t *max_ns);
+    uint64_t (*expert_rows)(const struct ep_team *team, uint32_t rank, uint32_t expert); /* NULL: they are not counted */
     bool (*stuck)(const struct ep_team *team, int32_t rank);
     ep_status (*state_export)(const struct ep_team *team, uint32_t rank, int *fd, struct ep_error *error);
     ep_status (*start)(struct ep_team *team, const struct ep_executor_options *options,
@@ -40,6 +49,11 @@ struct ep_executor_ops {
 
 struct ep_executor {
     const struct ep_executor_ops *ops;
+};
+
+/* A team's network: one of host teams. */
+struct ep_team_net {
+    struct ep_host_net *host;
 };
 
 ep_status ep_team_host_create(const struct ep_team_options *options, struct ep_team **out,

@@ -87,6 +87,9 @@ void ep_store_commit(struct ep_store *store, const struct ep_store_write *writes
 /* Last known health: EP_OK, or why writes are refused at present (disk full, etcd out of reach ...). */
 ep_status ep_store_health(const struct ep_store *store, struct ep_error *error);
 
+/* May servers of other nodes have it open as well? */
+bool ep_store_shared(const struct ep_store *store);
+
 /* ---- watching ------------------------------------------------------------------------ */
 
 /*

@@ -439,6 +439,11 @@ void ep_store_commit(struct ep_store *store, const struct ep_store_write *writes
     ask(store, message);
 }
 
+bool ep_store_shared(const struct ep_store *store)
+{
+    return store->backend->shared;
+}
+
 ep_status ep_store_health(const struct ep_store *store, struct ep_error *error)
 {
     if (error && store->health.status)

@@ -71,6 +71,7 @@ ep_status ep_store_open_etcd(uv_loop_t *loop, const struct ep_store_etcd *option
                              struct ep_error *error)
 {
     static const struct store_backend backend = {
+        .shared = true,
         .list = list,
         .commit = commit,
         .watch = watch,

@@ -22,6 +22,7 @@ void ep_record_list_clear(struct ep_record_list *list);
  * `self` is what was given to store_open().
  */
 struct store_backend {
+    bool shared; /* servers of other nodes may have it open as well */
     ep_status (*list)(void *self, const char *prefix, uint64_t deadline, struct ep_record_list *out,
                       struct ep_error *error);
     ep_status (*commit)(void *self, const struct ep_store_write *writes, size_t n, uint64_t deadline,

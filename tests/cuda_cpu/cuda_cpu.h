@@ -3,12 +3,14 @@
  * whose ops run on threads of the process.  Server, library and tools work with it as they do with GPUs
  * (EP_CUDA_MODULE=.../libep_cuda_cpu.so), and whoever follows an address of GPU memory dies of SIGSEGV.
  *
- * It computes what the kernels compute, slowly, by a protocol of its own in the same windows; it says
- * nothing about kernels/cuda.
- *
+ * Who runs ops is one of two:
+ *   libep_cuda_cpu.so      ll.c: computes what the LL kernels compute, by a protocol of its own in the same windows.
+ *                          It says nothing about kernels/cuda, and is fast enough for programs.
+ *   libep_cuda_kernels.so  tests/cuda_kernels: the kernels of kernels/cuda themselves, compiled for CPUs.
+ * Both have
  *     module.c   the table: cuda_fixture's memory; streams, events and graphs as queues of ops and copies;
  *                both halves of a mailbox
- *     ll.c       an LL op
+ *     record.c   what is told of ops
  */
 #ifndef CUDA_CPU_H
 #define CUDA_CPU_H
@@ -41,14 +43,21 @@ struct cpu_rank {
     uint64_t sequence;
     struct cpu_handle handle[EP_MAX_HANDLES];
     struct ep_op half[EP_MAX_HANDLES]; /* the send-only op that a complete finishes */
+    struct cpu_kernels *kernels;       /* libep_cuda_kernels.so's */
 };
 
 bool cpu_rank_init(struct cpu_rank *rank, const struct ep_placement *placement);
 void cpu_rank_fini(struct cpu_rank *rank);
 
+/* Does it run ops of this mode? */
+bool cpu_has_mode(uint32_t mode);
 /* Runs an op to its end and writes its record. */
 void cpu_execute(struct cpu_rank *rank, const struct ep_op *op);
 /* Does not run it, and writes that. */
 void cpu_refuse(struct cpu_rank *rank, const struct ep_op *op, ep_status why);
+
+/* What somebody reads meanwhile, word by word, as it reads it from a GPU. */
+void cpu_store_words(void *to, const void *from, uint64_t bytes);
+void cpu_note_failure(struct ep_device_report *report, const struct ep_device_record *record, uint64_t part);
 
 #endif

@@ -638,23 +638,6 @@ static void add_half(struct ep_device_record *record, const struct ep_device_rec
     record->start_ns -= half->end_ns - half->start_ns;
 }
 
-/* What somebody reads meanwhile, word by word, as it reads it from a GPU. */
-static void store_words(void *to, const void *from, uint64_t bytes)
-{
-    for (uint64_t at = 0; at < bytes; at += sizeof(uint64_t))
-        __atomic_store_n((uint64_t *)(void *)((uint8_t *)to + at),
-                         *(const uint64_t *)(const void *)((const uint8_t *)from + at), __ATOMIC_RELAXED);
-}
-
-static void note_failure(struct ep_device_report *report, const struct ep_device_record *record, uint64_t part)
-{
-    if (__atomic_load_n(&report->failures, __ATOMIC_SEQ_CST) == 0) {
-        store_words(&report->failure, record, sizeof *record);
-        store_words(&report->failure_op, &part, sizeof part);
-    }
-    __atomic_fetch_add(&report->failures, 1, __ATOMIC_SEQ_CST);
-}
-
 static void write_record(struct run *c, uint32_t part, bool second_half)
 {
     struct ep_device_state *state = c->r->state;
@@ -679,12 +662,12 @@ static void write_record(struct run *c, uint32_t part, bool second_half)
     counters.busy_ns += c->record.end_ns - c->record.start_ns;
     counters.wait_ns += c->record.wait_ns;
     counters.dropped += c->record.dropped;
-    store_words(&state->counters[part], &counters, sizeof counters);
+    cpu_store_words(&state->counters[part], &counters, sizeof counters);
     if (second_half)
         add_half(&c->record, &report->records[c->op->handle][part]);
-    store_words(&report->records[c->op->handle][part], &c->record, sizeof c->record);
+    cpu_store_words(&report->records[c->op->handle][part], &c->record, sizeof c->record);
     if (c->record.status != EP_OK)
-        note_failure(report, &c->record, part);
+        cpu_note_failure(report, &c->record, part);
 }
 
 static void run(struct cpu_rank *r, const struct ep_op *op, bool sends, bool receives)
@@ -702,26 +685,9 @@ static void run(struct cpu_rank *r, const struct ep_op *op, bool sends, bool rec
     write_record(&c, dispatch ? EP_DEVICE_DISPATCH : EP_DEVICE_COMBINE, receives && !sends);
 }
 
-/* Of an op that is not executed there is a record and nothing else. */
-void cpu_refuse(struct cpu_rank *r, const struct ep_op *op, ep_status why)
+bool cpu_has_mode(uint32_t mode)
 {
-    struct ep_device_report *report = &((struct ep_control *)(void *)r->window[r->rank])->gpu.report;
-    const uint32_t part = op->kind == EP_OP_COMBINE ? EP_DEVICE_COMBINE : EP_DEVICE_DISPATCH;
-    const uint64_t now = ep_clock_ns();
-    const struct ep_device_record record = { .status = (int32_t)why,
-                                             .generation = op->generation,
-                                             .sequence = ++r->state->scratch.sequence,
-                                             .start_ns = now,
-                                             .end_ns = now };
-
-    struct ep_device_counters counters = r->state->counters[part];
-
-    counters.count++;
-    counters.errors++;
-    store_words(&r->state->counters[part], &counters, sizeof counters);
-    if (op->handle < EP_MAX_HANDLES)
-        report->records[op->handle][part] = record;
-    note_failure(report, &record, part);
+    return mode == EP_MODE_LL;
 }
 
 void cpu_execute(struct cpu_rank *r, const struct ep_op *op)

@@ -43,9 +43,8 @@ struct ep_cuda_rank {
 };
 
 /* The worker's half of a mailbox. */
-struct ringer {
+struct ep_cuda_ringer {
     struct queue queue; /* first */
-    void *window;
     struct ep_mailbox *mailbox;
 };
 
@@ -261,9 +260,8 @@ static ep_status rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, voi
 {
     struct ep_op resolved = *op;
 
-    if (op->kind <= EP_OP_COMBINE && op->mode != EP_MODE_LL)
-        return ep_error_set(error, EP_UNIMPLEMENTED, "mode is %u: the module that computes on CPUs has LL 1 only",
-                            op->mode);
+    if (op->kind <= EP_OP_COMBINE && !cpu_has_mode(op->mode))
+        return ep_error_set(error, EP_UNIMPLEMENTED, "mode is %u: this module has no such ops", op->mode);
     resolve(&rank->rank, rank->regions, &resolved);
     pthread_mutex_lock(&lock);
     put_or_capture(&rank->queue, &resolved, stream);
@@ -278,77 +276,63 @@ static void nap(void)
     usleep(NAP_US);
 }
 
-/* The stream goes on when the op is done, or when the window goes. */
+/* The stream goes on when the op is done, or when it is closed, or the ringer is. */
 static void hand_over(struct queue *queue, const struct ep_op *op)
 {
-    struct ep_mailbox *mailbox = ((struct ringer *)queue)->mailbox;
+    struct ep_mailbox *mailbox = ((struct ep_cuda_ringer *)queue)->mailbox;
 
-    if (__atomic_load_n(&queue->closing, __ATOMIC_RELAXED))
+    if (__atomic_load_n(&queue->closing, __ATOMIC_RELAXED) || __atomic_load_n(&mailbox->closed, __ATOMIC_RELAXED))
         return;
-    mailbox->op = *op;
-    /* Acquire: partner is libepclient, which sets `closed` before done.  Release: partner is serve_one. */
-    if (__atomic_load_n(&mailbox->closed, __ATOMIC_ACQUIRE))
-        __atomic_store_n(&mailbox->done, 1, __ATOMIC_RELEASE);
-    else
-        __atomic_store_n(&mailbox->doorbell, 1, __ATOMIC_RELEASE);
-    while (__atomic_load_n(&mailbox->done, __ATOMIC_ACQUIRE) != 1
+    mailbox->op[0] = *op;
+    __atomic_store_n(&mailbox->bell, ep_bell_of(0), __ATOMIC_RELEASE); /* partner is rings() */
+    /* Acquire: partner is serve_one(). */
+    while (__atomic_load_n(&mailbox->bell, __ATOMIC_ACQUIRE) != EP_BELL_DONE
+           && !__atomic_load_n(&mailbox->closed, __ATOMIC_ACQUIRE)
            && !__atomic_load_n(&queue->closing, __ATOMIC_RELAXED))
         nap();
-    __atomic_store_n(&mailbox->done, 0, __ATOMIC_RELEASE);
-}
-
-/* Under the lock: the one of a window, made when it is first asked for. */
-static struct ringer *ringer_of(void *window)
-{
-    struct ringer *ringer;
-
-    for (uint32_t i = 0; i < QUEUES; i++)
-        if (queues[i] && queues[i]->run == hand_over && ((struct ringer *)queues[i])->window == window)
-            return (struct ringer *)queues[i];
-    ringer = calloc(1, sizeof *ringer);
-    if (!ringer)
-        abort();
-    ringer->queue.run = hand_over;
-    ringer->window = window;
-    ringer->mailbox = &((struct ep_control *)cuda_fixture_host(window))->gpu.mailbox;
-    start_queue(&ringer->queue);
-    return ringer;
 }
 
 /* No context is switched here: it is all one who waits. */
-static ep_status ring(uint32_t device, void *window, const struct ep_op *op, bool spins, void *stream,
-                      struct ep_error *error)
+static ep_status ring_open(uint32_t device, void *window, bool spins, struct ep_cuda_ringer **out,
+                           struct ep_error *error)
 {
+    struct ep_cuda_ringer *ringer = calloc(1, sizeof *ringer);
+
     (void)device, (void)spins, (void)error;
+    if (!ringer)
+        abort();
+    ringer->queue.run = hand_over;
+    ringer->mailbox = &((struct ep_control *)cuda_fixture_host(window))->gpu.mailbox;
     pthread_mutex_lock(&lock);
-    put_or_capture(&ringer_of(window)->queue, op, stream);
+    start_queue(&ringer->queue);
+    pthread_mutex_unlock(&lock);
+    *out = ringer;
+    return EP_OK;
+}
+
+static ep_status ring(struct ep_cuda_ringer *ringer, const struct ep_op *op, void *stream, struct ep_error *error)
+{
+    (void)error;
+    pthread_mutex_lock(&lock);
+    put_or_capture(&ringer->queue, op, stream);
     pthread_mutex_unlock(&lock);
     return EP_OK;
 }
 
-static void memory_destroy(struct ep_cuda_memory *memory)
+static void ring_close(struct ep_cuda_ringer *ringer)
 {
-    const void *at = memory ? fixture->memory_at(memory) : NULL;
-    struct queue *ringer = NULL;
-
-    pthread_mutex_lock(&lock);
-    for (uint32_t i = 0; at && i < QUEUES; i++)
-        if (queues[i] && queues[i]->run == hand_over && ((struct ringer *)queues[i])->window == at)
-            ringer = queues[i];
-    pthread_mutex_unlock(&lock);
-    if (ringer) {
-        stop_queue(ringer);
-        free(ringer);
-    }
-    fixture->memory_destroy(memory);
+    if (!ringer)
+        return;
+    stop_queue(&ringer->queue);
+    free(ringer);
 }
 
 /* ---- executor server: the server's half ------------------------------------------------------------- */
 
 static bool rings(struct ep_cuda_serve *serve)
 {
-    /* Acquire: partner is hand_over. */
-    while (__atomic_load_n(&serve->mailbox->doorbell, __ATOMIC_ACQUIRE) != 1) {
+    /* Acquire: partner is hand_over(). */
+    while (!(__atomic_load_n(&serve->mailbox->bell, __ATOMIC_ACQUIRE) & EP_BELL_RUNG)) {
         if (__atomic_load_n(&serve->ending, __ATOMIC_RELAXED))
             return false;
         nap();
@@ -372,7 +356,7 @@ static ep_status judge(const struct ep_cuda_serve *serve, const struct ep_region
 
     if (ep_op_check_own(&serve->rank.map, regions, op, &why) != EP_OK)
         return EP_INVALID_ARGUMENT;
-    if (op->kind <= EP_OP_COMBINE && op->mode != EP_MODE_LL)
+    if (op->kind <= EP_OP_COMBINE && !cpu_has_mode(op->mode))
         return EP_UNIMPLEMENTED;
     if (!sent->kind)
         return EP_FAILED_PRECONDITION;
@@ -399,15 +383,14 @@ static void serve_one(struct ep_cuda_serve *serve)
 
     if (!rings(serve))
         return;
-    memcpy(&op, &serve->mailbox->op, sizeof op);
+    memcpy(&op, &serve->mailbox->op[0], sizeof op);
     look(serve, &regions);
     status = judge(serve, &regions, &op);
     if (status == EP_OK)
         execute(serve, &regions, &op);
     else
         cpu_refuse(&serve->rank, &op, status);
-    __atomic_store_n(&serve->mailbox->doorbell, 0, __ATOMIC_RELEASE);
-    __atomic_store_n(&serve->mailbox->done, 1, __ATOMIC_RELEASE);
+    __atomic_store_n(&serve->mailbox->bell, EP_BELL_DONE, __ATOMIC_RELEASE);
     pthread_mutex_lock(&lock);
     serve->ended++;
     pthread_mutex_unlock(&lock);
@@ -770,14 +753,15 @@ const struct ep_cuda_api *ep_cuda_api(void)
 
     fixture = cuda_fixture_api();
     api = *fixture;
-    api.memory_destroy = memory_destroy;
     api.write = write_gpu;
     api.read = read_gpu;
     api.fill = fill_gpu;
     api.rank_open = rank_open;
     api.rank_close = rank_close;
     api.rank_run = rank_run;
+    api.ring_open = ring_open;
     api.ring = ring;
+    api.ring_close = ring_close;
     api.serve_open = serve_open;
     api.serve_post = serve_post;
     api.serve_wait = serve_wait;

@@ -16,10 +16,15 @@ static void check(bool good)
 static void check_promises(const struct ep_attach_frame *frame)
 {
     const bool asks = frame->type == EP_ATTACH_REGISTER || frame->type == EP_ATTACH_UNREGISTER;
+    const bool turns = frame->type >= EP_ATTACH_ASK && frame->type <= EP_ATTACH_TURN;
 
-    check(frame->type >= EP_ATTACH_HELLO && frame->type <= EP_ATTACH_ANSWER);
+    check(frame->type >= EP_ATTACH_HELLO && frame->type <= EP_ATTACH_TURN);
     check(strlen(frame->text) < sizeof frame->text);
-    check(frame->offset == 0 || frame->type == EP_ATTACH_REGISTER);
+    check(frame->offset == 0 || frame->type == EP_ATTACH_REGISTER || frame->type == EP_ATTACH_WELCOME
+          || frame->type == EP_ATTACH_PROMISE);
+    check(!turns || frame->epoch != 0);
+    check(frame->value != EP_ATTACH_NO_TURN || frame->type != EP_ATTACH_TURN);
+    check(frame->type != EP_ATTACH_PROMISE || frame->status == EP_OK || frame->status == EP_ABORTED);
     check(frame->region == 0 || asks);
     check(frame->value != 0 || (frame->type != EP_ATTACH_REGISTER && frame->type != EP_ATTACH_WELCOME));
     check(frame->count == 0 || (frame->type != EP_ATTACH_HELLO && frame->type != EP_ATTACH_BYE));
@@ -45,7 +50,7 @@ static void parse_patched(const uint8_t *bytes, size_t n)
 {
     struct ep_attach_frame frame;
 
-    ep_attach_frame_init(&frame, (enum ep_attach_type)(n ? bytes[0] % (EP_ATTACH_ANSWER + 1u) : 0));
+    ep_attach_frame_init(&frame, (enum ep_attach_type)(n ? bytes[0] % (EP_ATTACH_TURN + 1u) : 0));
     frame.value = 4096;
     for (size_t at = 1; at + 5 <= n; at += 5)
         memcpy((uint8_t *)&frame + bytes[at] % (sizeof frame / 4) * 4, bytes + at + 1, 4);

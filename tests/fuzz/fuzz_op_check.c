@@ -37,7 +37,7 @@ static void set_up(void)
 
     check(ep_layout_compute(&limits, &map, NULL) == EP_OK);
     check(ep_placement_contiguous(1, EXPERTS, &placement, NULL) == EP_OK);
-    check(ep_host_team_create(&map, &placement, 100, &team, NULL) == EP_OK);
+    check(ep_host_team_create(&map, &placement, 100, NULL, &team, NULL) == EP_OK);
 
     uint8_t *base = mmap(NULL, map.total_bytes + 2 * GUARD, PROT_NONE,
                          MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

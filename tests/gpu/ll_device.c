@@ -253,6 +253,8 @@ static const struct ll_case cases[] = {
     SERVED("ops that change while they run", ll_case_storm, 1, .tokens = 40),
     SERVED("ops that change while they run, packed fp8", ll_case_storm, 1, .tokens = 40, .layout = PACKED,
            .dtype = BENCH_FP8),
+    SERVED("HT: ops that change while they run, and forged notes", ll_case_storm, 1, .ht = true, .tokens = 40,
+           .layout = PACKED, .dtype = BENCH_FP8),
 };
 #pragma GCC diagnostic pop
 
@@ -291,7 +293,7 @@ static void describe(const struct shape *s, char *text, size_t size)
 /* ---- running them -------------------------------------------------------------------- */
 
 struct options {
-    uint32_t ranks, gpus; /* 0: as many as there are */
+    uint32_t ranks, gpus, sms; /* 0: as many as there are */
     const char *filter;
     bool served, ht;
     uint32_t timeout_ms;
@@ -322,7 +324,7 @@ static void run_cases(const struct ll_setting *setting, const struct options *o,
 {
     char name[256];
     bool go_on = true;
-    bool has_ht = !setting->served; /* nor has it a module that stands in for GPUs */
+    bool has_ht = true; /* a module that stands in for GPUs has it not */
 
     for (size_t i = 0; go_on && i < sizeof cases / sizeof *cases; i++) {
         const struct ll_case *c = &cases[i];
@@ -366,7 +368,7 @@ static void run_soak(const struct ll_setting *setting, const struct options *o, 
 static void usage(FILE *to)
 {
     fputs("usage: ll_device [--ranks N] [--gpus N] [--executor direct|server] [--filter TEXT] [--seed N]\n"
-          "                 [--soak N] [--ht] [--timeout-ms N]\n"
+          "                 [--soak N] [--ht] [--sms N] [--timeout-ms N]\n"
           "\n"
           "  --ranks N       ranks of the group (default: one per GPU, four on a single one)\n"
           "  --gpus N        GPUs to use (default: all)\n"
@@ -375,7 +377,8 @@ static void usage(FILE *to)
           "  --filter TEXT   only cases whose name has TEXT in it\n"
           "  --seed N        of all inputs (default 1)\n"
           "  --soak N        N random ops instead of the cases\n"
-          "  --ht            HT ops among them (executor direct)\n"
+          "  --ht            HT ops among them\n"
+          "  --sms N         multiprocessors that ops of a rank fill, at most (default: all, or its share of a GPU)\n"
           "  --timeout-ms N  bound of a wait for a rank (default 20000); more where kernels are slow\n",
           to);
 }
@@ -389,6 +392,7 @@ static bool parse(int argc, char **argv, struct options *o)
                                            { "seed", required_argument, NULL, 's' },
                                            { "soak", required_argument, NULL, 'o' },
                                            { "ht", no_argument, NULL, 'h' + 256 },
+                                           { "sms", required_argument, NULL, 'm' },
                                            { "timeout-ms", required_argument, NULL, 't' },
                                            { "help", no_argument, NULL, 'h' },
                                            { NULL, 0, NULL, 0 } };
@@ -408,6 +412,7 @@ static bool parse(int argc, char **argv, struct options *o)
         case 's': o->seed = strtoull(optarg, NULL, 10); break;
         case 'o': o->soak = strtoull(optarg, NULL, 10); break;
         case 'h' + 256: o->ht = true; break;
+        case 'm': o->sms = (uint32_t)strtoul(optarg, NULL, 10); break;
         case 't': o->timeout_ms = (uint32_t)strtoul(optarg, NULL, 10); break;
         case 'h': usage(stdout); exit(0);
         default: return false;
@@ -453,6 +458,7 @@ int main(int argc, char **argv)
     setting.seed = o.seed;
     setting.timeout_ms = o.timeout_ms;
     setting.served = o.served;
+    setting.sms = o.sms;
     ep_cuda_ask_for_queues();
     if (ep_cuda_open(&setting.api, &error) != EP_OK) {
         printf("no GPU here: %s\n", error.text);

@@ -43,6 +43,8 @@ ep_status ll_open(const struct ll_setting *setting, const struct shape *shape, u
         .shape = shape, .second = *shape, .places = places, .timeout_ms = setting->timeout_ms, .seed = setting->seed
     };
     passes->second.ht = shape->ht != shape->both;
+    if (setting->sms)
+        options.max_sms = setting->sms;
     options.served = setting->served;
     if (status == EP_OK)
         status = world_open(setting->api, &options, &passes->world, error);

@@ -18,6 +18,7 @@
 struct ll_setting {
     const struct ep_cuda_api *api;
     uint32_t ranks, gpus;
+    uint32_t sms;        /* multiprocessors that ops of a rank fill, at most; 0: all, or its share */
     bool served;         /* executor server */
     uint32_t timeout_ms; /* of ops that nobody delays */
     uint64_t seed;

@@ -372,7 +372,7 @@ static void check_sent(struct pass *pass)
     if (!everybody(pass) || pass->changing)
         return;
     check_number(pass, "wire_bytes", pass->dispatched.wire_bytes,
-                 ep_ref_remote_rows(&pass->inputs.routing, pass->rank->rank) * (row + scales));
+                 ep_ref_remote_rows(&pass->inputs.routing, NULL, pass->rank->rank) * (row + scales));
     check_number(pass, "logical_bytes", pass->dispatched.logical_bytes,
                  (uint64_t)pass->tokens * pass->shape->top_k * row);
 }

@@ -160,11 +160,20 @@ leaves() {
 
 # ---- what the steps do ----------------------------------------------------------------------------
 
+modes=ll # of ep-bench's cases
 run_bench() {
-    timeout --kill-after=10 "$bench_limit_s" "$bin/ep-bench" --spawn --backend=cuda --modes=ll --ranks="$ranks" --verify "$@"
+    timeout --kill-after=10 "$bench_limit_s" "$bin/ep-bench" --spawn --backend=cuda --modes="$modes" --ranks="$ranks" \
+        --verify "$@"
     local code=$?
     ((code == 0)) || echo "ep-bench $(why "$code" "$bench_limit_s")"
     return "$code"
+}
+
+# with_modes LIST FUNCTION [ARGUMENT...]
+with_modes() {
+    local modes=$1
+    shift
+    "$@"
 }
 
 # The peers finish all their ops, none fails, and a new worker takes the rank.
@@ -325,6 +334,38 @@ step_if_not_quick 'kill -9 of a worker in a sweep, H 7168, K 8, E 256' run_kill 
 step 'soak: random ops, some of them in halves, several under way' run_bench "${odd[@]}" "${soak[@]}"
 step 'soak: kill -9 of workers all the while' run_bench "${odd[@]}" "${soak[@]}" --soak-kill=3
 step 'soak: memory of its own' run_bench "${odd[@]}" "${soak[@]}" --memory=own
+
+# High throughput, alone and in one group with low latency.
+ht_steps() { # NAME [OPTION...]: of ep-bench
+    local name=$1 layout
+    local ht=(with_modes ht run_bench "${@:2}") ht_kill=(with_modes ht run_kill "${@:2}")
+    local both=(with_modes ll,ht run_bench "${@:2}")
+    step_if_not_quick "$name: odd shape, all layouts and formats" "${ht[@]}" "${odd[@]}" --tokens=1,77 --dtypes=$all_dtypes \
+        --scales=fp32,ue8m0 --iters=4 --warmup=1
+    step_if_not_quick "$name: odd shape, a rank without tokens, choices of no expert" "${ht[@]}" "${odd[@]}" --tokens=0,13 \
+        --dtypes=$all_dtypes --zero-rank="$last" --drop=0.3 --iters=4 --warmup=1
+    step_if_not_quick "$name: gradients, with the routing of the forward pass" "${ht[@]}" "${odd[@]}" --tokens=33,300 \
+        --passes=forward,backward --iters=4 --warmup=1
+    step_if_not_quick "$name: H 7168, K 8, E 256, T 512" "${ht[@]}" "${model[@]}" --tokens=512 \
+        --dtypes=bf16,fp8
+    step_if_not_quick "$name: routing zipf" "${ht[@]}" "${small[@]}" --tokens=500 --iters=4 --routing=zipf:1.2
+    step_if_not_quick "$name: routing hot" "${ht[@]}" "${small[@]}" --tokens=500 --iters=4 --routing=hot:3
+    step_if_not_quick "$name: $replays launches of a graph, with other inputs each" "${ht[@]}" "${small[@]}" --tokens=200 \
+        --iters=20 --graph=2 --replays=$replays
+    for layout in flat packed; do
+        step_if_not_quick "$name: kill -9 of a worker in a sweep, $layout" "${ht_kill[@]}" "${small[@]}" --layouts="$layout" \
+            --tokens=24,500 --iters=100
+    done
+    step_if_not_quick "$name: soak beside low latency" "${both[@]}" "${odd[@]}" "${soak[@]}"
+    step_if_not_quick "$name: soak beside low latency, kill -9 of workers all the while" "${both[@]}" "${odd[@]}" "${soak[@]}" \
+        --soak-kill=3
+}
+
+ht_steps 'high throughput'
+step_if_not_quick 'high throughput: on 4 multiprocessors' with_modes ht run_bench "${model[@]}" --ht-sms=4 --tokens=300
+ht_steps 'high throughput, server' --executor=server
+ht_steps 'high throughput, mixed, memory of its own' --executor=mixed --memory=own
+
 process_steps() { # NAME [OPTION...]: of the group
     local name=$1
     shift

@@ -11,8 +11,8 @@ usage: run.sh [--gpus N] [--soak N] [--quick] [--only kernels|soak|product|gin] 
 The kernels: every case on all GPUs, one rank on each, and with several ranks on a GPU, launched by the ranks and by
 a thread that they ring for; random ops. Then the
 product: a server and workers that are processes of their own (product.sh). Then the NCCL plugin, over each way that it
-has, with windows in GPU memory (tests/gin). Prints what failed and, at the end, `N passed, N failed`. Exits with 77
-where there is no GPU.
+has, with windows in GPU memory (tests/gin), and under NCCL itself, whose library the loader must find. Prints what
+failed and, at the end, `N passed, N failed`. Exits with 77 where there is no GPU.
 
   --gpus N    use N GPUs (default: all that nvidia-smi lists)
   --soak N    random ops per rank (default 20000; 0: none)
@@ -90,6 +90,13 @@ run_gin() {
         --ranks $((gpus > 4 ? gpus : 4)) --seed "$2" --table "$4"
 }
 
+# run_nccl NAME TRANSPORT NODES ARGUMENT...: the plugin under NCCL, between processes that pretend to be nodes.
+run_nccl() {
+    EP_CUDA_MODULE=${EP_CUDA_MODULE-$lib/libep_cuda.so} EP_GIN_TRANSPORT=$2 EP_GIN_TIMEOUT_S=10 \
+        run "$1" "$gin_limit_s" "$gpu_bin/nccl_gin" --plugin "$lib/libnccl-net-ep.so" --nodes "$3" \
+        --ranks $((gpus > $3 ? gpus : $3)) "${@:4}"
+}
+
 wanted() { [[ -z $only || $only == "$1" ]]; }
 
 ranks=$((gpus > 1 ? gpus : 4))
@@ -102,6 +109,8 @@ if wanted soak && ((soak > 0)); then
         --seed 10
     run served-soak "$soak_limit_s" "$gpu_bin/ll_device" --ranks "$ranks" --gpus "$gpus" --soak "$soak" --seed 7 \
         --executor server
+    run served-soak-both-modes "$soak_limit_s" "$gpu_bin/ll_device" --ranks "$ranks" --gpus "$gpus" --soak "$soak" --ht \
+        --seed 11 --executor server
 fi
 if wanted product; then
     small=()
@@ -111,5 +120,11 @@ fi
 if wanted gin; then
     run_gin gin-host 8 host gin-v11
     run_gin gin-tcp 9 tcp rma-v14
+    if [[ -x $gpu_bin/nccl_gin ]]; then # where NCCL's headers were when it was built
+        run_nccl nccl-host host 2
+        run_nccl nccl-host-own-memory host 2 --memory own
+        run_nccl nccl-tcp tcp 2
+        run_nccl nccl-host-4-nodes host 4
+    fi
 fi
 closing_line

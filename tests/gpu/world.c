@@ -107,7 +107,19 @@ static void close_serve(struct world_rank *rank)
     }
     pthread_join(rank->server, NULL);
     api->serve_close(rank->serve);
+    api->ring_close(rank->ringer);
     rank->serve = NULL;
+    rank->ringer = NULL;
+}
+
+static ep_status open_ringer(struct world_rank *rank, struct ep_error *error)
+{
+    static uint32_t worlds;
+    const struct world *world = rank->world;
+    const uint32_t turn = rank->rank == 0 ? worlds++ : worlds + rank->rank - 1;
+    const bool spins = world->waits == WORLD_BY_TURNS ? turn % 2 : world->waits == WORLD_KERNEL;
+
+    return world->api->ring_open(rank->device, rank->window, spins, &rank->ringer, error);
 }
 
 /* Ranks of one GPU share its multiprocessors, so that the kernels of all of them fit at once. */
@@ -129,8 +141,13 @@ static ep_status open_ops(struct world_rank *rank, struct ep_error *error)
         return status;
     for (uint32_t r = 0; r < world->ranks; r++)
         windows[r] = world->rank[r].window;
-    options.max_sms = sharing > 1 ? device.sms / sharing : world->max_sms;
-    return world->served ? open_serve(rank, &options, error) : world->api->rank_open(&options, &rank->ops, error);
+    options.max_sms = world->max_sms;
+    if (sharing > 1 && (world->max_sms == 0 || world->max_sms > device.sms / sharing))
+        options.max_sms = device.sms / sharing;
+    if (!world->served)
+        return world->api->rank_open(&options, &rank->ops, error);
+    status = open_ringer(rank, error);
+    return status == EP_OK ? open_serve(rank, &options, error) : status;
 }
 
 ep_status world_open(const struct ep_cuda_api *api, const struct world_options *options, struct world **out,
@@ -309,11 +326,7 @@ ep_status world_wait(struct world_rank *rank, struct ep_error *error)
 
 ep_status world_ring(struct world_rank *rank, const struct ep_op *op, struct ep_error *error)
 {
-    const struct world *world = rank->world;
-    const uint32_t turn = __atomic_fetch_add(&rank->rings, 1, __ATOMIC_RELAXED);
-    const bool spins = world->waits == WORLD_BY_TURNS ? turn % 2 : world->waits == WORLD_KERNEL;
-
-    return world->api->ring(rank->device, rank->window, op, spins, rank->stream, error);
+    return rank->world->api->ring(rank->ringer, op, rank->stream, error);
 }
 
 ep_status world_run(struct world_rank *rank, const struct ep_op *op, struct ep_error *error)

@@ -27,13 +27,13 @@ struct world_rank {
     void *stream;
     struct ep_cuda_rank *ops;    /* one of them: who runs its ops */
     struct ep_cuda_serve *serve;
-    pthread_t server;            /* keeps posting, when there is a serve */
-    uint32_t rings;              /* so far */
+    struct ep_cuda_ringer *ringer; /* when there is a serve, as the next one */
+    pthread_t server;              /* keeps posting */
 };
 
-/* Executor server: who waits for the end of an op that was rung for, see ep_cuda.h. */
+/* Executor server: who waits for the end of an op that was rung for, see ep_cuda.h.  By turns: ranks, and of each the
+ * worlds that a program opens. */
 enum world_waits { WORLD_BY_TURNS, WORLD_KERNEL, WORLD_STREAM };
-
 
 struct world {
     const struct ep_cuda_api *api;

@@ -24,7 +24,8 @@ Environment
     EP_KEEP        keep the directories and say where they are
     EP_TIME_SCALE  multiplies every deadline (valgrind, sanitizers, slow machines); default 1
 
-Waiting: never sleep for a state; use wait_until(condition, "what").
+Waiting: never sleep for a state; use wait_until(condition, "what").  How long it may take is no promise of anybody's:
+a machine may stand still for seconds.
 """
 
 import collections
@@ -45,6 +46,8 @@ import urllib.request
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 BIN = os.path.abspath(os.environ.get("EP_BIN", os.path.join(ROOT, "build", "bin")))
 SCALE = float(os.environ.get("EP_TIME_SCALE", "1"))
+PATIENCE_S = 40.0  # with what should be there at once
+NOT_LOST = "--lost-after=20s"  # where no server is to be gone, also when the machine stands still
 COMPLAINTS = ("AddressSanitizer", "ThreadSanitizer", "LeakSanitizer", "MemorySanitizer", "runtime error:")
 
 
@@ -57,7 +60,7 @@ def have(name):
     return os.access(binary(name), os.X_OK)
 
 
-def wait_until(condition, what, timeout=10.0, interval=0.01):
+def wait_until(condition, what, timeout=PATIENCE_S, interval=0.01):
     """Returns the first true value of condition(); AssertionError when there is none in time."""
     end = time.monotonic() + timeout * SCALE
     while True:
@@ -79,7 +82,7 @@ class Result(collections.namedtuple("Result", "cmd code out err")):
         return "$ %s\n-> %d\n--- stdout\n%s--- stderr\n%s" % (" ".join(self.cmd), self.code, self.out, self.err)
 
 
-def run(cmd, env=None, input=None, timeout=30.0, cwd=None):
+def run(cmd, env=None, input=None, timeout=60.0, cwd=None):
     """Runs one of our programs (or any) to its end.  env is added to a clean environment."""
     cmd = [binary(cmd[0])] + [str(c) for c in cmd[1:]]
     done = subprocess.run(cmd, env=environment(env), input=input, text=True, errors="replace", cwd=cwd,
@@ -131,14 +134,14 @@ class Process:
     def signal(self, number):
         self.popen.send_signal(number)
 
-    def wait(self, timeout=20.0):
+    def wait(self, timeout=PATIENCE_S):
         """The exit code (-N: killed by signal N)."""
         try:
             return self.popen.wait(timeout * SCALE)
         except subprocess.TimeoutExpired:
             raise AssertionError("pid %d still runs:\n%s\n%s" % (self.pid, " ".join(self.cmd), self.log()))
 
-    def stop(self, timeout=20.0):
+    def stop(self, timeout=PATIENCE_S):
         """SIGTERM, then the exit code."""
         if self.alive():
             self.signal(signal.SIGTERM)
@@ -149,7 +152,7 @@ class Process:
             self.signal(signal.SIGKILL)
         return self.popen.wait()
 
-    def wait_log(self, text, timeout=10.0):
+    def wait_log(self, text, timeout=PATIENCE_S):
         wait_until(lambda: text in self.log(), lambda: "%r in the log:\n%s" % (text, self.log()), timeout)
 
     def complaint(self):
@@ -196,7 +199,7 @@ class Server(Process):
     def metrics_port(self):
         return int(self.values["METRICS_PORT"])
 
-    def wait_ready(self, timeout=15.0):
+    def wait_ready(self, timeout=PATIENCE_S):
         """Until the port file is there, which is written when the server is SERVING."""
         def ready():
             if not self.alive():
@@ -212,7 +215,7 @@ class Server(Process):
         request = urllib.request.Request("http://127.0.0.1:%d%s" % (self.metrics_port, path), method=method)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(request, timeout=10 * SCALE) as reply:
+            with opener.open(request, timeout=PATIENCE_S * SCALE) as reply:
                 return reply.status, reply.headers, reply.read().decode()
         except urllib.error.HTTPError as reply:
             return reply.code, reply.headers, reply.read().decode()
@@ -224,6 +227,7 @@ class Sandbox:
     def __init__(self):
         self.dir = tempfile.mkdtemp(prefix="ep-")
         self.processes = []
+        self.afterwards = []  # called when these have ended, while the directory is there
 
     def path(self, name):
         return os.path.join(self.dir, name)
@@ -234,7 +238,7 @@ class Sandbox:
         return self.path(name)
 
     def start_server(self, *flags, name="s", env=None, wrapper=(), listen=True, metrics=True, ready=True,
-                     timeout=15.0):
+                     timeout=PATIENCE_S):
         """
         An ep-server in its own directory below the sandbox.  The same `name` again is the same
         socket and state: a restart.  flags come last, so they win over what is set here.
@@ -255,6 +259,16 @@ class Sandbox:
         """run() with EP_SERVER set to the server's socket."""
         return run(cmd, env=self._with_server(env, server), cwd=self.dir, **more)
 
+    def operate(self, server, *args):
+        """
+        ep-admin, tried again where its answer says so: on a busy machine a leader may lose its lease, and another has
+        to lead first.
+        """
+        def asked():
+            result = self.run_cmd(["ep-admin", "--timeout=30s", *args], server=server)
+            return None if result.code != 0 and "try again" in result.err else result
+        return wait_until(asked, lambda: "an answer that does not ask to try again: %s" % (args,), interval=0.1)
+
     @staticmethod
     def _with_server(env, server):
         return dict({"EP_SERVER": server.address} if server else {}, **(env or {}))
@@ -264,6 +278,8 @@ class Sandbox:
         wrong = []
         for process in reversed(self.processes):
             wrong += self._end(process)
+        for call in reversed(self.afterwards):
+            call()
         if os.environ.get("EP_KEEP"):
             print("kept: " + self.dir, file=sys.stderr)
         else:
@@ -314,6 +330,7 @@ class TestCase(unittest.TestCase):
         self.start_server = self.box.start_server
         self.spawn = self.box.spawn
         self.run_cmd = self.box.run_cmd
+        self.operate = self.box.operate
         self.addCleanup(self._finish)
 
     def _callTestMethod(self, method):
@@ -337,14 +354,59 @@ class TestCase(unittest.TestCase):
             self.fail("\n".join(wrong))
 
 
-def connect_unix(path, kind=socket.SOCK_STREAM, timeout=5.0):
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Etcd:
+    """An etcd of one or more members, in a sandbox."""
+
+    def __init__(self, box, members=1):
+        self.box = box
+        self.ports = [(free_port(), free_port()) for _ in range(members)]  # clients', peers'
+        self.members = [None] * members
+        for member in range(members):
+            self.start(member)
+        for member in range(members):
+            wait_until(lambda: self.answers(member), "etcd has a leader")
+
+    def answers(self, member):
+        try:
+            with urllib.request.urlopen("http://127.0.0.1:%d/health" % self.ports[member][0], timeout=2) as reply:
+                return json.load(reply)["health"] == "true"
+        except (OSError, ValueError):
+            return False
+
+    def start(self, member):
+        url = "http://127.0.0.1:%d"
+        client, peer = (url % port for port in self.ports[member])
+        cluster = ",".join("m%d=%s" % (i, url % ports[1]) for i, ports in enumerate(self.ports))
+        self.members[member] = self.box.spawn(
+            ["/usr/bin/env", "etcd", "--name=m%d" % member, "--data-dir=" + self.box.path("etcd%d" % member),
+             "--listen-client-urls=" + client, "--advertise-client-urls=" + client, "--listen-peer-urls=" + peer,
+             "--initial-advertise-peer-urls=" + peer, "--initial-cluster=" + cluster,
+             "--heartbeat-interval=50", "--election-timeout=500"])
+
+    def kill(self, member):
+        self.members[member].kill()
+
+    def endpoints(self):
+        return ",".join("127.0.0.1:%d" % client for client, _ in self.ports)
+
+    def url(self, prefix):
+        return "etcd://" + self.endpoints() + prefix
+
+
+def connect_unix(path, kind=socket.SOCK_STREAM, timeout=PATIENCE_S):
     s = socket.socket(socket.AF_UNIX, kind)
     s.settimeout(timeout * SCALE)
     s.connect(path)
     return s
 
 
-def connect_tcp(port, timeout=5.0):
+def connect_tcp(port, timeout=PATIENCE_S):
     return socket.create_connection(("127.0.0.1", port), timeout * SCALE)
 
 

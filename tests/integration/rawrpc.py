@@ -159,7 +159,7 @@ def converse(connection, method, message):
             raise RpcError(UNAVAILABLE, "the server ended the connection")
 
 
-def call(path, method, message, timeout=5.0):
+def call(path, method, message, timeout=harness.PATIENCE_S):
     try:
         with harness.connect_unix(path, socket.SOCK_STREAM, timeout) as connection:
             trailers, data = converse(connection, method, message)

@@ -51,7 +51,7 @@ def _read(path):
 class Client:
     """One channel.  tls: (ca, cert, key) as paths."""
 
-    def __init__(self, target, timeout=10.0, tls=None, version="v1"):
+    def __init__(self, target, timeout=40.0, tls=None, version="v1"):
         options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
         self.timeout = timeout * float(os.environ.get("EP_TIME_SCALE", "1"))
         if tls:

@@ -379,18 +379,28 @@ class WatchTest(AdminTest):
         server = self.start_server("--host-ranks=4")
         self.create(server, "moe")
         self.create(server, "other")
-        result = self.admin("group", "watch", "moe", "--timeout=500ms", "-o", "json", server=server)
-        names = {json.loads(line)["group"]["name"] for line in result.out.splitlines() if json.loads(line)["group"]}
-        self.assertEqual(names, {"moe"})
+        watch = self.watch(server, "moe", name="one")
+        harness.wait_until(lambda: "SYNCED" in self.kinds(watch), "the present state")
+        self.admin("group", "update", "other", "--timeout-ms=42", server=server)
+        self.admin("group", "update", "moe", "--timeout-ms=43", server=server)
+        harness.wait_until(lambda: any(e["group"] and e["group"]["spec"]["timeout_ms"] == 43 for e in watch.events()),
+                           "the update")
+        self.assertEqual({e["group"]["name"] for e in watch.events() if e["group"]}, {"moe"})
 
     def test_table_and_yaml(self):
         server = self.start_server("--host-ranks=4")
         self.create(server, "moe")
-        lines = self.admin("group", "watch", "--timeout=300ms", server=server).out.splitlines()
+        lines = self.watched(server, "PRESENT").splitlines()
         self.assertEqual(lines[0].split()[:4], ["TIME", "EVENT", "NAME", "PHASE"])
         self.assertEqual(lines[1].split()[1:4], ["PRESENT", "moe", "READY"])
-        text = self.admin("group", "watch", "--timeout=300ms", "-o", "yaml", server=server).out
-        self.assertEqual(text.count("---\n"), 2, text)
+        self.assertEqual(self.watched(server, "SYNCED", "-o", "yaml").count("---\n"), 2)
+        self.admin("group", "watch", "--timeout=300ms", server=server)  # ends by itself
+
+    def watched(self, server, until, *flags):
+        """What a watch has printed when that is among it."""
+        process = self.spawn(["ep-admin", "group", "watch", *flags], server=server)
+        harness.wait_until(lambda: until in process.out() and process.out().endswith("\n"), process.out)
+        return process.out()
 
     def test_until(self):
         server = self.start_server("--host-ranks=4")
@@ -410,16 +420,43 @@ class WatchTest(AdminTest):
         watch = self.watch(server, name="w")
         harness.wait_until(lambda: "SYNCED" in self.kinds(watch), "the present state")
         server.kill()
-        self.assertEqual(watch.wait(10), 4)
+        self.assertEqual(watch.wait(), 4)
         self.assertIn("group watch: ", watch.log())
+
+
+class AuditTest(AdminTest):
+    CHANGE = re.compile(r'mod=audit msg="change (made|refused)" action=(\S+) target=(\S+) by=("[^"]*"|\S+) status=(\S+)')
+
+    def test_every_change_is_in_the_log_with_who_and_what_became_of_it(self):
+        server = self.start_server("--host-ranks=2", "--name=alpha")
+        self.create(server)
+        self.admin("group", "update", "moe", "--timeout-ms=1234", "--dry-run", server=server)
+        self.admin("group", "plan", "moe", server=server)
+        self.admin("group", "update", "moe", "--timeout-ms=1234", server=server)
+        self.refused("group", "update", "moe", "--hidden=3", says="hidden", server=server)
+        self.refused("group", "create", "moe", *SPEC, says="moe", code=1, server=server)
+        self.admin("node", "drain", "alpha", server=server)
+        self.admin("node", "uncordon", "alpha", server=server)
+        self.refused("node", "drain", "beta", says="beta", code=3, server=server)
+        self.refused("group", "delete", "nope", says="nope", code=3, server=server)
+        self.admin("group", "delete", "moe", server=server)
+        changes = self.CHANGE.findall(server.log())
+        self.assertEqual([(what, action, target, status) for what, action, target, _, status in changes], [
+            ("made", "group.create", "moe", "OK"), ("made", "group.update", "moe", "OK"),
+            ("refused", "group.update", "moe", "INVALID_ARGUMENT"), ("refused", "group.create", "moe", "ALREADY_EXISTS"),
+            ("made", "node.drain", "alpha", "OK"), ("made", "node.uncordon", "alpha", "OK"),
+            ("refused", "node.drain", "beta", "NOT_FOUND"), ("refused", "group.delete", "nope", "NOT_FOUND"),
+            ("made", "group.delete", "moe", "OK")])
+        self.assertEqual(len({by for _, _, _, by, _ in changes}), 1)
+        self.assertIn(str(os.getuid()), changes[0][3])
 
 
 class NodeTest(AdminTest):
     def test_list_and_get_in_every_format(self):
         server = self.start_server("--host-ranks=3", "--name=alpha")
         table = self.admin("node", "list", server=server).out.splitlines()
-        self.assertEqual(table[0].split()[:3], ["NAME", "STATE", "DEVICES"])
-        self.assertEqual(table[1].split()[:3], ["alpha", "READY", "3"])
+        self.assertEqual(table[0].split()[:5], ["NAME", "STATE", "ROLE", "BACKEND", "DEVICES"])
+        self.assertEqual(table[1].split()[:5], ["alpha", "READY", "leader", "HOST", "3"])
         self.assertEqual(self.admin("node", "list", "-q", server=server).out, "alpha\n")
         self.assertEqual(len(self.admin("node", "list", "-o", "json", server=server).json()["nodes"]), 1)
         text = self.admin("node", "get", server=server).out
@@ -491,7 +528,7 @@ class StatsTest(AdminTest):
                       dict(harness.environment({"EP_SERVER": server.address}), TERM="xterm"))
         fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         before, seen = termios.tcgetattr(fd), b""
-        end = time.monotonic() + 20 * harness.SCALE
+        end = time.monotonic() + harness.PATIENCE_S * harness.SCALE
         while time.monotonic() < end:
             if not select.select([fd], [], [], 0.2)[0]:
                 continue
@@ -530,10 +567,8 @@ class ConnectionTest(AdminTest):
     def test_no_server_is_exit_code_4_at_once(self):
         address = "unix:" + self.path("none.sock")
         for words in (["group", "list"], ["group", "watch"], ["top", "--once"], ["node", "get"], ["stats"]):
-            began = time.monotonic()
-            result = self.admin(*words, "--server", address, code=4)
+            result = self.admin(*words, "--server", address, "--timeout=1h", code=4)
             self.assertIn("cannot reach %s: no such file" % address, result.err)
-            self.assertLess(time.monotonic() - began, 5 * harness.SCALE)
         result = self.admin("version", "--server", address, code=4)
         self.assertTrue(result.out.startswith("ep-admin "), result)
 
@@ -554,10 +589,8 @@ class ConnectionTest(AdminTest):
         with socket.socket(socket.AF_UNIX) as s:
             s.bind(path)
             s.listen()
-            began = time.monotonic()
             result = self.admin("group", "list", "--server", "unix:" + path, "--timeout", "1500ms", code=4)
-        self.assertLess(time.monotonic() - began, 4 * harness.SCALE)
-        self.assertIn("unix:" + path, result.err)
+        self.assertIn("no answer from unix:%s within 1500 ms" % path, result.err)
 
     def test_where_the_server_is_looked_for(self):
         server = self.start_server("--host-ranks=2", "--name=alpha")
@@ -667,9 +700,11 @@ class DoctorTest(AdminTest):
         self.create(server)
         found = self.admin("doctor", "-o", "json", server=server).json()
         checks = {f["check"]: f for f in found["findings"]}
-        for check in ("socket", "server", "version", "health", "store", "clocks", "node", "budget", "group"):
+        for check in ("socket", "server", "version", "health", "store", "clocks", "node", "cluster", "budget", "group"):
             self.assertEqual(checks[check]["status"], "ok", checks[check])
         self.assertIn("moe is READY", checks["group"]["finding"])
+        self.assertEqual(checks["cluster"]["finding"], "1 node, alpha leads")
+        self.assertNotIn("reach", checks)
         self.assertIn("status: ok", self.admin("doctor", "-o", "yaml", server=server).out)
 
     def test_a_drained_node_is_a_warning(self):

@@ -287,6 +287,16 @@ class Groups(BenchCase):
             self.assertEqual(result.code, 2, result)
             self.assertIn(named, result.err)
 
+    def test_ranks_are_found_at_the_server_of_their_node(self):
+        there, other = (self.start_server("--host-ranks=2", "--name=" + name, name=name) for name in "ab")
+        report = self.bench_json(*QUICK, "--tokens=4", "--server=" + other.address, "--server=" + there.address)
+        self.assertTrue(report["ok"], report)
+        made = self.run_cmd(["ep-admin", "group", "create", "moe", "--ranks=2", "--experts=8", "--hidden=128",
+                             "--top-k=2", "--wait=10s"], server=there)
+        self.assertEqual(made.code, 0, made)
+        self.assertTrue(self.bench_json("--group=moe", "--tokens=4", "--iters=4", "--server=" + there.address,
+                                        "--server=" + other.address)["ok"])
+
     def test_redundant_experts_are_verified_too(self):
         server = self.start_server("--host-ranks=3")
         homes = [{"expert": e, "rank": (e * 2 + 1) % 3} for e in range(10)]
@@ -327,23 +337,23 @@ class Deaths(BenchCase):
         bench = self.spawn(["ep-bench", *QUICK, "--ranks=3", "--tokens=8", "--iters=100000", "--modes=ll", *flags],
                            server=server)
         workers = harness.wait_until(lambda: len(self.find_workers(bench)) == 3 and self.find_workers(bench),
-                                     "three workers", 20)
-        harness.wait_until(lambda: self.ops(server) > 100, "ops under way", 20)
+                                     "three workers")
+        harness.wait_until(lambda: self.ops(server) > 100, "ops under way")
         return bench, workers
 
     def test_a_worker_that_dies_is_noticed(self):
         server = self.start_server("--host-ranks=3")
         bench, workers = self.start_long(server)
         os.kill(workers[2], signal.SIGKILL)
-        self.assertEqual(bench.wait(30), 1, bench.log())
+        self.assertEqual(bench.wait(), 1, bench.log())
         self.assertIn("rank 2: its worker was ended by signal 9", bench.log() + bench.out())
         self.assertNotIn("bench-", self.groups(server))
 
     def test_a_worker_that_hangs_is_noticed(self):
         server = self.start_server("--host-ranks=3")
-        bench, workers = self.start_long(server, "--timeout-ms=500")
+        bench, workers = self.start_long(server, "--timeout-ms=3000")
         os.kill(workers[1], signal.SIGSTOP)
-        self.assertEqual(bench.wait(40), 4, bench.log())
+        self.assertEqual(bench.wait(90), 4, bench.log())
         self.assertIn("rank 1", bench.log() + bench.out())
         self.assertNotIn("bench-", self.groups(server))
 
@@ -351,7 +361,7 @@ class Deaths(BenchCase):
         server = self.start_server("--host-ranks=3")
         bench, workers = self.start_long(server)
         bench.signal(signal.SIGINT)
-        self.assertEqual(bench.wait(20), 1, bench.log())
+        self.assertEqual(bench.wait(), 1, bench.log())
         self.assertNotIn("bench-", self.groups(server))
         for pid in workers.values():
             self.assertFalse(os.path.exists("/proc/%d" % pid))
@@ -405,11 +415,11 @@ class Soaks(BenchCase):
 
     def test_a_rank_that_hangs_fails_the_soak_by_op(self):
         server = self.start_server("--host-ranks=3")
-        bench = self.spawn(["ep-bench", *self.SHAPE, "--soak=60", "--timeout-ms=%d" % (1000 * harness.SCALE)],
+        bench = self.spawn(["ep-bench", *self.SHAPE, "--soak=60", "--timeout-ms=%d" % (3000 * harness.SCALE)],
                            server=server)
         workers = harness.wait_until(lambda: len(self.find_workers(bench)) == 3 and self.find_workers(bench),
-                                     "three workers", 20)
-        harness.wait_until(lambda: self.ops(server) > 50, "ops under way", 20)
+                                     "three workers")
+        harness.wait_until(lambda: self.ops(server) > 50, "ops under way")
         os.kill(workers[1], signal.SIGSTOP)
         self.assertNotEqual(bench.wait(60), 0, bench.log())
         # Rank 2 may wait for rank 0, which waits for rank 1: the server hears of both.

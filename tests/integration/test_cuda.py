@@ -21,6 +21,8 @@ QUICK = ["--hidden=256", "--experts=16", "--top-k=4", "--modes=ll"]
 @unittest.skipUnless(os.path.exists(MODULE), "no %s" % MODULE)
 class CudaTest(harness.TestCase):
     def bench(self, *flags, code=0, env=None, **more):
+        if "--spawn" in flags:  # CPUs that have other things to do are slow GPUs
+            flags = ("--timeout-ms=60000", *flags)
         result = self.run_cmd(["ep-bench", *flags], env=dict(ENV, **(env or {})), timeout=120.0, **more)
         for word in harness.COMPLAINTS + ("wait status", "left behind"):
             self.assertNotIn(word, result.err, result)
@@ -48,7 +50,7 @@ class CudaTest(harness.TestCase):
 
     def says(self, process, text):
         harness.wait_until(lambda: text in process.out(),
-                           lambda: "%r in what it says:\n%s%s" % (text, process.out(), process.log()), timeout=20.0)
+                           lambda: "%r in what it says:\n%s%s" % (text, process.out(), process.log()))
 
 
 class RankTest(CudaTest):
@@ -93,15 +95,12 @@ class MixedRankTest(RankTest):
 
 
 class BenchTest(CudaTest):
-    def test_what_the_backend_lacks_is_left_out(self):
-        result = self.bench("--spawn", "--backend=cuda", "--hidden=256", "--experts=16", "--top-k=4", "--tokens=2",
-                            "--iters=2", "--output=csv")
-        self.assertIn("ht: left out", result.err)
+    def test_csv_says_who_ran_the_ops(self):
+        result = self.bench("--spawn", "--backend=cuda", "--modes=ll", "--hidden=256", "--experts=16", "--top-k=4",
+                            "--tokens=2", "--iters=2", "--output=csv")
         lines = result.out.strip().split("\n")
         self.assertEqual(len(lines), 1 + len(LAYOUTS))
         self.assertTrue(all(line.startswith("ll,") and line.endswith("cuda,direct,forward") for line in lines[1:]), lines)
-        self.assertIn("cuda backend has ll only",
-                      self.bench("--spawn", "--backend=cuda", "--modes=ht", code=1).err)
 
     def test_the_backend_asked_for_is_the_one_used(self):
         server = self.start()
@@ -186,7 +185,7 @@ class WorkerTest(CudaTest):
             self.says(worker, "absent 0")
         server.kill()
         for worker in workers:  # ops that wait do not wait for their timeout
-            self.assertEqual(worker.wait(timeout=20.0), 4, worker.log())
+            self.assertEqual(worker.wait(), 4, worker.log())
             self.says(worker, "the server is gone")
 
     def test_a_late_rank_is_named(self):

@@ -22,7 +22,8 @@ TIMEOUT_MS = 3000
 GROUP = test_gpus.GROUP + ["--timeout-ms=%d" % TIMEOUT_MS]
 BYTES, TOPK = 1 << 20, 4096
 REGIONS, REGION = 64, 1 << 48 # in kernels/window.h
-DOORBELL, DONE, OP, RECORD = 320, 384, 576, 1280 # in a window; of handle 0's dispatch
+BELL, OP, RECORD = 320, 576, 19200 # in a window; of the mailbox's first op, and of handle 0's dispatch
+RUNG, DONE = 2, 1 # ep_bell_of(0), EP_BELL_DONE
 
 
 def memory(size=BYTES):
@@ -49,7 +50,7 @@ class Worker(test_gpus.Worker):
         self.asked = 0
         self.window = self.windows[rank]
 
-    def request(self, kind, fds=(), timeout=5.0, **fields):
+    def request(self, kind, fds=(), timeout=harness.PATIENCE_S, **fields):
         """The status that the server answers with."""
         self.asked += 1
         self.ask(kind, fds, count=self.asked, **fields)
@@ -60,17 +61,16 @@ class Worker(test_gpus.Worker):
     def register(self, region, fd, value=BYTES, offset=0):
         return self.request(worker.REGISTER, [fd], region=region, value=value, offset=offset).status
 
-    def unregister(self, region, timeout=5.0):
+    def unregister(self, region, timeout=harness.PATIENCE_S):
         return self.request(worker.UNREGISTER, region=region, timeout=timeout).status
 
     def ring(self, op):
         self.window[OP:OP + len(op)] = op
         struct.pack_into("=i", self.window, RECORD, -1)
-        struct.pack_into("=I", self.window, DONE, 0)
-        struct.pack_into("=I", self.window, DOORBELL, 1)
+        struct.pack_into("=I", self.window, BELL, RUNG)
 
     def done(self):
-        return struct.unpack_from("=I", self.window, DONE)[0] == 1
+        return struct.unpack_from("=I", self.window, BELL)[0] == DONE
 
     def outcome(self):
         """Status of the last dispatch."""

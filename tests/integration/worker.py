@@ -18,7 +18,7 @@ import reflect
 HELLO, WELCOME, REFUSED, EVENT, BYE = 1, 2, 3, 4, 5
 REGISTER, UNREGISTER, ANSWER = 7, 8, 9
 RANK_LOST, RANK_JOINED, EPOCH, DRAINING, DETACHED, EVENTS_LOST = 1, 2, 3, 4, 5, 6
-MAGIC, VERSION, WINDOW_VERSION = 0x41535045, 3, 4
+MAGIC, VERSION, WINDOW_VERSION = 0x41535045, 4, 6
 LAYOUT = struct.Struct("=IHHIIIIQQQII16s256s")
 
 
@@ -58,7 +58,7 @@ class Worker:
         welcome = self.frame()
         assert welcome and welcome.type == WELCOME and self.fd >= 0, welcome
 
-    def frame(self, timeout=5.0):
+    def frame(self, timeout=harness.PATIENCE_S):
         self.socket.settimeout(timeout * harness.SCALE)
         try:
             data, ancillary, _, _ = self.socket.recvmsg(LAYOUT.size + 1, socket.CMSG_SPACE(4))
@@ -70,7 +70,7 @@ class Worker:
                 self.fd = fds[0]
         return Frame(data) if data else None
 
-    def event(self, wanted, timeout=5.0):
+    def event(self, wanted, timeout=harness.PATIENCE_S):
         """The next frame of this event; others are passed over."""
         while True:
             frame = self.frame(timeout)
@@ -82,7 +82,7 @@ class Worker:
         self.socket.sendmsg([pack(kind, **fields)],
                             [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else [])
 
-    def answer(self, timeout=5.0):
+    def answer(self, timeout=harness.PATIENCE_S):
         """The next ANSWER; events are passed over."""
         while True:
             frame = self.frame(timeout)

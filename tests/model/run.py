@@ -1,17 +1,24 @@
-"""Checks the model of the LL protocol (ll.pml) with spin, and that each mutant of it is caught.
+"""Checks models of protocols with spin, and that each mutant of them is caught.
+
+    ll.pml     low latency ops of ranks on GPUs
+    ht.pml     high throughput ops of ranks on GPUs
+    join.pml   ranks that join and leave a group on several nodes
+    epoch.pml  servers that agree on a group's next epoch
+    turn.pml   ranks that go over to it
 
     python3 tests/model/run.py [NAME]     only the cases with NAME in their name
 
-A case is a set of macros; ll.pml says what they mean.  Three kinds:
+A case is a model with a set of macros; the model says what they mean.  Three kinds:
 
   in full   Every state that can be reached is looked at, so there is no counterexample with so many ranks and ops.
-            They are small: 2 ranks with 2 to 6 dispatches, 3 ranks with 3 and no combine.
+            They are small: of ll, 2 ranks with 2 to 6 dispatches, 3 ranks with 3 and no combine; of ht, 2 ranks with 2
+            to 6, 3 ranks with 2; 2 or 3 nodes, servers.
   sampled   What is larger: 3 ranks that combine, or of which one leaves or joins; ops in halves, or a rank that comes
             back, where one is killed.  SAMPLE_S seconds of a search in random order, in which a state counts as seen
             when its hash was (spin's bitstate search).  That finds mistakes and proves nothing.
   mutant    The protocol with a mistake in it.  The search must find a counterexample.
 
-It takes about two minutes on two idle cores.  A line per case, `ok` or `FAIL`, and `N passed, N failed`; 77 where
+It takes about five minutes on two idle cores.  A line per case, `ok` or `FAIL`, and `N passed, N failed`; 77 where
 spin or gcc is missing.  What they make lies below TMPDIR and goes with it.
 """
 import concurrent.futures
@@ -24,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 
-MODEL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ll.pml")
+MODELS = os.path.dirname(os.path.abspath(__file__))
 JOBS = len(os.sched_getaffinity(0))
 MEMORY_MB = 2000  # of one search
 DEPTH = 100000    # steps
@@ -40,6 +47,7 @@ class Case:
     macros: str
     kind: str = "in full"
     gcc: str = "-Og"  # more costs more time than it saves
+    model: str = "ll"
 
 
 def small(name, macros):
@@ -52,6 +60,15 @@ def sampled(name, macros):
 
 def mutant(name, macros):
     return Case("mutant, " + name, macros, "mutant", "-O0")
+
+
+def of(model):
+    """Cases of that model, named for it."""
+    return lambda name, macros, kind="in full": Case(model + ", " + name, macros, kind,
+                                                     "-O0" if kind == "mutant" or model == "ht" else "-O1", model)
+
+
+ht, join, epoch, turn = of("ht"), of("join"), of("epoch"), of("turn")
 
 
 SCRIPTS = ("PAIRS", "INTERLEAVED", "SPLIT", "SKIPPED", "REPLACED")
@@ -97,6 +114,104 @@ CASES = [
     mutant("waits do not look at from", "N=2 LEAVES PAIRS MUTANT_BLIND"),
     mutant("from is not read again", "N=3 JOINS PAIRS MUTANT_NO_REREAD"),
     mutant("the server does not raise from", "N=3 JOINS PAIRS MUTANT_NO_RAISE"),
+
+    ht("2 ranks, PAIRS", "N=6 PAIRS"),
+    ht("2 ranks, PASSES", "N=4 PASSES"),
+    ht("2 ranks, INTERLEAVED", "N=6 INTERLEAVED"),
+    ht("2 ranks, SKIPPED", "N=6 SKIPPED"),
+    ht("2 ranks, sparse, LL_BETWEEN", "N=4 SPARSE LL_BETWEEN"),
+    ht("3 ranks, PAIRS", "R=3 N=2 PAIRS"),
+    ht("2 ranks, one is killed, SKIPPED", "N=2 LEAVES SKIPPED"),
+    ht("2 ranks, one leaves and lives on, SKIPPED", "N=2 LEAVES LIVES_ON SKIPPED"),
+    ht("2 ranks, one joins, PAIRS", "N=2 JOINS PAIRS"),
+    ht("2 ranks, one joins, its handle is stale", "N=2 JOINS CACHED PAIRS"),
+    ht("2 ranks, a timeout, PAIRS", "N=2 TIMEOUTS=1 PAIRS"),
+    ht("2 ranks, a timeout, INTERLEAVED", "N=4 TIMEOUTS=1 INTERLEAVED"),
+    ht("2 ranks, one is killed, LL_BETWEEN", "N=2 LEAVES LL_BETWEEN", "sampled"),
+    ht("2 ranks, one is killed and comes back, PAIRS", "N=3 LEAVES JOINS PAIRS", "sampled"),
+    ht("3 ranks, a timeout, PASSES", "R=3 N=2 TIMEOUTS=1 PASSES", "sampled"),
+    ht("3 ranks, one is killed, PAIRS", "R=3 N=2 LEAVES VICTIM=0 PAIRS", "sampled"),
+    ht("mutant, header before its row", "N=2 PAIRS MUTANT_HEADER_FIRST", "mutant"),
+    ht("mutant, done before the last row", "N=2 PAIRS MUTANT_DONE_FIRST", "mutant"),
+    ht("mutant, partials before they are asked for", "N=2 PAIRS MUTANT_NOT_ASKED", "mutant"),
+    ht("mutant, partials of any tag", "N=2 PAIRS MUTANT_ANY_PARTIAL", "mutant"),
+    ht("mutant, no second look", "N=2 PAIRS MUTANT_NO_SECOND_LOOK", "mutant"),
+    ht("mutant, one tag for a note", "N=2 TIMEOUTS=1 PAIRS MUTANT_ONE_TAG", "mutant"),
+    ht("mutant, a closed op is written to", "N=2 TIMEOUTS=1 PAIRS MUTANT_NO_GATE", "mutant"),
+    ht("mutant, late writers are not awaited", "N=2 TIMEOUTS=1 PAIRS MUTANT_NO_DRAIN", "mutant"),
+    ht("mutant, writers are not announced", "N=2 TIMEOUTS=1 PAIRS MUTANT_NOT_ANNOUNCED", "mutant"),
+    ht("mutant, a look before it is announced", "N=2 TIMEOUTS=1 PAIRS MUTANT_LOOKS_FIRST", "mutant"),
+    ht("mutant, nobody is told that it is closed", "N=2 TIMEOUTS=1 PAIRS MUTANT_NOT_CLOSED", "mutant"),
+    ht("mutant, who ceased is awaited", "N=2 TIMEOUTS=1 PAIRS MUTANT_CEASED_IS_NOTHING", "mutant"),
+    ht("mutant, zeros under a late writer", "N=2 TIMEOUTS=1 PAIRS MUTANT_ZERO_FIRST", "mutant"),
+    ht("mutant, waits do not look at from", "N=2 LEAVES PAIRS MUTANT_BLIND", "mutant"),
+    ht("mutant, a look before it has begun", "N=3 JOINS PAIRS MUTANT_RAISES_LATER", "mutant"),
+    ht("mutant, the server does not raise ht_from", "N=3 JOINS PAIRS MUTANT_NOT_AGREED", "mutant"),
+    ht("mutant, the source places its rows", "R=3 N=2 VICTIM=0 JOINS SKIPPED MUTANT_OWN_PLACE", "mutant"),
+    ht("mutant, partials lie by who is there", "R=3 N=1 VICTIM=0 JOINS PAIRS MUTANT_PARTIALS_BY_MEMBERS", "mutant"),
+
+    join("2 nodes, a hold ends", "NODES=2 M=3 JOINS EXPIRES=2"),
+    join("2 nodes, both join", "NODES=2 M=3 TWO_JOIN EXPIRES=1"),
+    join("2 nodes, one is killed and joins", "NODES=2 M=3 KILLED EXPIRES=1"),
+    join("3 nodes, one joins", "NODES=3 M=3 JOINS EXPIRES=1"),
+    join("3 nodes, two join", "NODES=3 M=2 TWO_JOIN EXPIRES=1"),
+    join("3 nodes, one is killed and joins", "NODES=3 M=2 KILLED"),
+    join("3 nodes, one dies", "NODES=3 M=2 CRASHES"),
+    join("mutant, nobody holds", "NODES=2 M=3 JOINS MUTANT_NOBODY_HOLDS", "mutant"),
+    join("mutant, its own node is asked last", "NODES=2 M=3 JOINS MUTANT_OTHERS_FIRST", "mutant"),
+    join("mutant, who fails tells nobody", "NODES=3 M=2 JOINS EXPIRES=1 MUTANT_FAILED_AND_SILENT", "mutant"),
+    join("mutant, leaves of any life", "NODES=2 M=3 KILLED MUTANT_LEAVES_OF_ANY_LIFE", "mutant"),
+    join("mutant, the dead are heard", "NODES=2 M=3 CRASHES MUTANT_HEARS_THE_DEAD", "mutant"),
+
+    epoch("2 members, 3 leaders", "MEMBERS=2 LEADERS=3"),
+    epoch("2 members, 2 leaders, two changes", "MEMBERS=2 LEADERS=2 CHANGES=2"),
+    epoch("2 members, 3 leaders, a member crashes", "MEMBERS=2 LEADERS=3 CRASHES=1"),
+    epoch("2 members that refuse, crash and forget", "MEMBERS=2 LEADERS=2 CRASHES=2 FORGETS=1 REFUSES"),
+    epoch("3 members, two changes, a member crashes", "MEMBERS=3 LEADERS=2 CRASHES=1 CHANGES=2"),
+    epoch("2 servers, leaders that plan otherwise, messages lost", "MEMBERS=2 LEADERS=3 OMITS LOSES"),
+    epoch("3 servers, leaders that plan otherwise, one crashes", "MEMBERS=3 LEADERS=2 OMITS LOSES CRASHES=1"),
+    epoch("mutant, a part of another term is taken", "MEMBERS=2 LEADERS=2 OMITS LOSES MUTANT_ANY_TERM", "mutant"),
+    epoch("mutant, who hears late drops what is next", "MEMBERS=2 LEADERS=3 OMITS LOSES MUTANT_DROPS_THE_NEXT", "mutant"),
+    epoch("mutant, old terms are heard", "MEMBERS=2 LEADERS=2 MUTANT_NO_FENCE", "mutant"),
+    epoch("mutant, commits are not guarded", "MEMBERS=2 LEADERS=2 MUTANT_NO_GUARD", "mutant"),
+    epoch("mutant, what is committed is aborted", "MEMBERS=2 LEADERS=2 MUTANT_ABORTS_ALL", "mutant"),
+    epoch("mutant, a prepare says nothing of the store", "MEMBERS=2 LEADERS=2 MUTANT_DEAF CHANGES=2", "mutant"),
+    epoch("mutant, nothing is cleared", "MEMBERS=2 LEADERS=2 MUTANT_NOTHING_CLEARED", "mutant"),
+
+    turn("2 ranks, 2 leaders", "M=2 LEADERS=2"),
+    turn("2 ranks, 2 leaders, no answer to a commit", "M=1 LEADERS=2 UNKNOWN=1"),
+    turn("2 ranks, 2 leaders, one joins", "M=1 LEADERS=2 JOINS"),
+    turn("2 ranks, 2 leaders, one is killed", "M=1 LEADERS=2 KILLED"),
+    turn("2 ranks, late requests", "M=2 LEADERS=1 ASKS=2 LATE=1"),
+    turn("2 ranks, late requests, one joins", "M=2 LEADERS=1 ASKS=2 LATE=1 JOINS"),
+    turn("2 ranks, a later epoch", "M=2 LEADERS=1 ASKS=2 CHANGES"),
+    turn("2 ranks, a later epoch, no answer to a commit", "M=1 LEADERS=1 CHANGES UNKNOWN=1"),
+    turn("2 ranks, a boundary at every other op, one joins", "M=4 LEADERS=1 SPARSE JOINS"),
+    turn("3 ranks, one joins", "SERVERS=3 M=2 LEADERS=1 JOINS"),
+    turn("3 ranks, 2 leaders", "SERVERS=3 M=1 LEADERS=2"),
+    turn("2 ranks, the end, one leaves early", "M=2 LEADERS=1 ENDS LEAVES_EARLY"),
+    turn("2 ranks, the end, one is killed", "M=2 LEADERS=1 ENDS KILLED"),
+    turn("3 ranks, the end", "SERVERS=3 M=1 LEADERS=1 ENDS"),
+    turn("mutant, what is passed is promised", "LEADERS=1 MUTANT_PROMISES_WHAT_IT_PASSED", "mutant"),
+    turn("mutant, who has promised does not wait", "LEADERS=1 MUTANT_DOES_NOT_WAIT", "mutant"),
+    turn("mutant, old terms are heard", "LEADERS=2 MUTANT_NO_FENCE", "mutant"),
+    turn("mutant, requests have no numbers", "LEADERS=1 ASKS=2 LATE=1 MUTANT_NO_NUMBERS", "mutant"),
+    turn("mutant, a commit of any term", "LEADERS=2 MUTANT_NO_TERM", "mutant"),
+    turn("mutant, a commit over any record", "LEADERS=1 CHANGES MUTANT_NO_REVISION", "mutant"),
+    turn("mutant, a leader's view is older than its lead", "LEADERS=2 MUTANT_OLD_VIEW", "mutant"),
+    turn("mutant, a new leader withdraws nothing", "LEADERS=2 MUTANT_WITHDRAWS_NOTHING", "mutant"),
+    turn("mutant, told before it is stored", "LEADERS=1 MUTANT_TELLS_FIRST", "mutant"),
+    turn("mutant, withdraws what may be stored", "LEADERS=1 UNKNOWN=1 MUTANT_WITHDRAWS_BLINDLY", "mutant"),
+    turn("mutant, looks whether it is stored", "LEADERS=1 UNKNOWN=1 MUTANT_LOOKS_INSTEAD_OF_WRITING", "mutant"),
+    turn("mutant, a change of what was there before", "LEADERS=1 CHANGES MUTANT_BUILT_BEFORE", "mutant"),
+    turn("mutant, a change forgets the turn", "LEADERS=1 CHANGES MUTANT_FORGETS_THE_TURN", "mutant"),
+    turn("mutant, not said where to", "LEADERS=1 CHANGES MUTANT_NOT_SAID_WHERE_TO", "mutant"),
+    turn("mutant, who has promised lets one join", "LEADERS=1 JOINS MUTANT_JOINS_AT_ANY_TIME", "mutant"),
+    turn("mutant, one joins before its boundary", "LEADERS=1 JOINS MUTANT_JOINS_BEFORE_THE_BOUNDARY", "mutant"),
+    turn("mutant, who has no worker is not asked", "LEADERS=1 JOINS MUTANT_ASKS_ATTACHED_ONLY", "mutant"),
+    turn("mutant, who is done is masked", "LEADERS=1 ENDS MUTANT_DONE_IS_MASKED", "mutant"),
+    turn("mutant, whoever leaves is done", "LEADERS=1 ENDS LEAVES_EARLY MUTANT_ANY_BYE_IS_DONE", "mutant"),
+    turn("mutant, given back when its own are done", "LEADERS=1 ENDS MUTANT_ONLY_ITS_OWN_IS_DONE", "mutant"),
 ]
 
 
@@ -107,7 +222,8 @@ class Failed(Exception):
 def make(case, folder):
     """Makes the program that searches."""
     search = ["-DBITSTATE", "-DT_RAND", "-DP_RAND"] if case.kind == "sampled" else ["-DCOLLAPSE"]
-    for command in (["spin", "-a", *("-D" + macro for macro in case.macros.split()), MODEL],
+    model = os.path.join(MODELS, case.model + ".pml")
+    for command in (["spin", "-a", *("-D" + macro for macro in case.macros.split()), model],
                     ["gcc", case.gcc, "-w", "-DSAFETY", "-DVECTORSZ=2048", "-DMEMLIM=%d" % MEMORY_MB, *search,
                      "-o", "pan", "pan.c"]):
         made = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -118,7 +234,7 @@ def make(case, folder):
 def search(case, folder):
     """What the program says at its end.  A sample ends when its time is over."""
     flags = ["-m%d" % DEPTH, "-n"]
-    if "TIMEOUTS" in case.macros:
+    if case.model == "ll" and "TIMEOUTS" in case.macros:
         flags.append("-E")  # ends of another kind are no errors then
     if case.kind == "sampled":
         flags += ["-w%d" % SAMPLE_BITS, "-RS1"]
@@ -154,7 +270,7 @@ def judge(case, out):
 
 
 def check(case):
-    folder = tempfile.mkdtemp(prefix="ll-model-")
+    folder = tempfile.mkdtemp(prefix="model-")
     try:
         make(case, folder)
         return judge(case, search(case, folder))

@@ -11,7 +11,7 @@
 
 #include "ep_clock.h"
 
-enum { MEMORIES = 256, PAGE = 4096, GRAPH_OPS = 256, RINGERS = 64 };
+enum { MEMORIES = 256, PAGE = 4096, GRAPH_OPS = 256, WAITERS = 64 };
 
 struct ep_cuda_memory {
     int fd;
@@ -35,8 +35,13 @@ struct ep_cuda_serve {
     bool ended;
 };
 
+struct ep_cuda_ringer {
+    uint32_t device;
+    void *window;
+};
+
 /* A stream with an op that waits for the test. */
-struct ringer {
+struct waiter {
     void *stream;
     struct ep_mailbox *mailbox; /* NULL: none */
 };
@@ -58,7 +63,7 @@ struct cuda_fixture cuda_fixture;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct ep_cuda_memory *memories[MEMORIES];
 static const uint8_t uuids[CUDA_FIXTURE_DEVICES][EP_CUDA_UUID_BYTES] = { "device of tests", "another device." };
-static struct ringer ringers[RINGERS];
+static struct waiter waiters[WAITERS];
 static void *capturing; /* the stream */
 static struct ep_cuda_graph *captured;
 
@@ -280,9 +285,10 @@ static void memory_destroy(struct ep_cuda_memory *memory)
     for (uint32_t i = 0; i < MEMORIES; i++)
         if (memories[i] == memory)
             memories[i] = NULL;
-    for (uint32_t i = 0; i < RINGERS; i++)
-        if ((uint8_t *)ringers[i].mailbox >= memory->host && (uint8_t *)ringers[i].mailbox < memory->host + memory->bytes)
-            ringers[i].mailbox = NULL;
+    for (uint32_t i = 0; i < WAITERS; i++)
+        if ((uint8_t *)waiters[i].mailbox >= memory->host
+            && (uint8_t *)waiters[i].mailbox < memory->host + memory->bytes)
+            waiters[i].mailbox = NULL;
     cuda_fixture.memories--;
     close_memory(memory);
     pthread_mutex_unlock(&lock);
@@ -528,6 +534,7 @@ static ep_status rank_open(const struct ep_cuda_rank_options *options, struct ep
     rank->state = must_translate(options->state, sizeof *rank->state);
     rank->sequence = last_sequence(rank->report);
     cuda_fixture.ranks++;
+    cuda_fixture.max_ht_sms = options->max_ht_sms;
     *out = rank;
     return leave();
 }
@@ -648,53 +655,80 @@ static void ring_bell(void *window, const struct ep_op *op, void *stream)
     struct ep_mailbox *mailbox = &control->gpu.mailbox;
     uint32_t i = 0;
 
-    mailbox->op = *op;
+    mailbox->op[0] = *op;
     if (__atomic_load_n(&mailbox->closed, __ATOMIC_ACQUIRE))
         return;
     if (!__atomic_load_n(&cuda_fixture.unserved, __ATOMIC_RELAXED)) {
         answer(control, op);
         return;
     }
-    while (i < RINGERS && ringers[i].mailbox)
+    while (i < WAITERS && waiters[i].mailbox)
         i++;
-    if (i == RINGERS)
+    if (i == WAITERS)
         abort();
-    ringers[i] = (struct ringer){ stream, mailbox };
-    __atomic_store_n(&mailbox->doorbell, 1, __ATOMIC_RELEASE);
+    waiters[i] = (struct waiter){ stream, mailbox };
+    __atomic_store_n(&mailbox->bell, ep_bell_of(0), __ATOMIC_RELEASE);
 }
 
-/* Under the lock: the stream goes on where `done` is 1; has it come to its end? */
+/* As a stream looks at it. */
+static bool answered(const struct ep_mailbox *mailbox)
+{
+    return __atomic_load_n(&mailbox->bell, __ATOMIC_ACQUIRE) == EP_BELL_DONE
+           || __atomic_load_n(&mailbox->closed, __ATOMIC_ACQUIRE);
+}
+
+/* Under the lock: the stream goes on where it is answered; has it come to its end? */
 static bool passes(const void *stream)
 {
     bool all = true;
 
-    for (uint32_t i = 0; i < RINGERS; i++) {
-        if (!ringers[i].mailbox || ringers[i].stream != stream)
+    for (uint32_t i = 0; i < WAITERS; i++) {
+        if (!waiters[i].mailbox || waiters[i].stream != stream)
             continue;
-        if (__atomic_load_n(&ringers[i].mailbox->done, __ATOMIC_ACQUIRE) == 1) {
-            __atomic_store_n(&ringers[i].mailbox->done, 0, __ATOMIC_RELEASE);
-            ringers[i].mailbox = NULL;
-        } else {
+        if (answered(waiters[i].mailbox))
+            waiters[i].mailbox = NULL;
+        else
             all = false;
-        }
     }
     return all;
 }
 
-static ep_status ring(uint32_t device, void *window, const struct ep_op *op, bool spins, void *stream,
-                      struct ep_error *error)
+static ep_status ring_open(uint32_t device, void *window, bool spins, struct ep_cuda_ringer **out,
+                           struct ep_error *error)
 {
-    ep_status status = enter("ring", device, error);
+    ep_status status = enter("ring_open", device, error);
 
     if (status != EP_OK)
         return status;
-    if (capture(stream, &(struct graph_op){ .window = window, .op = *op }))
+    *out = malloc(sizeof **out);
+    if (!*out)
+        abort();
+    **out = (struct ep_cuda_ringer){ .device = device, .window = window };
+    cuda_fixture.ringers++;
+    cuda_fixture.spins = spins;
+    return leave();
+}
+
+static ep_status ring(struct ep_cuda_ringer *ringer, const struct ep_op *op, void *stream, struct ep_error *error)
+{
+    ep_status status = enter("ring", ringer->device, error);
+
+    if (status != EP_OK)
+        return status;
+    if (capture(stream, &(struct graph_op){ .window = ringer->window, .op = *op }))
         return leave();
     note(op, stream);
     cuda_fixture.rung++;
-    cuda_fixture.spins = spins;
-    ring_bell(window, op, stream);
+    ring_bell(ringer->window, op, stream);
     return leave();
+}
+
+static void ring_close(struct ep_cuda_ringer *ringer)
+{
+    pthread_mutex_lock(&lock);
+    cuda_fixture.ringers -= ringer != NULL;
+    free(ringer);
+    pthread_mutex_unlock(&lock);
 }
 
 static ep_status serve_open(const struct ep_cuda_rank_options *options, struct ep_cuda_serve **out,
@@ -983,7 +1017,9 @@ static const struct ep_cuda_api api = {
     .rank_open = rank_open,
     .rank_close = rank_close,
     .rank_run = rank_run,
+    .ring_open = ring_open,
     .ring = ring,
+    .ring_close = ring_close,
     .serve_open = serve_open,
     .serve_post = serve_post,
     .serve_wait = serve_wait,
@@ -1013,13 +1049,14 @@ const struct ep_cuda_api *cuda_fixture_api(void)
 
 void cuda_fixture_reset(void)
 {
-    if (cuda_fixture.memories || cuda_fixture.streams || cuda_fixture.ranks || cuda_fixture.serves
-        || cuda_fixture.graphs || cuda_fixture.events) {
-        fprintf(stderr, "cuda_fixture: alive: %u memories, %u streams, %u ranks, %u serves, %u graphs, %u events\n",
-                cuda_fixture.memories, cuda_fixture.streams, cuda_fixture.ranks, cuda_fixture.serves,
-                cuda_fixture.graphs, cuda_fixture.events);
+    if (cuda_fixture.memories || cuda_fixture.streams || cuda_fixture.ranks || cuda_fixture.ringers
+        || cuda_fixture.serves || cuda_fixture.graphs || cuda_fixture.events) {
+        fprintf(stderr, "cuda_fixture: alive: %u memories, %u streams, %u ranks, %u ringers, %u serves, %u graphs, "
+                "%u events\n",
+                cuda_fixture.memories, cuda_fixture.streams, cuda_fixture.ranks, cuda_fixture.ringers,
+                cuda_fixture.serves, cuda_fixture.graphs, cuda_fixture.events);
         abort();
     }
     cuda_fixture = (struct cuda_fixture){ 0 };
-    memset(ringers, 0, sizeof ringers);
+    memset(waiters, 0, sizeof waiters);
 }

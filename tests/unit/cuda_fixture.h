@@ -21,7 +21,7 @@ struct cuda_fixture {
     uint32_t busy;       /* streams say that work is under way; atomic */
     struct ep_device_record outcome; /* of the next ops; number, generation, sequence are filled in */
     uint32_t unserved;   /* ops that are rung for wait for the test, which plays the server: a stream is busy
-                            until `done` of the mailbox is 1.  0: they are over at once; atomic */
+                            until its mailbox is answered.  0: they are over at once; atomic */
     uint32_t passed;     /* ops that are over at each serve, for its wait; atomic */
     uint32_t stuck;      /* serve_end says that something still runs; atomic */
     uint32_t looking;    /* serve_forgotten says that an op still runs; atomic */
@@ -33,13 +33,14 @@ struct cuda_fixture {
     void *user;
 
     /* what it has seen */
-    uint32_t memories, streams, ranks, serves, graphs, events, pinned; /* alive */
+    uint32_t memories, streams, ranks, ringers, serves, graphs, events, pinned; /* alive */
     uint32_t copies;             /* write, read, fill, copy, store */
     uint32_t ops;                /* executed */
     struct ep_op op[CUDA_FIXTURE_OPS];  /* the first of them */
     void *stream[CUDA_FIXTURE_OPS];     /* that each was given to */
+    uint32_t max_ht_sms;         /* of the last rank_open */
     uint32_t rung;               /* of the ops, those that came through ring */
-    bool spins;                  /* as the last one of them asked for */
+    bool spins;                  /* as the last ring_open asked for */
     struct ep_cuda_rank_options served; /* the last serve_open; its pointers are the caller's */
     uint32_t posted, ended;      /* ops, of all serves; calls of serve_end */
     struct ep_regions regions;   /* of the last serve that was told of one */

@@ -25,7 +25,7 @@ static void on_ready(const struct ep_error *error, void *user)
 
 void fixture_open(struct fixture *f)
 {
-    const struct ep_node_options options = { .name = "n1",
+    const struct ep_node_options options = { .name = f->name ? f->name : "n1",
                                              .backend = f->cuda ? EP_NODE_CUDA : EP_NODE_HOST,
                                              .cuda = f->cuda,
                                              .host_devices = f->devices,
@@ -37,7 +37,10 @@ void fixture_open(struct fixture *f)
     f->ready = false;
     assert_int_equal(ep_node_open(&options, &f->node, &error), EP_OK);
     assert_int_equal(ep_store_open_sqlite(&f->loop, f->path, &f->store, &error), EP_OK);
-    assert_int_equal(ep_groups_open(&f->loop, f->node, f->store, on_ready, f, &f->groups, &error), EP_OK);
+    f->world = world_open(&f->loop, f->store);
+    f->cluster = world_add(f->world, f->node);
+    assert_int_equal(ep_groups_open(&f->loop, f->node, f->store, f->cluster, on_ready, f, &f->groups, &error), EP_OK);
+    world_serve(f->cluster, f->groups);
     RUN_UNTIL(f, f->ready);
 }
 
@@ -47,6 +50,8 @@ void fixture_close(struct fixture *f)
 
     ep_groups_close(f->groups, set_flag, &groups_closed);
     RUN_UNTIL(f, groups_closed);
+    world_remove(f->cluster);
+    world_close(f->world);
     ep_store_close(f->store, set_flag, &store_closed);
     RUN_UNTIL(f, store_closed);
     assert_int_equal(ep_node_memory_left(f->node), f->budget * (f->cuda ? ep_node_devices(f->node) : 1));
@@ -143,7 +148,7 @@ void create(struct fixture *f, const char *name, const Ep__V1__GroupSpec *spec)
 {
     struct answer answer = { 0 };
 
-    ep_groups_create(f->groups, name, spec, false, on_answer, &answer);
+    ep_groups_create(f->groups, name, spec, false, NULL, on_answer, &answer);
     RUN_UNTIL(f, answer.done);
     assert_string_equal(answer.error.text, "");
     assert_int_equal(answer.error.status, EP_OK);
@@ -154,7 +159,7 @@ struct answer create_refused(struct fixture *f, const char *name, const Ep__V1__
 {
     struct answer answer = { 0 };
 
-    ep_groups_create(f->groups, name, spec, false, on_answer, &answer);
+    ep_groups_create(f->groups, name, spec, false, NULL, on_answer, &answer);
     RUN_UNTIL(f, answer.done);
     assert_int_not_equal(answer.error.status, EP_OK);
     assert_null(answer.group);
@@ -168,7 +173,7 @@ struct answer update(struct fixture *f, const char *name, uint64_t revision, con
     char copy[64], *fields[] = { copy };
 
     snprintf(copy, sizeof copy, "%s", field);
-    ep_groups_update(f->groups, name, revision, spec, fields, 1, false, on_answer, &answer);
+    ep_groups_update(f->groups, name, revision, spec, fields, 1, false, NULL, on_answer, &answer);
     RUN_UNTIL(f, answer.done);
     return answer;
 }
@@ -177,7 +182,7 @@ struct answer delete (struct fixture *f, const char *name, bool force)
 {
     struct answer answer = { 0 };
 
-    ep_groups_delete(f->groups, name, force, on_answer, &answer);
+    ep_groups_delete(f->groups, name, force, NULL, on_answer, &answer);
     RUN_UNTIL(f, answer.done);
     return answer;
 }
@@ -252,11 +257,16 @@ void *map_window(const struct worker *worker)
     return window;
 }
 
+void on_attached(const struct ep_error *error, void *user)
+{
+    ((struct worker *)user)->attached = *error;
+}
+
 void attach(struct worker *worker)
 {
-    struct ep_error error = EP_ERROR_INIT;
-
-    assert_int_equal(ep_membership_attach(worker->membership, &worker->f->identity, &error), EP_OK);
+    worker->attached.status = EP_UNAVAILABLE;
+    ep_membership_attach(worker->membership, &worker->f->identity, on_attached);
+    assert_int_equal(worker->attached.status, EP_OK); /* with all ranks on one node, at once */
     ep_membership_info(worker->membership, &worker->info);
     worker->window_bytes = worker->info.window_bytes;
     worker->window = map_window(worker);

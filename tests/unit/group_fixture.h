@@ -14,12 +14,14 @@
 #include <cmocka.h>
 #include <uv.h>
 
+#include "cluster_double.h"
 #include "ep_group.h"
 #include "ep_kernels.h"
 
 struct fixture {
     uv_loop_t loop;
     char directory[64], path[96];
+    const char *name; /* of the node; NULL: n1 */
     uint32_t devices;
     uint64_t budget;
     uint32_t sms_per_rank;
@@ -27,6 +29,8 @@ struct fixture {
     struct ep_worker identity;      /* who claims: this process */
     struct ep_node *node;
     struct ep_store *store;
+    struct world *world;
+    struct ep_cluster *cluster; /* of this node alone */
     struct ep_groups *groups;
     bool ready;
 };
@@ -80,7 +84,9 @@ struct worker {
     uint32_t lost_rank;
     uint64_t epoch_told;
     char text[256];
+    struct ep_error attached; /* what attaching came to */
 };
+void on_attached(const struct ep_error *error, void *worker);
 
 ep_status claim(struct fixture *f, struct worker *worker, const char *group, int32_t rank,
                 struct ep_error *error);

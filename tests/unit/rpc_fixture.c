@@ -27,8 +27,18 @@ static void count_closed(struct ep_rpc_call *call, void *user)
     atomic_fetch_add(&f->closed, 1);
 }
 
-/* What to do stands in the request: "fail", "hold", "identity", "peer", "meta:KEY", "left", or
- * anything else to have it back. */
+static void reply_long(struct ep_rpc_call *call, size_t size)
+{
+    Ep__V1__PingReply reply = EP__V1__PING_REPLY__INIT;
+
+    reply.node = calloc(1, size + 1);
+    memset(reply.node, 'x', size);
+    ep_rpc_reply(call, &reply.base);
+    free(reply.node);
+}
+
+/* What to do stands in the request: "fail", "hold", "identity", "peer", "meta:KEY", "left", "get:SIZE", or
+ * anything else to have it back, as far as the text goes. */
 static void on_ping(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
 {
     const Ep__V1__PingRequest *request = (const Ep__V1__PingRequest *)message;
@@ -39,6 +49,10 @@ static void on_ping(struct ep_rpc_call *call, const ProtobufCMessage *message, v
 
     atomic_fetch_add(&f->requests, 1);
     snprintf(text, sizeof text, "%s", request->node);
+    if (strncmp(request->node, "get:", 4) == 0) {
+        reply_long(call, (size_t)atol(request->node + 4));
+        return;
+    }
     if (strcmp(request->node, "fail") == 0) {
         struct ep_error error;
 
@@ -63,28 +77,6 @@ static void on_ping(struct ep_rpc_call *call, const ProtobufCMessage *message, v
     } else if (strcmp(request->node, "left") == 0)
         snprintf(text, sizeof text, "%lld", (long long)ep_rpc_call_remaining_ms(call));
     reply.node = text;
-    ep_rpc_reply(call, &reply.base);
-}
-
-/* The key is the size of the answer. */
-static void on_get(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
-{
-    const Ep__V1__GetBootstrapRequest *request = (const Ep__V1__GetBootstrapRequest *)message;
-    Ep__V1__GetBootstrapReply reply = EP__V1__GET_BOOTSTRAP_REPLY__INIT;
-
-    (void)user;
-    reply.value.len = (size_t)atol(request->key);
-    reply.value.data = calloc(1, reply.value.len + 1);
-    ep_rpc_reply(call, &reply.base);
-    free(reply.value.data);
-}
-
-static void on_put(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
-{
-    Ep__V1__PutBootstrapReply reply = EP__V1__PUT_BOOTSTRAP_REPLY__INIT;
-
-    (void)message;
-    (void)user;
     ep_rpc_reply(call, &reply.base);
 }
 
@@ -144,34 +136,32 @@ static void on_stats_closed(struct ep_rpc_call *call, void *user)
 
 /* ---- the server's thread ------------------------------------------------------------- */
 
-static ep_status add_services(struct fixture *f, struct ep_error *error)
+/* The one handler, and others that say so. */
+static ep_status add_service(struct fixture *f, const ProtobufCServiceDescriptor *service,
+                             const struct ep_rpc_handler *handler, struct ep_error *error)
 {
-    static const struct ep_rpc_handler node[] = {
-        { .method = "Ping", .on_request = on_ping, .on_closed = count_closed },
-        { .method = "Prepare", .on_request = unimplemented },
-        { .method = "Commit", .on_request = unimplemented },
-        { .method = "Abort", .on_request = unimplemented },
-        { .method = "PutBootstrap", .on_request = on_put },
-        { .method = "GetBootstrap", .on_request = on_get },
-    };
-    static const char *const others[] = {
-        "CreateGroup", "GetGroup", "ListGroups", "UpdateGroup", "DeleteGroup", "WatchGroups",
-        "ListNodes", "GetNode", "DrainNode", "UncordonNode", "GetStats", "GetVersion",
-    };
-    struct ep_rpc_handler admin[sizeof others / sizeof *others + 1];
-    size_t n = sizeof others / sizeof *others;
+    struct ep_rpc_handler *handlers = calloc(service->n_methods, sizeof *handlers);
     ep_status status;
 
-    for (size_t i = 0; i < n; i++)
-        admin[i] = (struct ep_rpc_handler){ .method = others[i], .on_request = unimplemented };
-    admin[n] = (struct ep_rpc_handler){ .method = "WatchStats", .on_request = on_watch_stats,
-                                        .on_writable = on_stats_writable,
-                                        .on_closed = on_stats_closed };
-    status = ep_rpc_server_add_service(f->server, &ep__v1__node__descriptor, node,
-                                       sizeof node / sizeof *node, f, error);
+    for (unsigned i = 0; i < service->n_methods; i++) {
+        handlers[i] = (struct ep_rpc_handler){ .method = service->methods[i].name, .on_request = unimplemented };
+        if (strcmp(handlers[i].method, handler->method) == 0)
+            handlers[i] = *handler;
+    }
+    status = ep_rpc_server_add_service(f->server, service, handlers, service->n_methods, f, error);
+    free(handlers);
+    return status;
+}
+
+static ep_status add_services(struct fixture *f, struct ep_error *error)
+{
+    const struct ep_rpc_handler ping = { .method = "Ping", .on_request = on_ping, .on_closed = count_closed };
+    const struct ep_rpc_handler stats = { .method = "WatchStats", .on_request = on_watch_stats,
+                                          .on_writable = on_stats_writable, .on_closed = on_stats_closed };
+    ep_status status = add_service(f, &ep__v1__node__descriptor, &ping, error);
+
     if (status == EP_OK)
-        status = ep_rpc_server_add_service(f->server, &ep__v1__admin__descriptor, admin, n + 1, f,
-                                           error);
+        status = add_service(f, &ep__v1__admin__descriptor, &stats, error);
     if (status == EP_OK && f->health)
         status = ep_rpc_server_add_health(f->server, error);
     return status;

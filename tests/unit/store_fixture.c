@@ -11,6 +11,55 @@
 #include "ep_log.h"
 #include "temporary.h"
 
+#define PROCESSES_MAX 16
+
+/* ---- processes --------------------------------------------------------------------- */
+
+static pid_t running[PROCESSES_MAX]; /* 0: a free place */
+
+static pid_t *place_of(pid_t pid)
+{
+    for (size_t i = 0; i < PROCESSES_MAX; i++)
+        if (running[i] == pid)
+            return &running[i];
+    fail_msg("a case has %d processes at most", PROCESSES_MAX);
+    return NULL;
+}
+
+pid_t process_fork(void)
+{
+    pid_t parent = getpid(), *place = place_of(0), pid = fork();
+
+    assert_true(pid >= 0);
+    if (pid == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        if (getppid() != parent)
+            _exit(126);
+        return 0;
+    }
+    *place = pid;
+    return pid;
+}
+
+void process_end(pid_t *pid)
+{
+    if (*pid) {
+        kill(*pid, SIGKILL);
+        waitpid(*pid, NULL, 0);
+        *place_of(*pid) = 0;
+    }
+    *pid = 0;
+}
+
+static void end_processes(void)
+{
+    for (size_t i = 0; i < PROCESSES_MAX; i++) {
+        pid_t pid = running[i];
+
+        process_end(&pid);
+    }
+}
+
 /* ---- loop -------------------------------------------------------------------------- */
 
 static void on_tick(uv_timer_t *tick)
@@ -48,6 +97,7 @@ int fixture_setup(void **state)
 {
     struct fixture *f = calloc(1, sizeof *f);
 
+    f->test = *state;
     signal(SIGPIPE, SIG_IGN);
     ep_log_configure(getenv("STORE_TEST_LOG") ? EP_LOG_DEBUG : EP_LOG_OFF, EP_LOG_LOGFMT);
     assert_true(temporary_directory(f->directory, sizeof f->directory));
@@ -58,17 +108,54 @@ int fixture_setup(void **state)
     return 0;
 }
 
-int fixture_teardown(void **state)
+int fixture_setup_etcd(void **state)
+{
+    struct fixture *f;
+
+    fixture_setup(state);
+    f = *state;
+    f->on_etcd = true;
+    return 0;
+}
+
+void fixture_run_case(void **state)
 {
     struct fixture *f = *state;
 
+    f->test->run(state);
+    f->passed = true;
+}
+
+static void close_all(struct fixture *f)
+{
     if (f->store)
         fixture_close(f);
     uv_run(&f->loop, UV_RUN_DEFAULT);
     assert_int_equal(uv_loop_close(&f->loop), 0);
     cluster_stop(&f->etcd);
+}
+
+/* What a case that failed, or was skipped, holds on to stays reachable: to a sanitizer it is no leak. */
+static void abandon(struct fixture *f)
+{
+    static struct fixture *abandoned;
+
+    f->next = abandoned;
+    abandoned = f;
+    end_processes();
+}
+
+int fixture_teardown(void **state)
+{
+    struct fixture *f = *state;
+
+    if (f->passed)
+        close_all(f);
+    else
+        abandon(f);
     shell("rm -rf %s", f->directory);
-    free(f);
+    if (f->passed)
+        free(f);
     return 0;
 }
 
@@ -83,6 +170,33 @@ ep_status fixture_open(struct fixture *f, struct ep_error *error)
     const struct ep_store_etcd options = { .url = cluster_url(&f->etcd, "/test", url, sizeof url),
                                            .answer_within_ms = f->answer_within_ms };
     return ep_store_open_etcd(&f->loop, &options, &f->store, error);
+}
+
+struct fixture *fixture_begin(void **state)
+{
+    struct fixture *f = *state;
+
+    if (f->on_etcd && !cluster_installed()) {
+        print_message("etcd is not installed (package etcd-server)\n");
+        skip();
+    }
+    assert_int_equal(fixture_open(f, NULL), EP_OK);
+    return f;
+}
+
+struct ep_store *open_at(struct fixture *f, const struct ep_store_etcd *options)
+{
+    struct ep_store *store;
+    struct ep_error error = EP_ERROR_INIT;
+
+    if (ep_store_open_etcd(&f->loop, options, &store, &error))
+        fail_msg("%s", error.text);
+    return store;
+}
+
+struct ep_store *open_url(struct fixture *f, const char *url)
+{
+    return open_at(f, &(const struct ep_store_etcd){ .url = url, .answer_within_ms = ANSWER_WITHIN_MS });
 }
 
 static void set_flag(void *flag)
@@ -137,6 +251,18 @@ struct written put(struct fixture *f, const char *key, const char *value, uint64
     return commit(f, &write, 1);
 }
 
+uint64_t put_surely(struct fixture *f, const char *key, const char *value)
+{
+    for (int i = 0; i < 20; i++) {
+        struct written w = put(f, key, value, EP_STORE_ANY);
+
+        if (!w.error.status)
+            return w.revision;
+    }
+    fail_msg("%s was never written", key);
+    return 0;
+}
+
 __attribute__((format(printf, 4, 5))) static void append(char *text, size_t size, size_t *used,
                                                          const char *format, ...)
 {
@@ -165,13 +291,18 @@ void on_listed(const struct ep_error *error, const struct ep_record *records, si
     }
 }
 
-struct listed list(struct fixture *f, const char *prefix)
+struct listed list_of(struct fixture *f, struct ep_store *store, const char *prefix)
 {
     struct listed listed = { 0 };
 
-    ep_store_list(f->store, prefix, on_listed, &listed);
+    ep_store_list(store, prefix, on_listed, &listed);
     RUN_UNTIL(f, listed.done);
     return listed;
+}
+
+struct listed list(struct fixture *f, const char *prefix)
+{
+    return list_of(f, f->store, prefix);
 }
 
 void on_changes(const struct ep_store_changes *changes, void *user)
@@ -212,7 +343,7 @@ void on_session(const struct ep_error *error, void *user)
     told->error = *error;
 }
 
-/* ---- processes ------------------------------------------------------------------------- */
+/* ---- programs -------------------------------------------------------------------------- */
 
 void shell(const char *format, ...)
 {
@@ -240,17 +371,15 @@ int free_port(void)
     return ntohs(address.sin_port);
 }
 
-/* The child ends with this process, and its output goes to a file. */
+/* Its output goes to a file. */
 static pid_t start_process(char *const argv[], const char *log)
 {
-    pid_t parent = getpid(), pid = fork();
+    pid_t pid = process_fork();
 
-    assert_true(pid >= 0);
     if (pid == 0) {
         int fd = open(log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
 
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
-        if (getppid() != parent || fd < 0)
+        if (fd < 0)
             _exit(126);
         dup2(fd, STDOUT_FILENO);
         dup2(fd, STDERR_FILENO);
@@ -258,15 +387,6 @@ static pid_t start_process(char *const argv[], const char *log)
         _exit(127);
     }
     return pid;
-}
-
-static void end_process(pid_t *pid)
-{
-    if (*pid) {
-        kill(*pid, SIGKILL);
-        waitpid(*pid, NULL, 0);
-    }
-    *pid = 0;
 }
 
 /* ---- etcd ------------------------------------------------------------------------------ */
@@ -326,13 +446,13 @@ void cluster_start(struct cluster *c, size_t n, const char *directory)
 
 void cluster_kill_member(struct cluster *c, size_t i)
 {
-    end_process(&c->pid[i]);
+    process_end(&c->pid[i]);
 }
 
 void cluster_stop(struct cluster *c)
 {
     for (size_t i = 0; i < c->n; i++)
-        end_process(&c->pid[i]);
+        process_end(&c->pid[i]);
 }
 
 char *cluster_url(const struct cluster *c, const char *prefix, char *url, size_t size)
@@ -458,7 +578,7 @@ void proxy_start(struct proxy *p, int to)
 
 void proxy_stop(struct proxy *p)
 {
-    end_process(&p->pid);
+    process_end(&p->pid);
 }
 
 void proxy_swallow(struct proxy *p)

@@ -37,7 +37,20 @@ struct proxy {
     pid_t pid;
 };
 
+/*
+ * Cases are run by the fixture.  One that fails leaves from its middle, with watches, sessions and calls that point
+ * into its stack: its processes are killed, and nothing of its loop is touched any more, so that it is one failure.
+ */
+struct fixture_case {
+    void (*run)(void **state);
+};
+#define FIXTURE_TEST(name, run, setup)                                                                       \
+    { name, fixture_run_case, setup, fixture_teardown, &(struct fixture_case){ run } }
+
 struct fixture {
+    const struct fixture_case *test;
+    bool passed;
+    struct fixture *next; /* of those that did not */
     uv_loop_t loop;
     char directory[64], path[96];
     struct ep_store *store;
@@ -66,15 +79,21 @@ struct fixture {
     } while (0)
 
 int fixture_setup(void **state); /* a directory and a loop */
+int fixture_setup_etcd(void **state);
 int fixture_teardown(void **state);
+void fixture_run_case(void **state);
 void fixture_tick_start(struct fixture *f, uv_timer_t *tick);
 void fixture_tick_stop(struct fixture *f, uv_timer_t *tick);
 void fixture_run_ms(struct fixture *f, uint64_t ms);
 
 /* Of the fixture's kind; etcd is started when it is not there. */
 ep_status fixture_open(struct fixture *f, struct ep_error *error);
+/* The same, of a test's state; on etcd the case is skipped where there is none. */
+struct fixture *fixture_begin(void **state);
 void fixture_close(struct fixture *f);
-/* Others beside the fixture's own. */
+/* Others beside the fixture's own; on etcd. */
+struct ep_store *open_at(struct fixture *f, const struct ep_store_etcd *options);
+struct ep_store *open_url(struct fixture *f, const char *url);
 void close_store(struct fixture *f, struct ep_store *store);
 
 /* ---- asking ------------------------------------------------------------------------ */
@@ -89,6 +108,8 @@ struct written commit_to(struct fixture *f, struct ep_store *store, const struct
                          size_t n);
 struct written commit(struct fixture *f, const struct ep_store_write *writes, size_t n);
 struct written put(struct fixture *f, const char *key, const char *value, uint64_t expected);
+/* Until it is taken, as etcd may be on its way back: the revision. */
+uint64_t put_surely(struct fixture *f, const char *key, const char *value);
 
 struct listed {
     bool done;
@@ -98,6 +119,7 @@ struct listed {
     uint64_t newest;
 };
 void on_listed(const struct ep_error *error, const struct ep_record *records, size_t n, void *user);
+struct listed list_of(struct fixture *f, struct ep_store *store, const char *prefix);
 struct listed list(struct fixture *f, const char *prefix);
 
 /* What a watch has told: "[a=1 b=2 ]" is the whole, "a=1 " a change, "-a " a deletion, "| " ends a call. */
@@ -133,6 +155,10 @@ void proxy_start(struct proxy *p, int to);
 void proxy_stop(struct proxy *p); /* cuts what goes through it */
 /* From now on answers are swallowed; connections end a little later. */
 void proxy_swallow(struct proxy *p);
+
+/* As fork(): the child ends with this process, and with its case if that fails. */
+pid_t process_fork(void);
+void process_end(pid_t *pid); /* killed, unless it is 0; then it is 0 */
 
 int free_port(void);
 void shell(const char *format, ...) __attribute__((format(printf, 1, 2)));

@@ -24,6 +24,7 @@ static struct ep_attach_frame valid(enum ep_attach_type type)
     frame.count = type == EP_ATTACH_MEMORY ? EP_ATTACH_MEMORY_WINDOW : 0;
     frame.offset = type == EP_ATTACH_REGISTER ? 512 : 0;
     frame.region = type == EP_ATTACH_REGISTER || type == EP_ATTACH_UNREGISTER ? 63 : 0;
+    frame.epoch = type == EP_ATTACH_ASK || type == EP_ATTACH_PROMISE || type == EP_ATTACH_TURN ? 2 : 0;
     strcpy(frame.text, "text");
     return frame;
 }
@@ -47,7 +48,7 @@ static void expect(const struct ep_attach_frame *frame, ep_status status, const 
 static void every_type_parses(void **state)
 {
     (void)state;
-    for (int type = EP_ATTACH_HELLO; type <= EP_ATTACH_ANSWER; type++) {
+    for (int type = EP_ATTACH_HELLO; type <= EP_ATTACH_TURN; type++) {
         struct ep_attach_frame frame = valid((enum ep_attach_type)type);
 
         expect(&frame, EP_OK, "");
@@ -79,7 +80,7 @@ static void every_other_type_is_refused(void **state)
         struct ep_attach_frame frame = valid(EP_ATTACH_HELLO);
 
         frame.type = (uint16_t)type;
-        if (type < EP_ATTACH_HELLO || type > EP_ATTACH_ANSWER)
+        if (type < EP_ATTACH_HELLO || type > EP_ATTACH_TURN)
             expect(&frame, EP_PROTOCOL, "type");
     }
 }
@@ -163,6 +164,46 @@ static void requests_and_their_answers_are_numbered(void **state)
     expect(&frame, EP_OK, "");
     frame.status = 9999;
     expect(&frame, EP_PROTOCOL, "status");
+}
+
+static void frames_of_a_turn_say_which_epoch_and_where(void **state)
+{
+    struct ep_attach_frame frame = valid(EP_ATTACH_ASK);
+
+    (void)state;
+    frame.count = 7;
+    frame.value = EP_ATTACH_NO_TURN;
+    expect(&frame, EP_OK, "");
+    frame.epoch = 0;
+    expect(&frame, EP_PROTOCOL, "epoch");
+    frame = valid(EP_ATTACH_ASK);
+    frame.offset = 1;
+    expect(&frame, EP_PROTOCOL, "offset");
+    frame = valid(EP_ATTACH_PROMISE);
+    frame.count = 7;
+    frame.value = 11;
+    frame.offset = 12;
+    expect(&frame, EP_OK, "");
+    frame.status = EP_ABORTED;
+    expect(&frame, EP_OK, "");
+    frame.status = EP_TIMEOUT;
+    expect(&frame, EP_PROTOCOL, "status");
+    frame = valid(EP_ATTACH_PROMISE);
+    frame.epoch = 0;
+    expect(&frame, EP_PROTOCOL, "epoch");
+    frame = valid(EP_ATTACH_TURN);
+    frame.value = 12;
+    expect(&frame, EP_OK, "");
+    frame.count = 1;
+    expect(&frame, EP_PROTOCOL, "count");
+    frame = valid(EP_ATTACH_TURN);
+    frame.value = EP_ATTACH_NO_TURN;
+    expect(&frame, EP_PROTOCOL, "value");
+    frame.epoch = 0;
+    expect(&frame, EP_PROTOCOL, "epoch");
+    frame = valid(EP_ATTACH_WELCOME);
+    frame.offset = 12; /* the position at which it begins */
+    expect(&frame, EP_OK, "");
 }
 
 /* Every single flipped bit: parses to what was sent, or is refused. */
@@ -382,6 +423,7 @@ int main(void)
         cmocka_unit_test(bad_fields_are_named),
         cmocka_unit_test(fields_must_fit_the_type),
         cmocka_unit_test(requests_and_their_answers_are_numbered),
+        cmocka_unit_test(frames_of_a_turn_say_which_epoch_and_where),
         cmocka_unit_test(no_flipped_bit_confuses),
         cmocka_unit_test(a_frame_travels),
         cmocka_unit_test(a_descriptor_travels_and_is_close_on_exec),

@@ -20,7 +20,7 @@
 #include "client_private.h"
 #include "cuda_fixture.h"
 
-enum { RANKS = 3, ME = 1, EXPERTS = 6, LOCAL = 2, HIDDEN = 256, K = 2, TOKENS = 4, BANKS = 2, EPOCH = 7 };
+enum { RANKS = 3, ME = 1, EXPERTS = 6, LOCAL = 2, HIDDEN = 256, K = 2, TOKENS = 4, BANKS = 2, EPOCH = 7, HT_SMS = 24 };
 enum { TIMEOUT_MS = 300, PATIENCE_MS = 60000 /* on a busy machine */ };
 
 /* The server's side of a rank's requests, on a thread of its own. */
@@ -174,6 +174,7 @@ static ep_rank *make_rank(struct fixture *f)
     rank->client = &f->client;
     rank->rank = ME;
     rank->epoch = EPOCH;
+    rank->ht_sms = HT_SMS;
     rank->shape.map = f->map;
     rank->shape.timeout_ms = 100;
     assert_int_equal(ep_placement_contiguous(RANKS, EXPERTS, &rank->shape.placement, last_error()), EP_OK);
@@ -499,6 +500,15 @@ static void a_gpu_that_is_not_there(void **state)
 }
 
 /* Each call of the module at which the join can fail. */
+static void ht_fills_as_many_multiprocessors_as_the_program_allows(void **state)
+{
+    struct fixture *f = make_joined();
+
+    (void)state;
+    assert_int_equal(cuda_fixture.max_ht_sms, HT_SMS);
+    destroy(f);
+}
+
 static void a_join_that_fails_anywhere_leaves_nothing(void **state)
 {
     static const struct { const char *name; uint32_t calls; } calls[] = {
@@ -1467,8 +1477,8 @@ static void ops_are_rung_for_in_the_order_of_their_stream(void **state)
     ok(ep_dispatch(l.handle, &l.dispatch, &stream));
     assert_int_equal(cuda_fixture.rung, 1);
     assert_ptr_equal(cuda_fixture.stream[0], &stream);
-    assert_int_equal(mailbox_of(f)->op.kind, EP_OP_DISPATCH);
-    assert_ptr_equal((uint8_t *)f->rank->window + mailbox_of(f)->op.x.offset, l.dispatch.tokens);
+    assert_int_equal(mailbox_of(f)->op[0].kind, EP_OP_DISPATCH);
+    assert_ptr_equal((uint8_t *)f->rank->window + mailbox_of(f)->op[0].x.offset, l.dispatch.tokens);
     cuda_fixture.fail = "ring";
     cuda_fixture.fail_after = 0;
     refused(ep_combine(l.handle, &l.combine, &stream), EP_INTERNAL, "ring failed");
@@ -1488,12 +1498,10 @@ static void a_wait_is_for_the_server(void **state)
     (void)state;
     cuda_fixture.unserved = 1;
     ok(ep_dispatch(l.handle, &l.dispatch, NULL));
-    assert_int_equal(mailbox_of(f)->doorbell, 1);
+    assert_int_equal(mailbox_of(f)->bell, ep_bell_of(0));
     refused(ep_sync(f->rank, 5), EP_DEADLINE_EXCEEDED, "still running");
-    mailbox_of(f)->doorbell = 0;
-    __atomic_store_n(&mailbox_of(f)->done, 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&mailbox_of(f)->bell, EP_BELL_DONE, __ATOMIC_SEQ_CST);
     ok(ep_sync(f->rank, 1000));
-    assert_int_equal(mailbox_of(f)->done, 0);
     destroy(f);
 }
 
@@ -1532,23 +1540,6 @@ static void a_lost_server_lets_streams_go_on(void **state)
     assert_int_equal(f->api->stream_query(0, &captured, NULL), EP_OK);
     refused(ep_sync(f->rank, 20000), EP_SERVER_LOST, "server");
     f->api->graph_destroy(graph);
-    destroy(f);
-}
-
-/* A gate that finds the mailbox open after `done` was set would wait for ever. */
-static void closed_is_set_before_done(void **state)
-{
-    struct fixture *f = make_joined();
-
-    (void)state;
-    cuda_fixture_fail("write", 1);
-    close(f->server);
-    f->server = -1;
-    wait_closed(f);
-    refused(ep_sync(f->rank, 20000), EP_SERVER_LOST, "server");
-    monitor_remove(f->rank); /* it has written all that it does */
-    cuda_fixture_fail(NULL, 0);
-    assert_int_equal(mailbox_of(f)->done, 0);
     destroy(f);
 }
 
@@ -1618,6 +1609,7 @@ int main(void)
         DIRECT(sizes_are_those_that_both_sides_compute),
         DIRECT(windows_and_state_of_others_are_refused),
         DIRECT(a_gpu_that_is_not_there),
+        DIRECT(ht_fills_as_many_multiprocessors_as_the_program_allows),
         DIRECT(a_join_that_fails_anywhere_leaves_nothing),
         BOTH(ops_go_to_the_stream_they_are_given),
         BOTH(many_streams_are_refused_until_a_sync),
@@ -1657,7 +1649,6 @@ int main(void)
         SERVED(a_kernel_waits_where_both_have_mps),
         SERVED(a_wait_is_for_the_server),
         SERVED(a_lost_server_lets_streams_go_on),
-        SERVED(closed_is_set_before_done),
         SERVED(a_taken_rank_says_why_and_goes_on),
         SERVED(leaving_does_not_wait_for_a_server_that_hangs),
     };

@@ -100,7 +100,7 @@ static struct fixture *make(void)
     assert_int_equal(uv_loop_init(&f->loop), 0);
     assert_int_equal(ep_layout_compute(&limits, &f->map, &error), EP_OK);
     assert_int_equal(ep_placement_contiguous(RANKS, EXPERTS, &f->placement, &error), EP_OK);
-    assert_int_equal(ep_host_team_create(&f->map, &f->placement, 10000, &f->team, &error), EP_OK);
+    assert_int_equal(ep_host_team_create(&f->map, &f->placement, 10000, NULL, &f->team, &error), EP_OK);
     for (uint32_t r = 0; r < RANKS; r++)
         make_member(f, r);
     return f;

@@ -60,7 +60,7 @@ static void all_is_well(void **state)
     says("gpu", EP_FINDING_OK, "2 (Fixture, sm_90), 32 GiB free");
     says("cuda", EP_FINDING_OK, "the driver is for CUDA 13.0");
     says("p2p", EP_FINDING_OK, "each of 2 GPUs reaches the memory of all others");
-    says("mps", EP_FINDING_OK, "each op that the server runs (executor server) switches the GPU");
+    says("mps", EP_FINDING_OK, "between kernels of a worker switch the GPU to its process and back");
     assert_true(report.has_gpu);
 }
 

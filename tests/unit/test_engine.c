@@ -124,7 +124,7 @@ static struct fixture *make(uint32_t ranks, uint32_t timeout_ms)
     assert_int_equal(uv_loop_init(&f->loop), 0);
     assert_int_equal(ep_layout_compute(&limits, &f->map, &error), EP_OK);
     assert_int_equal(ep_placement_contiguous(ranks, EXPERTS, &f->placement, &error), EP_OK);
-    assert_int_equal(ep_host_team_create(&f->map, &f->placement, timeout_ms, &f->team, &error), EP_OK);
+    assert_int_equal(ep_host_team_create(&f->map, &f->placement, timeout_ms, NULL, &f->team, &error), EP_OK);
     for (uint32_t r = 0; r < ranks; r++) {
         map_window(f, r);
         start(f, r);
@@ -424,7 +424,7 @@ static void idle_engines_use_no_cpu(void **state)
 
 static void a_late_rank_is_reported_on_the_loop(void **state)
 {
-    struct fixture *f = make(2, 50);
+    struct fixture *f = make(2, 1000);
     const struct ep_op dispatch = dispatch_op(f);
     struct ep_op_result result;
     const uint64_t end = ep_clock_ns() + PATIENCE_NS;
@@ -439,7 +439,7 @@ static void a_late_rank_is_reported_on_the_loop(void **state)
     assert_int_equal(f->rank[0].timeouts, 1);
     assert_int_equal(f->rank[0].timeout.late_rank, 1);
     assert_int_equal(f->rank[0].timeout.op_class, EP_CLASS_LL_DISPATCH);
-    assert_true(f->rank[0].timeout.waited_us >= 40000);
+    assert_true(f->rank[0].timeout.waited_us >= 500000);
     assert_int_equal(count(&f->rank[0].counters.op[EP_CLASS_LL_DISPATCH].timeouts), 1);
     destroy(f);
 }
@@ -455,7 +455,7 @@ static void stop_ends_a_running_op(void **state)
     write_inputs(f, 0);
     n = post(&f->rank[0], &dispatch); /* waits for rank 1 */
     stop(f, 0);
-    assert_true(ep_clock_ns() - start_ns < 5 * EP_NS_PER_S);
+    assert_true(ep_clock_ns() - start_ns < PATIENCE_NS);
     if (__atomic_load_n(&slot_at(&f->rank[0], n)->done, __ATOMIC_ACQUIRE))
         assert_int_equal(slot_at(&f->rank[0], n)->result.status, EP_DETACHED);
     destroy(f);
@@ -557,7 +557,7 @@ static void a_client_that_holds_wake_still_cannot_keep_the_engine(void **state)
         begin(&h);
         start_ns = ep_clock_ns();
         stop(f, 0);
-        assert_true(ep_clock_ns() - start_ns < EP_NS_PER_S);
+        assert_true(ep_clock_ns() - start_ns < PATIENCE_NS);
         end(&h);
         destroy(f);
     }

@@ -9,14 +9,15 @@
 #include "forecast.h"
 
 /* Ops differ in what tests say of them: a number in `tokens`. */
-static struct ep_op op_named(uint32_t name)
+static struct ep_forecast_op op_named(uint32_t name)
 {
-    return (struct ep_op){ .kind = EP_OP_DISPATCH, .tokens = name };
+    return (struct ep_forecast_op){ .op = { .kind = EP_OP_DISPATCH, .tokens = name } };
 }
 
 static void ring(struct ep_forecast_log *log, uint32_t name)
 {
     log->op[log->ended++ % EP_FORECAST_OPS] = op_named(name);
+    log->entry++;
 }
 
 static void ring_round(struct ep_forecast_log *log, uint32_t period, uint32_t n)
@@ -28,8 +29,8 @@ static void ring_round(struct ep_forecast_log *log, uint32_t period, uint32_t n)
 static void expect_round(const struct ep_forecast_log *log, uint32_t period)
 {
     assert_int_equal(ep_forecast_period(log), period);
-    for (uint64_t n = log->ended + 1; n <= log->ended + 3 * EP_FORECAST_OPS; n++)
-        assert_int_equal(ep_forecast_of(log, period, n)->tokens, (n - 1) % period);
+    for (uint64_t n = 1; n <= 3 * EP_FORECAST_OPS; n++)
+        assert_int_equal(ep_forecast_of(log, period, log->entry + n)->op.tokens, (log->ended + n - 1) % period);
 }
 
 static void nothing_is_expected_of_the_first_ops(void **state)
@@ -85,6 +86,28 @@ static void one_other_op_ends_it(void **state)
     expect_round(&log, 2);
 }
 
+static void entries_without_an_op_do_not_shift_it(void **state)
+{
+    struct ep_forecast_log log = { 0 };
+
+    (void)state;
+    ring_round(&log, 3, 50);
+    log.entry += 7;
+    ring_round(&log, 3, 20);
+    expect_round(&log, 3);
+}
+
+/* So that whoever is told of an op need not look where it is. */
+static void an_op_in_another_place_is_another_op(void **state)
+{
+    struct ep_forecast_log log = { 0 };
+
+    (void)state;
+    ring_round(&log, 1, 10);
+    log.op[9].place = 3;
+    assert_int_equal(ep_forecast_period(&log), 0);
+}
+
 /* The copy was made while the next op ended: the oldest one is gone. */
 static void what_is_written_meanwhile_does_no_harm(void **state)
 {
@@ -104,6 +127,8 @@ int main(void)
         cmocka_unit_test(what_came_twice_is_expected_to_go_on),
         cmocka_unit_test(a_period_that_is_too_long_is_none),
         cmocka_unit_test(one_other_op_ends_it),
+        cmocka_unit_test(entries_without_an_op_do_not_shift_it),
+        cmocka_unit_test(an_op_in_another_place_is_another_op),
         cmocka_unit_test(what_is_written_meanwhile_does_no_harm),
     };
 

@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -443,6 +445,34 @@ static void a_piece_that_is_not_given_back_is_in_the_way(void **state)
     assert_ptr_equal(at, memory);
 }
 
+static size_t pages_there(void *at, size_t bytes)
+{
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE), pages = bytes / page - 1;
+    uint8_t *there = malloc(pages);
+    size_t n = 0;
+
+    assert_non_null(there);
+    assert_int_equal(mincore((void *)(((uintptr_t)at + page - 1) & ~(uintptr_t)(page - 1)), pages * page, there), 0);
+    for (size_t i = 0; i < pages; i++)
+        n += there[i] & 1;
+    free(there);
+    return n;
+}
+
+/* Also of a pool that comes after others: an allocator that keeps their memory would have to clear it. */
+static void memory_for_puts_is_not_there_before_they_are(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        struct ep_gin_pool pool = { .n = 0 };
+
+        assert_int_equal(ep_gin_pool_grow(&pool, EP_GIN_PUTS, NULL), EP_OK);
+        assert_int_equal(pages_there(pool.slabs[0], EP_GIN_PUTS * sizeof *pool.slabs[0]), 0);
+        assert_non_null(ep_gin_pool_take(&pool));
+        ep_gin_pool_close(&pool);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -460,6 +490,7 @@ int main(void)
         cmocka_unit_test(a_gpu_that_fails_ends_puts_and_says_so),
         cmocka_unit_test(pieces_lie_in_one_stretch_and_come_back_in_any_order),
         cmocka_unit_test(a_piece_that_is_not_given_back_is_in_the_way),
+        cmocka_unit_test(memory_for_puts_is_not_there_before_they_are),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -500,7 +500,6 @@ static void a_broken_gpu_is_told_to_who_wants_to_join(void **state)
 {
     struct fixture *f = *state;
     Ep__V1__GroupSpec spec = small_spec();
-    struct ep_error error = EP_ERROR_INIT;
     struct worker a, b;
 
     create(f, "moe", &spec);
@@ -508,8 +507,9 @@ static void a_broken_gpu_is_told_to_who_wants_to_join(void **state)
     __atomic_store_n(&cuda_fixture.lost, 1u << 1, __ATOMIC_RELAXED);
     release(&a, false);
     claim_when_free(f, &b, "moe", 0); /* nobody is kept waiting for a reset that cannot be */
-    assert_int_equal(ep_membership_attach(b.membership, &f->identity, &error), EP_IO);
-    assert_non_null(strstr(error.text, "device 1 has fallen off the bus"));
+    ep_membership_attach(b.membership, &f->identity, on_attached);
+    assert_int_equal(b.attached.status, EP_IO);
+    assert_non_null(strstr(b.attached.text, "device 1 has fallen off the bus"));
     release(&b, false);
     __atomic_store_n(&cuda_fixture.lost, 0, __ATOMIC_RELAXED);
     join(f, &b, "moe", 0);
@@ -564,12 +564,12 @@ static void a_mailbox_is_cleared_when_its_worker_is_gone(void **state)
     kept = map_window(&b);
     release(&b, true);
     RUN_UNTIL(f, cuda_fixture_serves() == 1);
-    mailbox_of(kept)->doorbell = 1;
+    mailbox_of(kept)->bell = ep_bell_of(0);
     f->identity.executor = EXECUTOR(SERVER);
     assert_int_equal(claim(f, &next, "moe", 1, &error), EP_UNAVAILABLE);
     assert_int_equal(rank_state(f, "moe", 1), STATE(QUARANTINED));
     writer_gone(&b);
-    RUN_UNTIL(f, mailbox_of(kept)->doorbell == 0);
+    RUN_UNTIL(f, mailbox_of(kept)->bell == 0);
     join(f, &next, "moe", 1);
     munmap(kept, next.window_bytes);
     release(&next, false);
@@ -654,7 +654,7 @@ static void counters_of_kernels_are_shown_when_asked_for(void **state)
     s->counters[EP_DEVICE_DISPATCH].count = 7;
     assert_int_equal(get(f, "moe")->status->ranks[1]->ops, 7);
     s->counters[EP_DEVICE_COMBINE].count = 6;
-    ep_groups_stats(f->groups, "moe", &stats);
+    ep_groups_stats(f->groups, "moe", false, &stats);
     assert_int_equal(stats.ranks[1]->ops[EP_CLASS_LL_COMBINE]->count, 6);
     assert_int_equal(stats.ranks[1]->ops[EP_CLASS_LL_COMBINE]->n_busy_buckets, 0); /* not known, which is not 0 */
     assert_int_equal(stats.ranks[1]->n_peers, 0);

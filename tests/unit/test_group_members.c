@@ -288,7 +288,7 @@ static void a_late_rank_is_recorded_by_name(void **state)
     const Ep__V1__TimeoutRecord *record;
     struct worker w[4];
 
-    spec.timeout_ms = 50;
+    spec.timeout_ms = 1000; /* a thread may be late for a while: that is not what is looked for */
     create(f, "moe", &spec);
     for (int i = 0; i < 4; i++)
         join(f, &w[i], "moe", i);
@@ -302,7 +302,7 @@ static void a_late_rank_is_recorded_by_name(void **state)
     assert_int_equal(record->epoch, 1);
     assert_string_equal(record->op, "ll_dispatch");
     assert_string_equal(record->phase, "arrival");
-    assert_true(record->waited_us >= 45000);
+    assert_true(record->waited_us >= 500000);
     for (int i = 0; i < 4; i++)
         release(&w[i], false);
 }
@@ -389,10 +389,10 @@ static void stats_have_every_rank_and_op(void **state)
     join(f, &w, "b", 0);
     ring_dispatch(&w);
     (void)result_of(&w);
-    ep_groups_stats(f->groups, NULL, &stats);
+    ep_groups_stats(f->groups, NULL, false, &stats);
     assert_int_equal(stats.n_ranks, 2);
     ep_groups_stats_clear(&stats);
-    ep_groups_stats(f->groups, "b", &stats);
+    ep_groups_stats(f->groups, "b", false, &stats);
     assert_int_equal(stats.n_ranks, 1);
     assert_string_equal(stats.ranks[0]->group, "b");
     assert_int_equal(stats.ranks[0]->n_ops, EP_OP_CLASSES);

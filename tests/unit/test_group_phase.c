@@ -21,19 +21,19 @@ static const ep_phase phases[][1 + EP_PHASE_EVENTS] = {
     { P(FORMING),       NONE,       P(READY), P(FAILED), NONE,             NONE,             NONE,             NONE,     P(DRAINING), NONE },
     { P(READY),         NONE,       NONE,     NONE,      P(DEGRADED),      P(READY),         P(RECONFIGURING), NONE,     P(DRAINING), NONE },
     { P(DEGRADED),      NONE,       NONE,     NONE,      P(DEGRADED),      P(READY),         P(RECONFIGURING), NONE,     P(DRAINING), NONE },
-    { P(RECONFIGURING), NONE,       P(READY), P(FAILED), P(RECONFIGURING), P(RECONFIGURING), NONE,             P(READY), P(DRAINING), NONE },
+    { P(RECONFIGURING), NONE,       P(READY), P(FAILED), P(RECONFIGURING), P(RECONFIGURING), P(RECONFIGURING), P(READY), P(DRAINING), NONE },
     { P(FAILED),        NONE,       NONE,     NONE,      NONE,             NONE,             P(RECONFIGURING), NONE,     P(DRAINING), NONE },
     { P(DRAINING),      NONE,       NONE,     NONE,      P(DRAINING),      P(DRAINING),      NONE,             NONE,     P(DRAINING), P(DELETED) },
     { P(DELETED),       NONE,       NONE,     NONE,      NONE,             NONE,             NONE,             NONE,     NONE,        NONE },
 };
 
 static const ep_rank_state ranks[][1 + EP_RANK_EVENTS] = {
-    /* from           ATTACH       LEFT       LEFT_ALIVE      WRITER_GONE RESET */
-    { NO_RANK,        NO_RANK,     NO_RANK,   NO_RANK,        NO_RANK,    NO_RANK },
-    { R(EXPECTED),    R(ATTACHED), NO_RANK,   NO_RANK,        NO_RANK,    R(EXPECTED) },
-    { R(ATTACHED),    NO_RANK,     R(ABSENT), R(QUARANTINED), NO_RANK,    NO_RANK },
-    { R(ABSENT),      R(ATTACHED), NO_RANK,   NO_RANK,        NO_RANK,    R(EXPECTED) },
-    { R(QUARANTINED), NO_RANK,     NO_RANK,   NO_RANK,        R(ABSENT),  NO_RANK },
+    /* from           ATTACH       LEFT       LEFT_ALIVE      WRITER_GONE RESET        FORSAKEN */
+    { NO_RANK,        NO_RANK,     NO_RANK,   NO_RANK,        NO_RANK,    NO_RANK,     NO_RANK },
+    { R(EXPECTED),    R(ATTACHED), NO_RANK,   NO_RANK,        NO_RANK,    R(EXPECTED), R(ABSENT) },
+    { R(ATTACHED),    NO_RANK,     R(ABSENT), R(QUARANTINED), NO_RANK,    NO_RANK,     NO_RANK },
+    { R(ABSENT),      R(ATTACHED), NO_RANK,   NO_RANK,        NO_RANK,    R(EXPECTED), NO_RANK },
+    { R(QUARANTINED), NO_RANK,     NO_RANK,   NO_RANK,        R(ABSENT),  NO_RANK,     NO_RANK },
 };
 
 static void every_phase_takes_every_event_as_the_table_says(void **state)

@@ -5,6 +5,7 @@
 #include <stdint.h>
 #include <cmocka.h>
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -290,6 +291,11 @@ static const uint64_t left[] = { 100 * MIB, 40 * MIB };
 static const struct ep_spec_bounds gpus = { .node = "n1", .backend = EP__V1__BACKEND__BACKEND_CUDA, .devices = 2,
                                             .memory_left = 140 * MIB, .device_left = left, .granule = 2 * MIB };
 
+static const struct ep_spec_pool gpu_pools[] = {
+    { .node = "n1", .device = "GPU 0", .left = 100 * MIB, .granule = 2 * MIB, .ranks = 2 },
+    { .node = "n1", .device = "GPU 1", .left = 40 * MIB, .granule = 2 * MIB, .ranks = 2 },
+};
+
 static void refused_on_gpus(const Ep__V1__GroupSpec *asked, ep_status status, const char *text)
 {
     struct ep_error error = EP_ERROR_INIT;
@@ -312,7 +318,7 @@ static void on_gpus_it_is_ll_and_several_ranks_share_one(void **state)
     assert_int_equal(s.spec->modes[0], MODE(LL));
     assert_int_equal(s.spec->ht_max_tokens, 0);
     assert_int_equal(s.spec->direct, EP__V1__DIRECT__DIRECT_SAME_UID);
-    assert_true(has_note(&s, "modes: none asked, ll settled: on the cuda backend ht is for workers that run their own ops"));
+    assert_true(has_note(&s, "modes: none asked, ll settled: ht takes memory of the GPUs"));
     assert_true(has_note(&s, "ranks: 4 on 2 GPUs"));
     ep_settled_clear(&s);
 }
@@ -380,7 +386,7 @@ static void every_gpu_must_hold_its_ranks(void **state)
     spec.hidden = 4096;
     spec.ll_max_tokens = 1024;
     assert_int_equal(ep_spec_settle(&spec, &gpus, &s, &error), EP_OK);
-    assert_int_equal(ep_spec_fit(&spec, &s, &gpus, &error), EP_RESOURCE_EXHAUSTED);
+    assert_int_equal(ep_spec_fit(&spec, &s, gpu_pools, 2, &error), EP_RESOURCE_EXHAUSTED);
     says(&error, "2 of the ranks are on GPU 1 of node n1 and need ");
     says(&error, "it has 41943040 left: ll_max_tokens ");
     ep_settled_clear(&s);
@@ -388,7 +394,7 @@ static void every_gpu_must_hold_its_ranks(void **state)
     for (uint32_t more = 0; more < 2; more++) {
         spec.ll_max_tokens = fits + more;
         assert_int_equal(ep_spec_settle(&spec, &gpus, &s, &error), EP_OK);
-        assert_int_equal(ep_spec_fit(&spec, &s, &gpus, &error), more ? EP_RESOURCE_EXHAUSTED : EP_OK);
+        assert_int_equal(ep_spec_fit(&spec, &s, gpu_pools, 2, &error), more ? EP_RESOURCE_EXHAUSTED : EP_OK);
         ep_settled_clear(&s);
     }
 }
@@ -462,20 +468,20 @@ static void placements_are_checked_home_by_home(void **state)
 
 static struct ep_error does_not_fit(const Ep__V1__GroupSpec *spec, uint64_t memory)
 {
-    struct ep_spec_bounds bounds = { .node = "n1", .devices = 16, .memory_left = memory };
+    const struct ep_spec_pool pool = { .node = "n1", .left = memory, .ranks = spec->ranks };
     struct ep_error error = EP_ERROR_INIT;
     struct ep_settled s = settle(spec);
 
-    assert_int_equal(ep_spec_fit(spec, &s, &bounds, &error), EP_RESOURCE_EXHAUSTED);
+    assert_int_equal(ep_spec_fit(spec, &s, &pool, 1, &error), EP_RESOURCE_EXHAUSTED);
     ep_settled_clear(&s);
     return error;
 }
 
 static bool fits(const Ep__V1__GroupSpec *spec, uint64_t memory)
 {
-    struct ep_spec_bounds bounds = { .node = "n1", .devices = 16, .memory_left = memory };
+    const struct ep_spec_pool pool = { .node = "n1", .left = memory, .ranks = spec->ranks };
     struct ep_settled s = settle(spec);
-    bool good_enough = ep_spec_fit(spec, &s, &bounds, NULL) == EP_OK;
+    bool good_enough = ep_spec_fit(spec, &s, &pool, 1, NULL) == EP_OK;
 
     ep_settled_clear(&s);
     return good_enough;
@@ -534,7 +540,51 @@ static void hopeless_specs_are_told_so(void **state)
     (void)state;
     assert_non_null(strstr(does_not_fit(&spec, 4096).text, "no number of tokens would fit"));
     spec.arena_bytes = 1u << 30;
-    assert_non_null(strstr(does_not_fit(&spec, 1u << 30).text, "lower arena_bytes"));
+    assert_non_null(strstr(does_not_fit(&spec, 4096).text, "lower arena_bytes"));
+}
+
+static void an_arena_that_was_asked_for_is_told_how_large_it_may_be(void **state)
+{
+    Ep__V1__GroupSpec spec = good();
+    struct ep_error error;
+    const char *at;
+
+    (void)state;
+    spec.arena_bytes = 1u << 30;
+    error = does_not_fit(&spec, 1u << 30);
+    at = strstr(error.text, "arena_bytes ");
+    assert_non_null(at);
+    assert_int_equal(sscanf(at, "arena_bytes %" SCNu64 " would fit", &spec.arena_bytes), 1);
+    assert_true(fits(&spec, 1u << 30));
+    spec.arena_bytes += 4096;
+    assert_false(fits(&spec, 1u << 30));
+}
+
+/* Of what nobody has asked for, HT is lowered first; what was asked for is not touched. */
+static void sizes_that_nobody_asked_for_are_lowered(void **state)
+{
+    Ep__V1__GroupSpec spec = good();
+    struct ep_spec_pool pool = { .node = "n1", .left = 1ull << 40, .ranks = spec.ranks };
+    struct ep_spec_lowered lowered;
+    struct ep_settled s;
+
+    (void)state;
+    spec.ll_max_tokens = spec.ht_max_tokens = 0;
+    s = settle(&spec);
+    pool.left = s.rank_bytes * spec.ranks / 2;
+    assert_true(ep_spec_lower(&spec, &s, &pool, 1, &lowered));
+    assert_int_equal(lowered.ll_max_tokens, EP_DEFAULT_LL_MAX_TOKENS);
+    assert_in_range(lowered.ht_max_tokens, EP_DEFAULT_HT_MAX_TOKENS / 8, EP_DEFAULT_HT_MAX_TOKENS - 1);
+    assert_ptr_equal(lowered.pool, &pool);
+    pool.left = 4096; /* an eighth of the defaults does not fit either */
+    assert_false(ep_spec_lower(&spec, &s, &pool, 1, &lowered));
+    ep_settled_clear(&s);
+    spec.ll_max_tokens = 64;
+    spec.ht_max_tokens = 4096;
+    s = settle(&spec);
+    pool.left = s.rank_bytes * spec.ranks / 2;
+    assert_false(ep_spec_lower(&spec, &s, &pool, 1, &lowered));
+    ep_settled_clear(&s);
 }
 
 /* ---- fields of an update ------------------------------------------------------------------ */
@@ -634,6 +684,8 @@ int main(void)
         cmocka_unit_test(what_would_fit_is_exact),
         cmocka_unit_test(both_modes_are_lowered_when_one_does_not_do),
         cmocka_unit_test(hopeless_specs_are_told_so),
+        cmocka_unit_test(an_arena_that_was_asked_for_is_told_how_large_it_may_be),
+        cmocka_unit_test(sizes_that_nobody_asked_for_are_lowered),
         cmocka_unit_test(named_fields_are_taken_and_others_kept),
         cmocka_unit_test(every_field_of_the_schema_can_be_taken),
         cmocka_unit_test(unknown_fields_are_refused),

@@ -102,7 +102,7 @@ static void regions_of_a_window_are_disjoint(void **state)
     };
 
     check_disjoint(e, sizeof e / sizeof *e, m.total_bytes);
-    assert_true(m.ht_note_stride >= 16u * (EP_HT_NOTE_EXPERTS + 32) / 2);
+    assert_true(m.ht_note_stride >= 16u * (EP_HT_GRANT_EXPERTS / 2 + 32));
 }
 
 static void modes_that_are_off_take_no_room(void **state)

@@ -153,6 +153,7 @@ static void defaults_need_no_source(void **state)
     assert_int_equal(o->action, EP_ACTION_RUN);
     assert_int_equal(o->host_ranks, 8);
     assert_int_equal(o->memory, 0);
+    assert_int_equal(o->lost_after, 2000);
     assert_int_equal(o->drain_grace, 30000);
     assert_int_equal(o->max_message_bytes, 4 << 20);
     assert_int_equal(o->socket_mode, 0666);
@@ -326,6 +327,7 @@ static void wrong_values_say_what_is_right(void **state)
         { "--memory=GiB", "memory is \"GiB\"" },
         { "--drain-grace=10", "drain-grace is \"10\" (flag --drain-grace): must be a time from 0ms to 24h, such as "
                               "250ms or 10s" },
+        { "--lost-after=1999ms", "lost-after is \"1999ms\" (flag --lost-after): must be a time from 2s to 1h" },
         { "--drain-grace=10 minutes", "drain-grace is \"10 minutes\"" },
         { "--drain-grace=25h", "must be a time from 0ms to 24h" },
         { "--insecure=maybe", "insecure is \"maybe\" (flag --insecure): must be true or false" },
@@ -512,9 +514,10 @@ static void tls_options_go_together(void **state)
 static void a_store_needs_what_belongs_together(void **state)
 {
     (void)state;
-    accept_check((struct sources){ .flags = { "--store=etcd://127.0.0.1:2379,[::1]:2379/clusters/a" } });
+    accept_check((struct sources){ .flags = { "--store=etcd://127.0.0.1:2379,[::1]:2379/clusters/a",
+                                              "--listen=127.0.0.1:0" } });
     accept_check((struct sources){ .flags = { "--store=etcd://h:1", "--store-user=u",
-                                              "--store-password-file=/dev/null" } });
+                                              "--store-password-file=/dev/null", "--listen=127.0.0.1:0" } });
     refuse_check((struct sources){ .flags = { "--store=sqlite" } }, "store is \"sqlite\": must be etcd://HOST:PORT");
     refuse_check((struct sources){ .flags = { "--store=etcd://h:1,h" } }, "\"h\" must be HOST:PORT");
     refuse_check((struct sources){ .flags = { "--store-user=u" } }, "store-user is set without store");
@@ -526,9 +529,26 @@ static void a_store_needs_what_belongs_together(void **state)
                  "store-ca: cannot read /no/such");
 }
 
+static void servers_of_a_cluster_tell_each_other_where_they_are(void **state)
+{
+    (void)state;
+    refuse_check((struct sources){ .flags = { "--store=etcd://h:1" } },
+                 "store is etcd, and listen is not set: the servers of a cluster call each other");
+    refuse_check((struct sources){ .flags = { "--store=etcd://h:1", "--listen=0.0.0.0:7300", "--insecure" } },
+                 "listen is 0.0.0.0:7300, which tells the other servers of the cluster nothing: give --advertise");
+    refuse_check((struct sources){ .flags = { "--store=etcd://h:1", "--listen=[::]:7300", "--insecure" } },
+                 "give --advertise");
+    refuse_check((struct sources){ .flags = { "--advertise=h:1" } }, "advertise is h:1, and listen is not set");
+    refuse_check((struct sources){ .flags = { "--advertise=0.0.0.0:1", "--listen=127.0.0.1:0" } },
+                 "advertise is 0.0.0.0:1, which is no address of a machine");
+    accept_check((struct sources){ .flags = { "--store=etcd://h:1", "--listen=0.0.0.0:7300", "--insecure",
+                                              "--advertise=node1:0" } });
+    accept_check((struct sources){ .flags = { "--listen=0.0.0.0:7300", "--insecure" } }); /* a cluster of one */
+}
+
 static void paths_are_checked(void **state)
 {
-    char flag[256] = "--socket=/";
+    char flag[256] = "--socket=/", name[300] = "--name=";
 
     (void)state;
     memset(flag + strlen(flag), 'x', 120);
@@ -536,6 +556,8 @@ static void paths_are_checked(void **state)
     refuse_check((struct sources){ .flags = { "--socket=" } }, "socket is not set");
     refuse_check((struct sources){ .flags = { "--state-dir=" } }, "state-dir is not set");
     refuse_check((struct sources){ .flags = { "--name=" } }, "name is empty");
+    memset(name + strlen(name), 'x', 254);
+    refuse_check((struct sources){ .flags = { name } }, "name is 254 bytes long: it may have 253");
     refuse_check((struct sources){ .flags = { "--attach-token-file=/no/token" } }, "attach-token-file: cannot read");
 }
 
@@ -689,6 +711,7 @@ int main(void)
         cmocka_unit_test(paths_are_checked),
         cmocka_unit_test(mps_is_of_no_use_to_the_host),
         cmocka_unit_test(a_store_needs_what_belongs_together),
+        cmocka_unit_test(servers_of_a_cluster_tell_each_other_where_they_are),
         cmocka_unit_test(printing_round_trips),
         cmocka_unit_test(printing_names_the_origin),
         cmocka_unit_test(reload_takes_what_may_change_and_names_the_rest),

@@ -369,12 +369,12 @@ static void an_absent_rank_sends_nothing_and_gets_nothing(void **state)
     check_rows(&d, rows0, COUNT(rows0));
     ep_ref_dispatch_free(&d);
     assert_int_equal(ep_ref_dropped(&routing, 0), 2); /* t0 -> 2 and t2 -> 3 */
-    assert_int_equal(ep_ref_remote_rows(&routing, 0), 0);
+    assert_int_equal(ep_ref_remote_rows(&routing, NULL, 0), 0);
     routing = example(true);
     assert_int_equal(ep_ref_dropped(&routing, 0), 0);
     assert_int_equal(ep_ref_dropped(&routing, 1), 1); /* 9 */
-    assert_int_equal(ep_ref_remote_rows(&routing, 0), 2);
-    assert_int_equal(ep_ref_remote_rows(&routing, 1), 1);
+    assert_int_equal(ep_ref_remote_rows(&routing, NULL, 0), 2);
+    assert_int_equal(ep_ref_remote_rows(&routing, NULL, 1), 1);
 }
 
 /* ---- combine -------------------------------------------------------------------- */
@@ -418,6 +418,39 @@ static void combine_by_hand(void **state)
     /* t2: no choice and expert 3 with 8 */
     assert_true(ep_ref_combine_token(&routing, &combine, 0, 2, value, bound));
     assert_true(value[0] == 32.0);
+}
+
+/* Ranks 0 and 1 on node 0, 2 and 3 on node 1; two experts each, one choice of each rank. */
+static void a_nodes_parts_are_summed_up_there(void **state)
+{
+    static const int64_t topk[4] = { 0, 2, 4, 6 };
+    static const uint32_t node[4] = { 0, 0, 1, 1 };
+    const struct ep_ref_rank ranks[4] = { { true, 1, topk, NULL }, { .present = true }, { .present = true },
+                                          { .present = true } };
+    const struct ep_ref_routing routing = { .ranks = 4, .experts = 8, .top_k = 4, .rank = ranks };
+    struct ep_ref_combine combine = { .dtype = EP_BF16, .hidden = 3, .node = node, .expert = toy_expert };
+    const double g1 = ep_ref_gamma(1), g2 = ep_ref_gamma(2), g3 = ep_ref_gamma(3);
+    double value[3], bound[3];
+    (void)state;
+
+    assert_int_equal(ep_ref_remote_rows(&routing, NULL, 0), 3);
+    assert_int_equal(ep_ref_remote_rows(&routing, node, 0), 2);
+    assert_true(ep_ref_combine_token(&routing, &combine, 0, 0, value, bound));
+    assert_true(value[0] == 1 + 3 + 5 + 7);
+
+    /* h: of 1 and 3 2^-8 and 2^-7, of 5 and 7 2^-6, of their sum 12 2^-5, of 16 2^-4 */
+    double e0 = g1 * 1 + 0x1p-8, e1 = g1 * 3 + 0x1p-7, e2 = g1 * 5 + 0x1p-6, e3 = g1 * 7 + 0x1p-6;
+    double en = e2 + e3 + g2 * (5 + e2 + 7 + e3) + 0x1p-5;
+    double e = e0 + e1 + en + g3 * (1 + e0 + 3 + e1 + 12 + en);
+
+    assert_true(fabs(bound[0] - (e + 0x1p-4)) < 1e-15);
+
+    /* what is alone on its node is not rounded again */
+    combine.arrived = (const bool[4]){ true, true, true, false };
+    assert_true(ep_ref_combine_token(&routing, &combine, 0, 0, value, bound));
+    assert_true(value[0] == 9);
+    e = e0 + e1 + e2 + g3 * (1 + e0 + 3 + e1 + 5 + e2);
+    assert_true(fabs(bound[0] - (e + 0x1p-5)) < 1e-15);
 }
 
 static void combine_leaves_out_who_did_not_arrive(void **state)
@@ -531,6 +564,7 @@ int main(void)
         cmocka_unit_test(rank_major_and_flat_by_hand),
         cmocka_unit_test(an_absent_rank_sends_nothing_and_gets_nothing),
         cmocka_unit_test(combine_by_hand),
+        cmocka_unit_test(a_nodes_parts_are_summed_up_there),
         cmocka_unit_test(combine_leaves_out_who_did_not_arrive),
         cmocka_unit_test(combine_adds_the_bias_once),
         cmocka_unit_test(the_bound_holds_for_fp32_sums),

@@ -110,17 +110,12 @@ static void remaining_time_reaches_the_handler(void **state)
 
 static ep_status put(size_t size, struct ep_error *error)
 {
-    Ep__V1__PutBootstrapRequest request = EP__V1__PUT_BOOTSTRAP_REQUEST__INIT;
-    ProtobufCMessage *reply;
+    char *text = calloc(1, size + 1);
     ep_status status;
 
-    request.value.len = size;
-    request.value.data = calloc(1, size);
-    status = ep_rpc_unary(f.channel, &ep__v1__node__descriptor, "PutBootstrap", NULL, 0,
-                          &request.base, 10000, &reply, error);
-    free(request.value.data);
-    if (status == EP_OK)
-        protobuf_c_message_free_unpacked(reply, NULL);
+    memset(text, 'x', size);
+    status = ping(f.channel, text, 10000, NULL, error);
+    free(text);
     return status;
 }
 
@@ -144,27 +139,13 @@ static void request_above_the_clients_limit_names_it(void **state)
     assert_text(error.text, "4194304");
 }
 
-static ep_status get(struct ep_rpc_channel *channel, const char *size, struct ep_error *error)
-{
-    Ep__V1__GetBootstrapRequest request = EP__V1__GET_BOOTSTRAP_REQUEST__INIT;
-    ProtobufCMessage *reply;
-    ep_status status;
-
-    request.key = (char *)(uintptr_t)size;
-    status = ep_rpc_unary(channel, &ep__v1__node__descriptor, "GetBootstrap", NULL, 0,
-                          &request.base, 10000, &reply, error);
-    if (status == EP_OK)
-        protobuf_c_message_free_unpacked(reply, NULL);
-    return status;
-}
-
 static void answer_above_the_servers_limit_names_it(void **state)
 {
     struct ep_error error;
 
     (void)state;
-    assert_ok(get(f.channel, "60000", &error), &error);
-    assert_int_equal(get(f.channel, "100000", &error), EP_RESOURCE_EXHAUSTED);
+    assert_ok(ping(f.channel, "get:60000", 10000, NULL, &error), &error);
+    assert_int_equal(ping(f.channel, "get:100000", 10000, NULL, &error), EP_RESOURCE_EXHAUSTED);
     assert_text(error.text, "65536");
 }
 
@@ -175,7 +156,7 @@ static void answer_above_the_clients_limit_names_it(void **state)
 
     (void)state;
     assert_ok(ep_rpc_channel_open(f.client, f.unix_target, NULL, 1000, &channel, &error), &error);
-    assert_int_equal(get(channel, "5000", &error), EP_RESOURCE_EXHAUSTED);
+    assert_int_equal(ping(channel, "get:5000", 10000, NULL, &error), EP_RESOURCE_EXHAUSTED);
     assert_text(error.text, "1000");
     ep_rpc_channel_close(channel);
 }
@@ -185,23 +166,21 @@ static void garbage_request_is_an_invalid_argument(void **state)
 {
     static ProtobufCMethodDescriptor method;
     ProtobufCServiceDescriptor lying = ep__v1__node__descriptor;
-    Ep__V1__PutBootstrapRequest request = EP__V1__PUT_BOOTSTRAP_REQUEST__INIT;
+    Ep__V1__DrainNodeRequest request = EP__V1__DRAIN_NODE_REQUEST__INIT;
     static const unsigned index[] = { 0 };
     ProtobufCMessage *reply;
     struct ep_error error;
 
     (void)state;
-    method = (ProtobufCMethodDescriptor){ "Prepare", &ep__v1__put_bootstrap_request__descriptor,
-                                          &ep__v1__prepare_reply__descriptor };
+    method = (ProtobufCMethodDescriptor){ "Ping", &ep__v1__drain_node_request__descriptor,
+                                          &ep__v1__ping_reply__descriptor };
     lying.methods = &method;
     lying.n_methods = 1;
     lying.method_indices_by_name = index;
-    request.key = (char *)(uintptr_t) "x";
-    request.value.len = 6;
-    request.value.data = (uint8_t *)(uintptr_t) "\xff\xff\xff\xff\xff\xff";
-    /* PrepareRequest.epoch is a number where this has bytes. */
-    (void)ep_rpc_unary(f.channel, &lying, "Prepare", NULL, 0, &request.base, 5000, &reply, &error);
-    assert_text(error.text, "ep.v1.PrepareRequest");
+    /* PingRequest.time_us is a number where this has text. */
+    request.reason = (char *)(uintptr_t) "text";
+    (void)ep_rpc_unary(f.channel, &lying, "Ping", NULL, 0, &request.base, 5000, &reply, &error);
+    assert_text(error.text, "ep.v1.PingRequest");
     assert_int_equal(error.status, EP_INVALID_ARGUMENT);
 }
 
@@ -221,7 +200,7 @@ static void unknown_method_is_answered_at_once(void **state)
 
 static void wrong_request_type_is_refused(void **state)
 {
-    Ep__V1__AbortRequest request = EP__V1__ABORT_REQUEST__INIT;
+    Ep__V1__GetNodeRequest request = EP__V1__GET_NODE_REQUEST__INIT;
     ProtobufCMessage *reply;
     struct ep_error error;
 
@@ -271,6 +250,146 @@ static void a_loops_runtime_opens_channels_too(void **state)
 {
     (void)state;
     fixture_run(&f, call_loop_from_loop);
+}
+
+/* ---- calls of the loop's own --------------------------------------------------------- */
+
+struct answer {
+    atomic_int told;
+    struct ep_error error;
+    char text[128];
+    bool on_loop, closes;
+};
+
+static struct {
+    struct ep_rpc_channel *channel;
+    struct answer answers[3];
+    const char *texts[3];
+    uint32_t timeout_ms;
+    size_t n;
+} asking; /* the loop's, while it runs a task */
+
+static void on_answer(const struct ep_error *error, const ProtobufCMessage *reply, void *user)
+{
+    struct answer *answer = user;
+    uv_thread_t self = uv_thread_self();
+
+    answer->error = *error;
+    if (reply)
+        snprintf(answer->text, sizeof answer->text, "%s", ((const Ep__V1__PingReply *)reply)->node);
+    answer->on_loop = uv_thread_equal(&self, &f.thread);
+    if (answer->closes)
+        ep_rpc_channel_close(asking.channel);
+    atomic_fetch_add(&answer->told, 1);
+}
+
+static void ask_all(struct fixture *fx)
+{
+    Ep__V1__PingRequest request = EP__V1__PING_REQUEST__INIT;
+    struct ep_error error;
+
+    if (!asking.channel)
+        assert_ok(ep_rpc_channel_open(fx->rpc, fx->unix_target, NULL, 0, &asking.channel, &error), &error);
+    for (size_t i = 0; i < asking.n; i++) {
+        request.node = (char *)(uintptr_t)asking.texts[i];
+        ep_rpc_ask(asking.channel, &ep__v1__node__descriptor, "Ping", NULL, 0, &request.base, asking.timeout_ms,
+                   on_answer, &asking.answers[i]);
+        assert_int_equal(atomic_load(&asking.answers[i].told), 0);
+    }
+}
+
+static void close_asking(struct fixture *fx)
+{
+    (void)fx;
+    ep_rpc_channel_close(asking.channel);
+}
+
+static void ask(uint32_t timeout_ms, size_t n, const char *const texts[])
+{
+    memset(&asking, 0, sizeof asking);
+    asking.timeout_ms = timeout_ms;
+    asking.n = n;
+    if (n)
+        memcpy(asking.texts, texts, n * sizeof *texts);
+}
+
+static void a_loop_asks_without_waiting(void **state)
+{
+    (void)state;
+    ask(20000, 3, (const char *const[]){ "one", "fail", "three" });
+    fixture_run(&f, ask_all);
+    for (size_t i = 0; i < 3; i++)
+        EVENTUALLY(atomic_load(&asking.answers[i].told) == 1);
+    assert_string_equal(asking.answers[0].text, "one");
+    assert_int_equal(asking.answers[0].error.status, EP_OK);
+    assert_true(asking.answers[0].on_loop);
+    assert_int_equal(asking.answers[1].error.status, EP_TIMEOUT);
+    assert_text(asking.answers[1].error.text, "rank 3 was late");
+    assert_string_equal(asking.answers[2].text, "three");
+    fixture_run(&f, close_asking);
+}
+
+static void what_a_loop_asks_ends_in_time(void **state)
+{
+    (void)state;
+    ask(100, 1, (const char *const[]){ "hold" });
+    fixture_run(&f, ask_all);
+    EVENTUALLY(atomic_load(&asking.answers[0].told) == 1);
+    assert_int_equal(asking.answers[0].error.status, EP_DEADLINE_EXCEEDED);
+    assert_text(asking.answers[0].error.text, "100 ms");
+    fixture_run(&f, close_asking);
+}
+
+static void closing_ends_what_a_loop_has_asked(void **state)
+{
+    (void)state;
+    ask(20000, 2, (const char *const[]){ "hold", "hold" });
+    fixture_run(&f, ask_all);
+    EVENTUALLY(atomic_load(&f.held) == 2);
+    fixture_run(&f, close_asking);
+    for (size_t i = 0; i < 2; i++) {
+        EVENTUALLY(atomic_load(&asking.answers[i].told) == 1);
+        assert_int_equal(asking.answers[i].error.status, EP_CANCELLED);
+    }
+}
+
+static void a_channel_may_be_closed_by_an_answer(void **state)
+{
+    (void)state;
+    ask(20000, 2, (const char *const[]){ "one", "hold" });
+    asking.answers[0].closes = true;
+    fixture_run(&f, ask_all);
+    for (size_t i = 0; i < 2; i++)
+        EVENTUALLY(atomic_load(&asking.answers[i].told) == 1);
+    assert_int_equal(asking.answers[0].error.status, EP_OK);
+    assert_int_equal(asking.answers[1].error.status, EP_CANCELLED);
+}
+
+static void ask_wrongly(struct fixture *fx)
+{
+    Ep__V1__PingReply wrong = EP__V1__PING_REPLY__INIT;
+    struct ep_error error;
+
+    assert_ok(ep_rpc_channel_open(fx->rpc, fx->unix_target, NULL, 0, &asking.channel, &error), &error);
+    ep_rpc_ask(asking.channel, &ep__v1__node__descriptor, "Ping", NULL, 0, &wrong.base, 1000, on_answer,
+               &asking.answers[0]);
+    ep_rpc_ask(asking.channel, &ep__v1__node__descriptor, "Pong", NULL, 0, &wrong.base, 1000, on_answer,
+               &asking.answers[1]);
+    assert_int_equal(atomic_load(&asking.answers[0].told), 0);
+    ep_rpc_channel_close(asking.channel);
+}
+
+static void a_call_that_cannot_begin_is_told_from_the_loop(void **state)
+{
+    (void)state;
+    ask(0, 0, NULL);
+    fixture_run(&f, ask_wrongly);
+    for (size_t i = 0; i < 2; i++) {
+        EVENTUALLY(atomic_load(&asking.answers[i].told) == 1);
+        assert_int_equal(asking.answers[i].error.status, EP_INVALID_ARGUMENT);
+    }
+    assert_text(asking.answers[0].error.text, "ep.v1.PingRequest");
+    assert_text(asking.answers[1].error.text, "Pong");
 }
 
 /* ---- streams ------------------------------------------------------------------------- */
@@ -557,6 +676,11 @@ int main(void)
     const struct CMUnitTest tests[] = {
         T(unary_answers),
         T(unary_error_keeps_status_and_words),
+        T(a_loop_asks_without_waiting),
+        T(what_a_loop_asks_ends_in_time),
+        T(closing_ends_what_a_loop_has_asked),
+        T(a_channel_may_be_closed_by_an_answer),
+        T(a_call_that_cannot_begin_is_told_from_the_loop),
         T(unary_deadline_names_target_and_bound),
         T(unary_without_server_names_the_path),
         T(metadata_reaches_the_handler),

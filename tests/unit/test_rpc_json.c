@@ -62,7 +62,7 @@ static void round_trip(const char *text, const char *expect, const ProtobufCMess
 static void defaults_are_present_and_unset_messages_null(void **state)
 {
     (void)state;
-    round_trip("{}", "{\"name\":\"\",\"spec\":null,\"dry_run\":false}",
+    round_trip("{}", "{\"name\":\"\",\"spec\":null,\"dry_run\":false,\"asker\":null}",
                &ep__v1__create_group_request__descriptor);
 }
 
@@ -73,7 +73,8 @@ static void spec_round_trips(void **state)
                "\"modes\":[\"MODE_LL\",\"MODE_HT\"],\"dtypes\":[],\"ll_max_tokens\":0,"
                "\"ht_max_tokens\":0,\"arena_bytes\":9223372036854775807,\"timeout_ms\":0,"
                "\"placement\":{\"strategy\":\"PLACEMENT_STRATEGY_EXPLICIT\","
-               "\"homes\":[{\"expert\":1,\"rank\":2},{\"expert\":3,\"rank\":4}]},"
+               "\"homes\":[{\"expert\":1,\"rank\":2},{\"expert\":3,\"rank\":4}],"
+               "\"nodes\":\"NODE_STRATEGY_UNSPECIFIED\",\"ranks\":[],\"redundant\":0,\"loads\":[]},"
                "\"labels\":{\"zone\":\"a\",\"\":\"empty key\"},\"backend\":\"BACKEND_HOST\","
                "\"ll_banks\":2,\"direct\":\"DIRECT_ANY\"}",
                NULL, &ep__v1__group_spec__descriptor);
@@ -83,10 +84,10 @@ static void integers_above_int64_are_strings(void **state)
 {
     (void)state;
     round_trip("{\"revision\":\"18446744073709551615\"}",
-               "{\"name\":\"\",\"revision\":\"18446744073709551615\",\"spec\":null,\"status\":null}",
+               "{\"name\":\"\",\"revision\":\"18446744073709551615\",\"spec\":null,\"status\":null,\"plan\":null}",
                &ep__v1__group__descriptor);
     round_trip("{\"revision\":\"12\"}",
-               "{\"name\":\"\",\"revision\":12,\"spec\":null,\"status\":null}",
+               "{\"name\":\"\",\"revision\":12,\"spec\":null,\"status\":null,\"plan\":null}",
                &ep__v1__group__descriptor);
 }
 
@@ -127,11 +128,12 @@ static void oneof_is_absent_until_set(void **state)
     (void)state;
     round_trip("{\"group\":\"g\"}",
                "{\"group\":\"g\",\"worker\":\"\",\"window_version\":0,\"attach_version\":0,"
-               "\"token\":\"\",\"executor\":\"EXECUTOR_AUTO\"}",
+               "\"token\":\"\",\"executor\":\"EXECUTOR_AUTO\",\"follow\":false,\"after\":0}",
                &ep__v1__claim_request__descriptor);
     round_trip("{\"group\":\"g\",\"rank\":0}",
                "{\"group\":\"g\",\"rank\":0,\"worker\":\"\",\"window_version\":0,"
-               "\"attach_version\":0,\"token\":\"\",\"executor\":\"EXECUTOR_AUTO\"}",
+               "\"attach_version\":0,\"token\":\"\",\"executor\":\"EXECUTOR_AUTO\",\"follow\":false,"
+               "\"after\":0}",
                &ep__v1__claim_request__descriptor);
 }
 

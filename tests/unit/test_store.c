@@ -376,7 +376,7 @@ static void kill_9_loses_nothing_that_was_acknowledged(void **state)
     }
 }
 
-#define TEST(name) cmocka_unit_test_setup_teardown(name, fixture_setup, fixture_teardown)
+#define TEST(name) FIXTURE_TEST(#name, name, fixture_setup)
 
 int main(int argc, char **argv)
 {

@@ -14,24 +14,11 @@ static int setup_etcd(void **state)
     return 0;
 }
 
-/* Opens the fixture's store; on etcd the case is skipped where there is none. */
-static struct fixture *begin(void **state)
-{
-    struct fixture *f = *state;
-
-    if (f->on_etcd && !cluster_installed()) {
-        print_message("etcd is not installed (package etcd-server)\n");
-        skip();
-    }
-    assert_int_equal(fixture_open(f, NULL), EP_OK);
-    return f;
-}
-
 /* ---- records ----------------------------------------------------------------------- */
 
 static void revisions_grow_and_prefixes_select(void **state)
 {
-    struct fixture *f = begin(state);
+    struct fixture *f = fixture_begin(state);
     uint64_t first = put(f, "groups/a", "one", EP_STORE_ABSENT).revision;
     uint64_t second = put(f, "groups/b", "two", EP_STORE_ANY).revision;
     uint64_t third = put(f, "node/cordon", "", EP_STORE_ABSENT).revision;
@@ -49,7 +36,7 @@ static void revisions_grow_and_prefixes_select(void **state)
 
 static void a_write_needs_the_revision_it_expects(void **state)
 {
-    struct fixture *f = begin(state);
+    struct fixture *f = fixture_begin(state);
     char text[128];
     struct written w;
     uint64_t at = put(f, "a", "1", EP_STORE_ABSENT).revision;
@@ -70,7 +57,7 @@ static void a_write_needs_the_revision_it_expects(void **state)
 
 static void a_commit_is_all_or_nothing(void **state)
 {
-    struct fixture *f = begin(state);
+    struct fixture *f = fixture_begin(state);
     const struct ep_store_write writes[] = {
         { .key = "a", .value = "new", .size = 3, .expected = EP_STORE_ANY },
         { .key = "b", .value = NULL, .size = 0, .expected = EP_STORE_ANY },
@@ -89,7 +76,7 @@ static void a_commit_is_all_or_nothing(void **state)
 
 static void a_check_writes_nothing_and_holds_the_others_up(void **state)
 {
-    struct fixture *f = begin(state);
+    struct fixture *f = fixture_begin(state);
     struct ep_store_write writes[] = {
         { .key = "guard", .check_only = true },
         { .key = "a", .value = "1", .size = 1, .expected = EP_STORE_ANY },
@@ -105,7 +92,7 @@ static void a_check_writes_nothing_and_holds_the_others_up(void **state)
 
 static void too_many_writes_are_refused(void **state)
 {
-    struct fixture *f = begin(state);
+    struct fixture *f = fixture_begin(state);
     struct ep_store_write writes[EP_STORE_MAX_WRITES + 1];
     char keys[EP_STORE_MAX_WRITES + 1][8];
     struct written w;
@@ -130,7 +117,7 @@ static void on_bytes(const struct ep_error *error, const struct ep_record *recor
 
 static void values_are_any_bytes(void **state)
 {
-    struct fixture *f = begin(state);
+    struct fixture *f = fixture_begin(state);
     bool same = false;
     const struct ep_store_write write = {
         .key = "a", .value = "\0\xff\n", .size = 3, .expected = EP_STORE_ANY
@@ -176,7 +163,7 @@ static void step_written(const struct ep_error *error, uint64_t revision, void *
 
 static void callbacks_come_in_the_order_of_the_calls(void **state)
 {
-    struct fixture *f = begin(state);
+    struct fixture *f = fixture_begin(state);
     struct order order = { 0 };
     struct step steps[100];
     const struct ep_store_write write = { .key = "a", .value = "1", .size = 1, .expected = EP_STORE_ANY };
@@ -197,7 +184,7 @@ static void callbacks_come_in_the_order_of_the_calls(void **state)
 
 static void a_watch_begins_with_the_whole_and_goes_on_with_changes(void **state)
 {
-    struct fixture *f = begin(state);
+    struct fixture *f = fixture_begin(state);
     const struct ep_store_write two[] = {
         { .key = "w/b", .value = "2", .size = 1, .expected = EP_STORE_ANY },
         { .key = "w/c", .value = "", .size = 0, .expected = EP_STORE_ANY },
@@ -225,7 +212,7 @@ static void a_watch_begins_with_the_whole_and_goes_on_with_changes(void **state)
 
 static void a_watch_of_an_empty_store_says_so_once(void **state)
 {
-    struct fixture *f = begin(state);
+    struct fixture *f = fixture_begin(state);
     struct seen seen = { 0 };
     struct ep_watch *watch = ep_watch_open(f->store, "w/", EP_STORE_BEGIN, on_changes, &seen);
 
@@ -238,7 +225,7 @@ static void a_watch_of_an_empty_store_says_so_once(void **state)
 
 static void a_watch_goes_on_after_a_revision(void **state)
 {
-    struct fixture *f = begin(state);
+    struct fixture *f = fixture_begin(state);
     struct seen seen = { 0 }, later = { 0 };
     struct ep_watch *watch = ep_watch_open(f->store, "w/", EP_STORE_BEGIN, on_changes, &seen);
 
@@ -258,7 +245,7 @@ static void a_watch_goes_on_after_a_revision(void **state)
 
 static void a_watch_may_be_closed_before_it_has_begun(void **state)
 {
-    struct fixture *f = begin(state);
+    struct fixture *f = fixture_begin(state);
     struct seen seen = { 0 };
 
     for (int i = 0; i < 5; i++)
@@ -281,10 +268,10 @@ static struct ep_session *begin_session(struct fixture *f, struct told *told, ui
 
 static void a_sessions_records_go_with_it(void **state)
 {
-    struct fixture *f = begin(state);
+    struct fixture *f = fixture_begin(state);
     struct told told = { 0 };
     struct seen seen = { 0 };
-    struct ep_session *session = begin_session(f, &told, 5000);
+    struct ep_session *session = begin_session(f, &told, 20000);
     const struct ep_store_write writes[] = {
         { .key = "node/a", .value = "up", .size = 2, .expected = EP_STORE_ABSENT, .session = session },
         { .key = "other", .value = "stays", .size = 5, .expected = EP_STORE_ABSENT },
@@ -305,9 +292,9 @@ static void a_sessions_records_go_with_it(void **state)
 /* What is written again for another session, or none, does not go with the first. */
 static void a_record_goes_with_the_session_that_wrote_it_last(void **state)
 {
-    struct fixture *f = begin(state);
+    struct fixture *f = fixture_begin(state);
     struct told one = { 0 }, two = { 0 };
-    struct ep_session *first = begin_session(f, &one, 5000), *second = begin_session(f, &two, 5000);
+    struct ep_session *first = begin_session(f, &one, 20000), *second = begin_session(f, &two, 20000);
     struct ep_store_write writes[] = {
         { .key = "a", .value = "1", .size = 1, .expected = EP_STORE_ANY, .session = first },
         { .key = "b", .value = "1", .size = 1, .expected = EP_STORE_ANY, .session = first },
@@ -325,9 +312,9 @@ static void a_record_goes_with_the_session_that_wrote_it_last(void **state)
 
 static void a_session_ends_with_its_store(void **state)
 {
-    struct fixture *f = begin(state);
+    struct fixture *f = fixture_begin(state);
     struct told told = { 0 };
-    struct ep_session *session = begin_session(f, &told, 5000);
+    struct ep_session *session = begin_session(f, &told, 20000);
     const struct ep_store_write write = {
         .key = "a", .value = "1", .size = 1, .expected = EP_STORE_ANY, .session = session
     };
@@ -364,7 +351,7 @@ static void on_election(struct ep_election *election, bool leading, void *user)
 
 static void run_for(struct fixture *f, struct candidate *c, const char *name)
 {
-    c->session = begin_session(f, &c->told, 5000);
+    c->session = begin_session(f, &c->told, 20000);
     c->election = ep_election_open(f->store, c->session, "cluster/leader", name, on_election, c);
 }
 
@@ -380,7 +367,7 @@ static struct written guarded(struct fixture *f, const struct candidate *c, cons
 
 static void one_leads_and_the_other_takes_over(void **state)
 {
-    struct fixture *f = begin(state);
+    struct fixture *f = fixture_begin(state);
     struct candidate a = { 0 }, b = { 0 };
 
     run_for(f, &a, "node-a");
@@ -405,7 +392,7 @@ static void one_leads_and_the_other_takes_over(void **state)
 /* Whoever deletes the record takes the lead away, and the next term is another. */
 static void a_lead_that_is_taken_away_is_told_and_run_for_again(void **state)
 {
-    struct fixture *f = begin(state);
+    struct fixture *f = fixture_begin(state);
     struct candidate a = { 0 };
     struct ep_store_write old;
 
@@ -421,7 +408,7 @@ static void a_lead_that_is_taken_away_is_told_and_run_for_again(void **state)
 
 static void an_election_may_be_closed_at_once(void **state)
 {
-    struct fixture *f = begin(state);
+    struct fixture *f = fixture_begin(state);
 
     for (int i = 0; i < 5; i++) {
         struct candidate a = { 0 };
@@ -436,14 +423,8 @@ static void an_election_may_be_closed_at_once(void **state)
     assert_int_equal(list(f, "").n, 0);
 }
 
-#define ON_SQLITE(name)                                                                                      \
-    {                                                                                                        \
-#name "_on_sqlite", name, fixture_setup, fixture_teardown, NULL                                      \
-    }
-#define ON_ETCD(name)                                                                                        \
-    {                                                                                                        \
-#name "_on_etcd", name, setup_etcd, fixture_teardown, NULL                                           \
-    }
+#define ON_SQLITE(name) FIXTURE_TEST(#name "_on_sqlite", name, fixture_setup)
+#define ON_ETCD(name)   FIXTURE_TEST(#name "_on_etcd", name, setup_etcd)
 #define CASES(ON)                                                                                            \
     ON(revisions_grow_and_prefixes_select), ON(a_write_needs_the_revision_it_expects),                       \
         ON(a_commit_is_all_or_nothing), ON(a_check_writes_nothing_and_holds_the_others_up),                  \

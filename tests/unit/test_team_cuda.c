@@ -677,11 +677,11 @@ static void the_next_worker_finds_the_mailbox_empty(void **state)
     struct ep_mailbox *mailbox = &((struct ep_control *)(void *)window_of(f, 2))->gpu.mailbox;
 
     start_as(f, 2, false);
-    mailbox->doorbell = mailbox->closed = mailbox->done = 1;
+    mailbox->bell = mailbox->closed = mailbox->spins = 1;
     ep_team_leave(f->team, 2);
     stop(f);
     assert_true(ep_team_clean(f->team, 2));
-    assert_int_equal(mailbox->doorbell | mailbox->closed | mailbox->done, 0);
+    assert_int_equal(mailbox->bell | mailbox->closed | mailbox->spins, 0);
     assert_int_equal(ep_team_join(f->team, 2, NULL), EP_OK);
     start_as(f, 2, false);
     stop(f);

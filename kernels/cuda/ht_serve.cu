@@ -1,0 +1,74 @@
+/*
+ * Executor server: HT ops.  The kernel that finds out what is in a mailbox (ll_serve.cu) does not execute them.  Its
+ * block 0 judges its copy of the op, makes the arguments from it and puts both at the desk, where this kernel, which
+ * stands behind it, finds them.
+ *
+ * All blocks of an HT op wait for each other, so all must have the same op: what is at the desk nobody else can change.
+ * When the op was none of HT, nothing of this entry is there, and the blocks leave.
+ */
+#include "ht_combine.cuh"
+#include "ht_dispatch.cuh"
+#include "launch.cuh"
+#include "ll_serve.cuh"
+
+namespace ep {
+namespace ht {
+namespace {
+
+__shared__ struct ep_ht_args args;
+extern __shared__ uint32_t shared[]; /* for both kinds of op */
+
+/* Functions of their own, as in ll_serve.cu. */
+template <Cast C> __device__ __noinline__ void dispatch_op() { dispatch::run<C>(args, shared); }
+template <class T> __device__ __noinline__ void combine_op() { combine::run<T>(args, shared); }
+
+__device__ inline void execute(uint32_t kind)
+{
+    if (kind == EP_OP_DISPATCH) {
+        if (args.wire_dtype == args.input_dtype)
+            dispatch_op<Cast::none>();
+        else if (args.input_dtype == EP_BF16)
+            dispatch_op<Cast::bf16>();
+        else if (args.input_dtype == EP_FP16)
+            dispatch_op<Cast::fp16>();
+        else
+            dispatch_op<Cast::fp32>();
+    } else if (args.wire_dtype == EP_BF16) {
+        combine_op<__nv_bfloat16>();
+    } else if (args.wire_dtype == EP_FP16) {
+        combine_op<__half>();
+    } else {
+        combine_op<float>();
+    }
+}
+
+__global__ void __launch_bounds__(kThreads, 2) serve(const __grid_constant__ ep_ll_serve s)
+{
+    const struct ep_ht_desk *desk = &s.desk->ht;
+
+    if (desk->number != s.number)
+        return;
+    copy_words(&args, &desk->args);
+    __syncthreads();
+    execute(desk->op.kind);
+    __syncthreads();
+    if (threadIdx.x >= 32 || !pass(s, desk->spins, true))
+        return;
+    if (threadIdx.x == 0 && !desk->spins)
+        store_u32(&s.mailbox->bell, EP_BELL_DONE);
+    log_op(s, desk->op, desk->op.kind, desk->place, desk->ended);
+}
+
+} // namespace
+} // namespace ht
+} // namespace ep
+
+extern "C" int ep_ht_serve_prepare(uint32_t shared_bytes, uint32_t *blocks)
+{
+    return ep::fit_one((const void *)ep::ht::serve, shared_bytes, blocks);
+}
+
+extern "C" int ep_ht_serve_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, void *stream)
+{
+    return ep::launch(ep::ht::serve, serve->ht_blocks, ep::kThreads, shared_bytes, false, stream, *serve);
+}

@@ -1,0 +1,78 @@
+/* launch.cuh: launching kernels, from host code. */
+#ifndef EP_LAUNCH_CUH
+#define EP_LAUNCH_CUH
+
+#include <initializer_list>
+
+#include "ll_device.cuh"
+
+namespace ep {
+
+using Kernel = void (*)(ep_ll_args);
+
+/* early: see await_stream(). */
+template <class... P, class... A>
+inline int launch(void (*kernel)(P...), uint32_t blocks, uint32_t threads, uint32_t shared_bytes, bool early,
+                  void *stream, const A &...args)
+{
+    cudaLaunchAttribute attribute = {};
+    cudaLaunchConfig_t config = {};
+
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = early;
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = (cudaStream_t)stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    cudaLaunchKernelEx(&config, kernel, args...);
+    return cudaGetLastError();
+}
+
+/*
+ * How many blocks of a kernel a multiprocessor can hold.  Loads its code, too: that must not come first while
+ * a peer's kernel waits for this rank.  Groups of one process have one attribute among them, so it is the most.
+ */
+inline int fit_one(const void *kernel, uint32_t shared_bytes, uint32_t *blocks_per_sm)
+{
+    int blocks = 0;
+    cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)EP_DEVICE_MAX_SHARED_BYTES);
+
+    if (error == cudaSuccess)
+        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared_bytes);
+    *blocks_per_sm = (uint32_t)blocks;
+    return error;
+}
+
+template <class K>
+inline int fit(std::initializer_list<K> kernels, uint32_t shared_bytes, uint32_t *blocks_per_sm)
+{
+    *blocks_per_sm = ~0u;
+    for (K kernel : kernels) {
+        uint32_t blocks;
+        const int error = fit_one((const void *)kernel, shared_bytes, &blocks);
+
+        if (error != cudaSuccess)
+            return error;
+        *blocks_per_sm = blocks < *blocks_per_sm ? blocks : *blocks_per_sm;
+    }
+    return cudaSuccess;
+}
+
+int dispatch_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm);
+int combine_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm);
+
+namespace ht {
+
+/* As fit() for LL's. */
+int prepare(std::initializer_list<const void *> kernels, uint32_t shared_bytes, uint32_t *blocks_per_sm);
+int dispatch_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm);
+int combine_prepare(uint32_t *blocks_per_sm);
+
+} // namespace ht
+
+} // namespace ep
+
+#endif

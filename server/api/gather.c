@@ -1,0 +1,137 @@
+/* Counters of a group's ranks on all nodes: every member is asked for those of its own. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "api_private.h"
+#include "ep/v1/node.pb-c.h"
+
+#define ASK_MS 3000u
+
+struct gather {
+    struct ep_api *api;
+    struct ep_rpc_call *call; /* NULL: it has ended */
+    Ep__V1__Stats stats;      /* what has come so far */
+    uint32_t waiting;
+};
+
+struct asked {
+    struct gather *gather;
+    char node[]; /* by name */
+};
+
+/* ---- what comes ------------------------------------------------------------------------------- */
+
+static void *grown(void *list, size_t n, size_t size)
+{
+    void *more = realloc(list, (n + 1) * size);
+
+    if (!more)
+        abort(); /* as in arena.c */
+    return more;
+}
+
+static void add_missing(Ep__V1__Stats *stats, const char *node, const char *why)
+{
+    char *text;
+
+    if (asprintf(&text, "%s: %s", node, why) < 0)
+        abort();
+    stats->missing = grown(stats->missing, stats->n_missing, sizeof *stats->missing);
+    stats->missing[stats->n_missing++] = text;
+}
+
+static void add_rank(Ep__V1__Stats *stats, const Ep__V1__RankStats *rank)
+{
+    const size_t size = ep__v1__rank_stats__get_packed_size(rank);
+    uint8_t *bytes = grown(NULL, size, 1);
+    Ep__V1__RankStats *own;
+
+    ep__v1__rank_stats__pack(rank, bytes);
+    own = ep__v1__rank_stats__unpack(NULL, size, bytes);
+    free(bytes);
+    if (!own)
+        abort();
+    stats->ranks = grown(stats->ranks, stats->n_ranks, sizeof *stats->ranks);
+    stats->ranks[stats->n_ranks++] = own;
+}
+
+static void finish(struct gather *gather)
+{
+    Ep__V1__Stats *stats = &gather->stats;
+
+    if (gather->call) {
+        ep_rpc_call_set_user(gather->call, NULL);
+        ep_rpc_reply(gather->call, &stats->base);
+    }
+    for (size_t i = 0; i < stats->n_missing; i++)
+        free(stats->missing[i]);
+    free(stats->missing);
+    ep_groups_stats_clear(stats);
+    free(gather);
+}
+
+static void on_stats(const struct ep_error *error, const ProtobufCMessage *reply, void *user)
+{
+    const Ep__V1__Stats *theirs = (const Ep__V1__Stats *)reply;
+    struct asked *asked = user;
+    struct gather *gather = asked->gather;
+
+    if (error->status)
+        add_missing(&gather->stats, asked->node, error->text);
+    for (size_t i = 0; !error->status && i < theirs->n_ranks; i++)
+        add_rank(&gather->stats, theirs->ranks[i]);
+    free(asked);
+    if (!--gather->waiting)
+        finish(gather);
+}
+
+/* ---- who is asked --------------------------------------------------------------------------------- */
+
+static void ask(struct gather *gather, const char *node, const char *group)
+{
+    Ep__V1__GetStatsRequest request = EP__V1__GET_STATS_REQUEST__INIT;
+    const size_t n = strlen(node) + 1;
+    struct asked *asked = grown(NULL, sizeof *asked + n, 1);
+
+    asked->gather = gather;
+    memcpy(asked->node, node, n);
+    request.group = (char *)(uintptr_t)group;
+    request.experts = true;
+    gather->waiting++;
+    ep_cluster_call(gather->api->options.cluster, node, &ep__v1__node__descriptor, "GetStats", &request.base, ASK_MS,
+                    on_stats, asked);
+}
+
+/* Ranks of a node follow each other, but where an operator has placed them otherwise. */
+static bool is_new(const Ep__V1__GroupStatus *status, size_t rank)
+{
+    for (size_t i = rank; i-- > 0;)
+        if (!strcmp(status->ranks[i]->node, status->ranks[rank]->node))
+            return false;
+    return true;
+}
+
+void api_gather_stats(struct ep_api *api, struct ep_rpc_call *call, const Ep__V1__Group *group)
+{
+    struct gather *gather = grown(NULL, sizeof *gather, 1);
+    const Ep__V1__GroupStatus *status = group->status;
+
+    *gather = (struct gather){ .api = api, .call = call, .waiting = 1 };
+    ep_groups_stats(api->options.groups, group->name, true, &gather->stats);
+    ep_rpc_call_set_user(call, gather);
+    for (size_t i = 0; i < status->n_ranks; i++)
+        if (strcmp(status->ranks[i]->node, ep_node_name(api->options.node)) != 0 && is_new(status, i))
+            ask(gather, status->ranks[i]->node, group->name);
+    if (!--gather->waiting)
+        finish(gather);
+}
+
+void api_gather_closed(struct ep_rpc_call *call, void *user)
+{
+    struct gather *gather = ep_rpc_call_user(call);
+
+    (void)user;
+    if (gather)
+        gather->call = NULL;
+}

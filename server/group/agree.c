@@ -1,0 +1,411 @@
+/*
+ * The leader's side of a change of a group:
+ *
+ *   PREPARE   every member makes its part of the epoch, beside the one that runs
+ *   OFFER     one has less room than it offered when this was planned: the offers that come now, and PREPARE once more
+ *   CONNECT   and reaches all others
+ *   COMMIT    the records are written, in a commit that only the leader of this term can make: that decides
+ *   SEE       this server's own watch has told it, so that what is answered is what is there
+ *   SETTLE    the members say that they have put it into service, or have let go of what was deleted; bounded
+ *
+ * Live changes and deletions begin with COMMIT.  What fails before is aborted at all members.  A commit whose answer
+ * was an error may still be there: then the view tells, and heal.c mends what the abort took away.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ep_clock.h"
+#include "ep_log.h"
+#include "group_private.h"
+#include "window.h"
+
+#define PREPARE_MS 10000u
+#define OFFER_MS   1000u /* what members had for the first plan is theirs again, and the store tells what they have */
+#define CONNECT_MS 10000u
+#define ABORT_MS   2000u
+#define SEE_MS     5000u
+#define SETTLE_MS  3000u
+
+static struct ep_groups *groups_of(const struct change *change)
+{
+    return change->group->groups;
+}
+
+static bool has_parts(const struct change *change)
+{
+    return change->plan.n_nodes > 0;
+}
+
+/* How long the last step took goes into the history; the two after the commit are one to whoever reads it. */
+static void enter(struct change *change, int step)
+{
+    const uint64_t now = ep_clock_ns(), took = (now - change->step_ns) / EP_NS_PER_US + 1;
+
+    switch (change->step) {
+    case AGREE_BEGIN: break;
+    case AGREE_PREPARE:
+    case AGREE_OFFER: change->entry->prepare_us += took; break;
+    case AGREE_CONNECT: change->entry->connect_us = took; break;
+    case AGREE_COMMIT: change->entry->commit_us = took; break;
+    case AGREE_SEE:
+    case AGREE_SETTLE: change->entry->settle_us += took;
+    }
+    change->step = step;
+    change->step_ns = now;
+}
+
+static void finish(struct change *change, const struct ep_error *error)
+{
+    enter(change, AGREE_BEGIN);
+    change_finish(change, error);
+}
+
+/* ---- abort ---------------------------------------------------------------------------------- */
+
+/* Who does not hear it drops its part when its time is over. */
+static void on_aborted(const struct ep_error *error, const ProtobufCMessage *reply, void *user)
+{
+    struct ep_groups *groups = user;
+
+    (void)error, (void)reply;
+    groups->calls--;
+    group_later(groups);
+}
+
+static void abort_at(struct ep_groups *groups, const char *node, const Ep__V1__AbortRequest *request)
+{
+    groups->calls++;
+    if (!strcmp(node, nodes_self(groups)))
+        ep_groups_abort(groups, request, on_aborted, groups);
+    else
+        ep_cluster_call(groups->cluster, node, &ep__v1__node__descriptor, "Abort", &request->base, ABORT_MS, on_aborted,
+                        groups);
+}
+
+static void abort_parts(const struct change *change, const char *why)
+{
+    Ep__V1__AbortRequest request = EP__V1__ABORT_REQUEST__INIT;
+
+    request.group = change->group->name;
+    request.epoch = change->status->epoch;
+    request.reason = (char *)(uintptr_t)why;
+    request.fence = change->fence;
+    for (uint32_t i = 0; i < change->plan.n_nodes; i++)
+        abort_at(groups_of(change), change->plan.name[i], &request);
+}
+
+static void give_up(struct change *change, const struct ep_error *error)
+{
+    const struct ep_error why = *error;
+
+    if (has_parts(change))
+        abort_parts(change, why.text);
+    finish(change, &why);
+}
+
+void agree_clear_field(struct ep_groups *groups)
+{
+    Ep__V1__AbortRequest request = EP__V1__ABORT_REQUEST__INIT;
+
+    request.reason = (char *)(uintptr_t)"another server leads";
+    request.fence = ep_cluster_guard(groups->cluster).expected;
+    for (size_t i = 0; i < ep_cluster_count(groups->cluster); i++)
+        if (ep_cluster_at(groups->cluster, i)->alive)
+            abort_at(groups, ep_cluster_at(groups->cluster, i)->name, &request);
+}
+
+/* ---- commit ----------------------------------------------------------------------------------- */
+
+/*
+ * Does this server lead in the term in which the change began?  If not, that is why members or the store refused it,
+ * whatever they say: who leads now lets them drop their parts.  It may be tried again.
+ */
+static ep_status check_term(const struct change *change, struct ep_error *error)
+{
+    const struct ep_cluster *cluster = groups_of(change)->cluster;
+    const struct ep_session *session = ep_cluster_session(cluster);
+
+    if (change_check_lead(groups_of(change), error) != EP_OK)
+        return error->status;
+    if (session && ep_session_alive(session) && ep_cluster_guard(cluster).expected == change->fence)
+        return EP_OK;
+    return ep_error_set(error, EP_UNAVAILABLE, "the lead was lost before this was decided, and nothing is changed: "
+                        "try again");
+}
+
+static void on_committed(const struct ep_error *error, uint64_t revision, void *user)
+{
+    struct change *change = user;
+    struct ep_error lost = EP_ERROR_INIT;
+
+    if (error->status) {
+        const bool refused = error->status == EP_FAILED_PRECONDITION;
+
+        give_up(change, refused && check_term(change, &lost) != EP_OK ? &lost : error);
+        return;
+    }
+    change->revision = revision;
+    enter(change, AGREE_SEE);
+    change->until = group_now(groups_of(change)) + SEE_MS;
+    agree_look(change->group);
+}
+
+static void commit(struct change *change)
+{
+    struct group *group = change->group;
+
+    enter(change, AGREE_COMMIT);
+    switch (change->kind) {
+    case CHANGE_DELETION: records_delete(group, on_committed, change); break;
+    case CHANGE_RENEWAL: records_renew(group, change->status, on_committed, change); break;
+    default: records_save(group, change->asked, change->status, on_committed, change);
+    }
+}
+
+/* ---- a member that has less than it offered ------------------------------------------------------ */
+
+/* Another member's word about its memory, for the first time; a renewal is tried again anyway. */
+static bool is_out_of_date(const struct change *change)
+{
+    return change->step == AGREE_PREPARE && change->failure.status == EP_RESOURCE_EXHAUSTED && change->asked &&
+           !change->again && strcmp(change->plan.name[change->refuser], nodes_self(groups_of(change))) != 0 &&
+           ep_cluster_leads(groups_of(change)->cluster);
+}
+
+static void wait_for_offers(struct change *change)
+{
+    abort_parts(change, change->failure.text);
+    enter(change, AGREE_OFFER);
+    change->again = true;
+    change->until = group_now(groups_of(change)) + OFFER_MS;
+}
+
+static void look_at_offers(struct change *change)
+{
+    const struct ep_error why = change->failure;
+
+    if (group_now(groups_of(change)) < change->until)
+        return;
+    if (change_plan_again(change))
+        agree_begin(change);
+    else
+        finish(change, &why);
+}
+
+/* ---- prepare and connect ------------------------------------------------------------------------ */
+
+static void ask_all_to_connect(struct change *change);
+
+/* The step is over when all have answered, well or not: nobody is left in the middle of something. */
+static void answered(struct change *change)
+{
+    struct ep_error lost = EP_ERROR_INIT;
+
+    if (--change->waiting)
+        return;
+    if (check_term(change, &lost) != EP_OK)
+        change->failure = lost;
+    if (is_out_of_date(change))
+        wait_for_offers(change);
+    else if (change->failure.status)
+        give_up(change, &change->failure);
+    else if (change->step == AGREE_PREPARE)
+        ask_all_to_connect(change);
+    else
+        commit(change);
+}
+
+static void note_failure(struct agreed *member, const struct ep_error *error)
+{
+    struct change *change = member->change;
+
+    if (!error->status || change->failure.status)
+        return;
+    change->failure = *error;
+    change->refuser = member->node;
+    if (change->plan.n_nodes > 1)
+        ep_error_prefix(&change->failure, change->plan.name[member->node]);
+}
+
+static bool is_own(const struct agreed *member)
+{
+    return !strcmp(member->change->plan.name[member->node], nodes_self(groups_of(member->change)));
+}
+
+static void end_call(const struct agreed *member)
+{
+    if (is_own(member))
+        return;
+    groups_of(member->change)->calls--;
+    group_later(groups_of(member->change));
+}
+
+static void on_prepared(const struct ep_error *error, const ProtobufCMessage *message, void *user)
+{
+    const Ep__V1__PrepareReply *reply = (const Ep__V1__PrepareReply *)message;
+    struct agreed *member = user;
+
+    end_call(member);
+    note_failure(member, error);
+    if (!error->status && reply->card.len == sizeof member->card.bytes)
+        memcpy(member->card.bytes, reply->card.data, sizeof member->card.bytes);
+    answered(member->change);
+}
+
+static void on_connected(const struct ep_error *error, const ProtobufCMessage *reply, void *user)
+{
+    struct agreed *member = user;
+
+    (void)reply;
+    end_call(member);
+    note_failure(member, error);
+    answered(member->change);
+}
+
+static void call(struct agreed *member, const char *method, const ProtobufCMessage *request, uint32_t timeout_ms,
+                 ep_cluster_done_fn done)
+{
+    struct ep_groups *groups = groups_of(member->change);
+
+    groups->calls++;
+    ep_cluster_call(groups->cluster, member->change->plan.name[member->node], &ep__v1__node__descriptor, method,
+                    request, timeout_ms, done, member);
+}
+
+/* This server last: its own answer comes at once, and with it, if it is the only one, the next step. */
+static void ask_all_to_prepare(struct change *change)
+{
+    const uint32_t n = change->plan.n_nodes;
+    Ep__V1__PrepareRequest request = EP__V1__PREPARE_REQUEST__INIT;
+    Ep__V1__Version release = EP__V1__VERSION__INIT;
+    struct agreed *own = NULL;
+
+    enter(change, AGREE_PREPARE);
+    change->waiting = n;
+    request.group = change->group->name;
+    request.status = change->status;
+    request.leader = (char *)(uintptr_t)nodes_self(groups_of(change));
+    request.fence = change->fence;
+    request.agreed = change->group->epoch_number;
+    release.version = (char *)(uintptr_t)ep_node_version();
+    release.window_version = EP_WINDOW_VERSION;
+    request.release = &release;
+    for (uint32_t i = 0; i < n; i++)
+        if (is_own(&change->members[i]))
+            own = &change->members[i];
+        else
+            call(&change->members[i], "Prepare", &request.base, PREPARE_MS, on_prepared);
+    if (own)
+        ep_groups_prepare(groups_of(change), &request, on_prepared, own);
+}
+
+static void ask_to_connect(struct change *change, const Ep__V1__ConnectRequest *request)
+{
+    const uint32_t n = change->plan.n_nodes;
+    struct agreed *own = NULL;
+
+    for (uint32_t i = 0; i < n; i++)
+        if (is_own(&change->members[i]))
+            own = &change->members[i];
+        else
+            call(&change->members[i], "Connect", &request->base, CONNECT_MS, on_connected);
+    if (own)
+        ep_groups_connect(groups_of(change), request, on_connected, own);
+}
+
+static void ask_all_to_connect(struct change *change)
+{
+    const uint32_t n = change->plan.n_nodes;
+    Ep__V1__ConnectRequest request = EP__V1__CONNECT_REQUEST__INIT;
+    Ep__V1__Card *cards = group_allocate(n, sizeof *cards), **list = group_allocate(n, sizeof *list);
+
+    enter(change, AGREE_CONNECT);
+    change->waiting = n;
+    for (uint32_t i = 0; i < n; i++) {
+        ep__v1__card__init(&cards[i]);
+        cards[i].node = change->plan.name[i];
+        cards[i].card = (ProtobufCBinaryData){ .data = change->members[i].card.bytes,
+                                               .len = sizeof change->members[i].card.bytes };
+        list[i] = &cards[i];
+    }
+    request.group = change->group->name;
+    request.epoch = change->status->epoch;
+    request.fence = change->fence;
+    request.cards = list;
+    request.n_cards = n;
+    ask_to_connect(change, &request);
+    free(cards);
+    free(list);
+}
+
+void agree_begin(struct change *change)
+{
+    const uint32_t n = change->plan.n_nodes;
+
+    change->fence = ep_cluster_guard(groups_of(change)->cluster).expected;
+    if (!has_parts(change)) {
+        commit(change);
+        return;
+    }
+    change->status->term = change->fence;
+    free(change->members); /* of a first plan */
+    change->members = group_allocate(n, sizeof *change->members);
+    for (uint32_t i = 0; i < n; i++)
+        change->members[i] = (struct agreed){ .change = change, .node = i };
+    if (change->status->epoch > change->group->tried)
+        change->group->tried = change->status->epoch;
+    ask_all_to_prepare(change);
+}
+
+/* ---- after the commit ------------------------------------------------------------------------------ */
+
+static bool is_seen(const struct change *change)
+{
+    return change->kind == CHANGE_DELETION ? change->group->gone : change->group->status_revision >= change->revision;
+}
+
+/* A deletion is over with the group, or at once where workers have to be told, which may take their time. */
+static bool is_settled(const struct change *change)
+{
+    if (change->kind == CHANGE_DELETION)
+        return change->workers || change->group->phase == EP_PHASE(DELETED);
+    return report_settled(change->group, change->status->epoch);
+}
+
+static void see(struct change *change)
+{
+    struct ep_error late = EP_ERROR_INIT;
+
+    if (is_seen(change)) {
+        enter(change, AGREE_SETTLE);
+        change->until = group_now(groups_of(change)) + SETTLE_MS;
+        return;
+    }
+    if (group_now(groups_of(change)) < change->until)
+        return;
+    ep_error_set(&late, EP_UNAVAILABLE, "group %s: the change is stored, and the store does not tell this server so: "
+                 "look again later", change->group->name);
+    finish(change, &late);
+}
+
+void agree_look(struct group *group)
+{
+    static const struct ep_error none = EP_ERROR_INIT;
+    struct change *change = group->change;
+
+    if (change && change->step == AGREE_OFFER)
+        look_at_offers(change);
+    else if (change && change->step == AGREE_SEE)
+        see(change);
+    change = group->change;
+    if (!change || change->step != AGREE_SETTLE)
+        return;
+    if (is_settled(change) || (change->kind != CHANGE_DELETION && group_now(group->groups) >= change->until))
+        finish(change, &none);
+}
+
+bool agree_waits_for_others(const struct group *group)
+{
+    return group->change && group_now(group->groups) < group->change->until && !report_settled(group, 0);
+}

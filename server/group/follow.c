@@ -1,0 +1,521 @@
+/*
+ * The turn as a node sees it: workers of an older epoch that go over to the newest one, together.
+ *
+ * The leader asks for all that are here (Turn): how far they are; or to promise that they wait at a position for its
+ * decision.  Each is asked on its own connection, and the answer is that of all.  From its promise until it is
+ * withdrawn, nobody attaches to the older epoch: whoever did would not be bound by it.  The decision comes with the
+ * group's record.  From then on a rank that leaves because it has gone over is done, and not lost.
+ *
+ * Who claims a rank of the newest epoch anew, and could only wait there for ranks that are still in the older one, is
+ * welcomed when these come, or a bounded time later.
+ *
+ * A rank that dies before its successor has attached leaves that one absent, so that nobody waits for it.
+ */
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "ep_log.h"
+#include "group_private.h"
+
+#define ANSWER_MS  500u
+#define WELCOME_MS 3000u /* less than a worker waits for it */
+
+/* ---- who follows ----------------------------------------------------------------------------- */
+
+static bool is_left(const struct epoch *epoch)
+{
+    return !epoch->members;
+}
+
+/* The list begins with the newest of them. */
+struct epoch *follow_epoch(const struct group *group)
+{
+    struct epoch *oldest = NULL;
+
+    for (struct epoch *epoch = group->older; epoch; epoch = epoch->next)
+        if (!is_left(epoch) && !epoch->turn_to)
+            oldest = epoch;
+    return oldest;
+}
+
+static bool follows(const struct rank *rank)
+{
+    return rank->member && rank->member->attached && rank->member->on_turn;
+}
+
+static bool all_follow(const struct epoch *epoch)
+{
+    for (uint32_t i = 0; i < epoch->n_ranks; i++)
+        if (epoch->ranks[i].member && epoch->ranks[i].member->attached && !follows(&epoch->ranks[i]))
+            return false;
+    return true;
+}
+
+static bool some_follow(const struct epoch *epoch)
+{
+    for (uint32_t i = 0; i < epoch->n_ranks; i++)
+        if (follows(&epoch->ranks[i]))
+            return true;
+    return false;
+}
+
+struct rank *follow_before(const struct rank *rank)
+{
+    struct epoch *from = follow_epoch(rank->epoch->group);
+    struct rank *before = from && rank->number < from->n_ranks ? &from->ranks[rank->number] : NULL;
+
+    return before && follows(before) ? before : NULL;
+}
+
+bool follow_closes(const struct epoch *epoch)
+{
+    return epoch->promised || epoch->turn_to;
+}
+
+bool follow_pending(const struct group *group)
+{
+    const struct epoch *from = follow_epoch(group);
+    bool pending = from && all_follow(from);
+
+    if (group->turned.to == group->epoch_number)
+        return false;
+    for (size_t i = 0; !pending && i < report_count(group); i++) {
+        const Ep__V1__GroupStatus *report = report_of(group, i);
+
+        pending = report && report->turn_part && report->turn_part->from && report->turn_part->follow;
+    }
+    return pending;
+}
+
+/* Where the rank goes on; NULL: not on this node. */
+static struct rank *place_of(const struct rank *rank)
+{
+    struct epoch *epoch = rank->epoch->group->epoch;
+    struct rank *place = epoch && rank->number < epoch->n_ranks ? &epoch->ranks[rank->number] : NULL;
+
+    return place && place->here ? place : NULL;
+}
+
+/* ---- what it waits for -------------------------------------------------------------------------- */
+
+static bool waits_for_others(const struct epoch *from, char waits[static REASON_MAX])
+{
+    const uint64_t to = from->group->epoch_number;
+
+    for (const struct epoch *epoch = from->group->older; epoch; epoch = epoch->next)
+        if (epoch != from && !epoch->turn_to && !is_left(epoch)) {
+            snprintf(waits, REASON_MAX, "epoch %" PRIu64 " waits for workers on node %s to leave epoch %" PRIu64
+                     ", which was replaced", to, nodes_self(from->group->groups), epoch->number);
+            return true;
+        }
+    if (from->members == from->attached)
+        return false;
+    snprintf(waits, REASON_MAX, "epoch %" PRIu64 " waits for a worker on node %s that is attaching to epoch %" PRIu64, to,
+             nodes_self(from->group->groups), from->number);
+    return true;
+}
+
+static bool waits_for_rank(const struct rank *rank, char waits[static REASON_MAX])
+{
+    const struct rank *place = place_of(rank);
+
+    if (!rank->member || !rank->member->attached || !place || (place->member && place->member->attached))
+        return false;
+    snprintf(waits, REASON_MAX, "epoch %" PRIu64 " waits for rank %u on node %s to attach", place->epoch->number,
+             rank->number, nodes_self(rank->epoch->group->groups));
+    return true;
+}
+
+/* True: not ready for a turn, and why. */
+static bool waits_for(const struct epoch *from, char waits[static REASON_MAX])
+{
+    const struct group *group = from->group;
+
+    if (!epoch_served(group->epoch)) {
+        snprintf(waits, REASON_MAX, "epoch %" PRIu64 " is not formed on node %s yet", group->epoch_number,
+                 nodes_self(group->groups));
+        return true;
+    }
+    if (waits_for_others(from, waits))
+        return true;
+    for (uint32_t i = 0; i < from->n_ranks; i++)
+        if (waits_for_rank(&from->ranks[i], waits))
+            return true;
+    return false;
+}
+
+void follow_part(const struct group *group, char waits[static REASON_MAX], Ep__V1__TurnPart *part)
+{
+    const struct epoch *from = follow_epoch(group);
+
+    ep__v1__turn_part__init(part);
+    waits[0] = '\0';
+    part->decided = group->turned.to == group->epoch_number;
+    if (!from || !group->epoch)
+        return;
+    part->from = from->number;
+    part->follow = all_follow(from);
+    part->some_follow = some_follow(from);
+    (void)waits_for(from, waits);
+    part->waits_for = waits;
+}
+
+/* ---- asks --------------------------------------------------------------------------------------------- */
+
+static void tell(struct rank *rank, const struct ep_group_turn *turn)
+{
+    struct ep_membership *member = rank->member;
+
+    if (member && member->attached && member->on_turn)
+        member->on_turn(turn, member->user);
+}
+
+static void forget_asked(const struct epoch *epoch)
+{
+    for (uint32_t i = 0; i < epoch->n_ranks; i++)
+        if (epoch->ranks[i].member)
+            epoch->ranks[i].member->asked = 0;
+}
+
+/* NULL: all have answered. */
+static void finish(struct group *group, const struct ep_error *error)
+{
+    static const struct ep_error none = EP_ERROR_INIT;
+    struct ask *ask = &group->ask;
+    const ep_cluster_done_fn done = ask->done;
+    Ep__V1__TurnReply reply = EP__V1__TURN_REPLY__INIT;
+
+    if (!done)
+        return;
+    ask->done = NULL;
+    forget_asked(ask->from);
+    reply.passed = ask->passed;
+    reply.position = ask->position;
+    reply.promised = ask->given;
+    EP_DEBUG("group", "workers were asked for a turn", EP_S("group", group->name), EP_U("from", ask->from->number),
+             EP_U("passed", reply.passed), EP_U("position", reply.position), EP_B("promised", reply.promised),
+             EP_S("error", error ? error->text : ""));
+    done(error ? error : &none, error ? NULL : &reply.base, ask->user);
+}
+
+static void fail(struct group *group, ep_status status, const char *why)
+{
+    struct ep_error error = EP_ERROR_INIT;
+
+    (void)ep_error_set(&error, status, "%s", why);
+    finish(group, &error);
+}
+
+static void answered(struct ep_membership *member)
+{
+    struct group *group = member->rank->epoch->group;
+
+    member->asked = 0;
+    if (--group->ask.waiting == 0)
+        finish(group, NULL);
+}
+
+void ep_membership_promise(struct ep_membership *member, uint32_t number, bool given, uint64_t passed, uint64_t position)
+{
+    struct ask *ask;
+
+    if (!member->rank || !number || member->asked != number)
+        return; /* to an ask that is over */
+    ask = &member->rank->epoch->group->ask;
+    ask->given &= given;
+    ask->passed = passed > ask->passed ? passed : ask->passed;
+    ask->position = position > ask->position ? position : ask->position;
+    answered(member);
+}
+
+static void ask_rank(struct rank *rank, uint64_t to, uint64_t at)
+{
+    struct ep_groups *groups = rank->epoch->group->groups;
+    struct ep_group_turn turn = { .to = to, .at = at };
+
+    if (!++groups->asks)
+        groups->asks++; /* 0 is none */
+    turn.number = rank->member->asked = groups->asks;
+    tell(rank, &turn);
+}
+
+/* What was promised is withdrawn: those who wait go on. */
+static void withdraw(struct epoch *epoch)
+{
+    const struct ep_group_turn turn = { .to = epoch->group->epoch_number, .at = EP_GROUP_NO_TURN };
+
+    if (!epoch->promised)
+        return;
+    epoch->promised = 0;
+    for (uint32_t i = 0; i < epoch->n_ranks; i++)
+        tell(&epoch->ranks[i], &turn);
+}
+
+static void withdraw_all(struct group *group)
+{
+    for (struct epoch *epoch = group->older; epoch; epoch = epoch->next)
+        if (!epoch->turn_to)
+            withdraw(epoch);
+}
+
+static void ask_all(struct epoch *from, const Ep__V1__TurnRequest *request, ep_cluster_done_fn done, void *user)
+{
+    struct ask *ask = &from->group->ask;
+
+    ask->done = done;
+    ask->user = user;
+    ask->from = from;
+    ask->at = request->at;
+    ask->waiting = from->attached;
+    ask->until = group_now(from->group->groups) + ANSWER_MS;
+    ask->given = request->at != EP_GROUP_NO_TURN;
+    ask->passed = ask->position = 0;
+    from->promised = ask->given ? request->to : 0;
+    for (uint32_t i = 0; i < from->n_ranks; i++) /* the last answer may come before this is over */
+        if (follows(&from->ranks[i]))
+            ask_rank(&from->ranks[i], request->to, request->at);
+}
+
+/* ---- Turn ---------------------------------------------------------------------------------------------- */
+
+/* What is heard twice or late takes nothing back. */
+static ep_status check_order(struct group *group, const Ep__V1__TurnRequest *request, struct ep_error *error)
+{
+    struct ask *ask = &group->ask;
+
+    if (request->fence == ask->fence && request->number <= ask->number)
+        return ep_error_set(error, EP_ABORTED, "number is %" PRIu64 ": %" PRIu64 " was heard already", request->number,
+                            ask->number);
+    ask->fence = request->fence;
+    ask->number = request->number;
+    return EP_OK;
+}
+
+static ep_status check_ready(const struct group *group, const struct epoch *from, const Ep__V1__TurnRequest *request,
+                             struct ep_error *error)
+{
+    char waits[REASON_MAX];
+
+    if (!group->epoch || group->epoch_number != request->to || group->turned.to == request->to)
+        return ep_error_set(error, EP_FAILED_PRECONDITION, "to is %" PRIu64 ": node %s is at epoch %" PRIu64, request->to,
+                            nodes_self(group->groups), group->epoch_number);
+    if (!from)
+        return EP_OK;
+    if (from->number != request->from)
+        return ep_error_set(error, EP_FAILED_PRECONDITION, "from is %" PRIu64 ": node %s has workers in epoch %" PRIu64,
+                            request->from, nodes_self(group->groups), from->number);
+    if (waits_for(from, waits))
+        return ep_error_set(error, EP_FAILED_PRECONDITION, "%s", waits);
+    if (!all_follow(from))
+        return ep_error_set(error, EP_FAILED_PRECONDITION, "workers on node %s do not follow", nodes_self(group->groups));
+    return EP_OK;
+}
+
+/* NULL: answered. */
+static struct epoch *hear(struct group *group, const Ep__V1__TurnRequest *request, struct ep_error *error)
+{
+    struct epoch *from = follow_epoch(group);
+
+    if (check_order(group, request, error))
+        return NULL;
+    fail(group, EP_ABORTED, "the leader has asked anew");
+    withdraw_all(group);
+    if (!request->from || check_ready(group, from, request, error))
+        return NULL;
+    return from;
+}
+
+void ep_groups_turn(struct ep_groups *groups, const Ep__V1__TurnRequest *request, ep_cluster_done_fn done, void *user)
+{
+    struct group *group = group_find(groups, request->group);
+    Ep__V1__TurnReply reply = EP__V1__TURN_REPLY__INIT;
+    struct ep_error error = EP_ERROR_INIT;
+    struct epoch *from = NULL;
+
+    reply.promised = true; /* where there is nobody */
+    if (!part_heed(groups, request->fence, &error) && group && group->visible)
+        from = hear(group, request, &error);
+    if (from)
+        ask_all(from, request, done, user);
+    else
+        done(&error, error.status ? NULL : &reply.base, user);
+}
+
+/* ---- decided ------------------------------------------------------------------------------------------------ */
+
+static void go_over(struct epoch *from, const Ep__V1__Turn *turn)
+{
+    const struct ep_group_turn told = { .decided = true, .to = turn->to, .at = turn->at };
+
+    from->turn_to = turn->to;
+    from->promised = 0;
+    EP_INFO("group", "workers go over", EP_S("group", from->group->name), EP_U("from", turn->from), EP_U("to", turn->to),
+            EP_U("at", turn->at), EP_U("here", from->attached));
+    for (uint32_t i = 0; i < from->n_ranks; i++)
+        tell(&from->ranks[i], &told);
+}
+
+void follow_decided(struct group *group, const Ep__V1__Turn *turn)
+{
+    struct epoch *epoch = group->older;
+
+    if (group->turned.from == turn->from && group->turned.to == turn->to)
+        return;
+    ep__v1__turn__init(&group->turned);
+    group->turned.from = turn->from;
+    group->turned.to = turn->to;
+    group->turned.at = turn->at;
+    while (epoch && epoch->number != turn->from)
+        epoch = epoch->next;
+    fail(group, EP_ABORTED, "it is decided");
+    if (epoch && !epoch->turn_to)
+        go_over(epoch, turn);
+    report_changed(group);
+}
+
+/* Whoever was about to go over to the one before. */
+static void tell_epoch(struct epoch *epoch)
+{
+    for (uint32_t i = 0; i < epoch->n_ranks; i++) {
+        struct ep_membership *member = follows(&epoch->ranks[i]) ? epoch->ranks[i].member : NULL;
+
+        if (member)
+            member->on_event(EP_GROUP_EPOCH, 0, epoch->group->epoch_number, "a newer epoch is there", member->user);
+    }
+}
+
+void follow_anew(struct group *group)
+{
+    fail(group, EP_ABORTED, "a newer epoch is there");
+    withdraw_all(group);
+    for (struct epoch *epoch = group->older; epoch; epoch = epoch->next)
+        if (epoch != group->older && !epoch->turn_to) /* that one was told when it was replaced */
+            tell_epoch(epoch);
+}
+
+/* ---- who leaves --------------------------------------------------------------------------------------------- */
+
+/* Somebody else of the epoch is still there, and goes over without this rank. */
+static bool goes_on(const struct epoch *from)
+{
+    for (uint32_t i = 0; i < from->n_ranks; i++) {
+        const struct rank *rank = &from->ranks[i];
+
+        if (rank->here ? rank->member && rank->member->attached
+                       : !rank->away && rank->state != EP_RANK_STATE(ABSENT) && rank->state != EP_RANK_STATE(QUARANTINED))
+            return true;
+    }
+    return false;
+}
+
+/* An epoch of one node that nobody has been in expects its ranks; from now on not this one. */
+static void forsake(struct rank *place)
+{
+    place->epoch->used = true; /* when all have left, all are expected again */
+    rank_set_state(place, EP_RANK_FORSAKEN);
+    if (place->epoch->team)
+        ep_team_leave(place->epoch->team, place->number);
+    rank_set_reason(place, "its worker left the epoch before, and did not come over");
+}
+
+static void lose_successor(struct rank *rank)
+{
+    struct rank *place = place_of(rank);
+
+    if (rank->epoch == rank->epoch->group->epoch || rank->epoch->turn_to || rank->epoch->detached || !rank->follows || !place ||
+        place->state != EP_RANK_STATE(EXPECTED) || !goes_on(rank->epoch))
+        return;
+    if (place->member)
+        place->forsaken = true;
+    else
+        forsake(place);
+}
+
+void follow_unclaimed(struct rank *rank)
+{
+    if (rank->forsaken && rank->state == EP_RANK_STATE(EXPECTED))
+        forsake(rank);
+    rank->forsaken = false;
+}
+
+void follow_left(struct ep_membership *member)
+{
+    struct rank *rank = member->rank;
+
+    if (member->asked)
+        answered(member);
+    if (member->attached)
+        lose_successor(rank);
+    else
+        follow_unclaimed(rank);
+    if (rank->epoch->group->older)
+        report_changed(rank->epoch->group);
+}
+
+/* ---- time ------------------------------------------------------------------------------------------------------ */
+
+bool follow_delays(struct ep_membership *member)
+{
+    struct group *group = member->rank->epoch->group;
+
+    if (member->after || member->rank->epoch != group->epoch || !follow_pending(group))
+        return false;
+    member->welcome_by = group_now(group->groups) + WELCOME_MS;
+    return true;
+}
+
+static void welcome(struct ep_membership *member)
+{
+    static const struct ep_error none = EP_ERROR_INIT;
+    const struct epoch *epoch = member->rank->epoch;
+
+    member->welcome_by = 0;
+    member->tell_epoch = epoch != epoch->group->epoch; /* it has missed that */
+    member->on_attached(&none, member->user);
+}
+
+static void welcome_all(struct epoch *epoch)
+{
+    const bool now = epoch != epoch->group->epoch || !follow_pending(epoch->group);
+
+    for (uint32_t i = 0; i < epoch->n_ranks; i++) {
+        struct ep_membership *member = epoch->ranks[i].member;
+
+        if (member && member->welcome_by && (now || group_now(epoch->group->groups) >= member->welcome_by))
+            welcome(member);
+    }
+}
+
+static void end_ask(struct group *group)
+{
+    const struct ask *ask = &group->ask;
+    char text[REASON_MAX];
+
+    if (!ask->done || group_now(group->groups) < ask->until)
+        return;
+    for (uint32_t i = 0; i < ask->from->n_ranks; i++) {
+        const struct rank *rank = &ask->from->ranks[i];
+
+        if (!rank->member || !rank->member->asked)
+            continue;
+        snprintf(text, sizeof text, "rank %u on node %s (pid %d) does not say when it can go over", i,
+                 nodes_self(group->groups), (int)rank->worker.pid);
+        fail(group, EP_DEADLINE_EXCEEDED, text);
+        return;
+    }
+}
+
+void follow_sweep(struct group *group)
+{
+    end_ask(group);
+    if (group->epoch)
+        welcome_all(group->epoch);
+    for (struct epoch *epoch = group->older; epoch; epoch = epoch->next)
+        welcome_all(epoch);
+}
+
+void follow_close(struct group *group, const char *why)
+{
+    fail(group, EP_UNAVAILABLE, why);
+}

@@ -1,0 +1,150 @@
+/* The nodes that groups can be planned on. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "group_private.h"
+#include "window.h"
+
+const char *nodes_self(const struct ep_groups *groups)
+{
+    return ep_node_name(groups->node);
+}
+
+bool nodes_alive(const struct ep_groups *groups, const char *name)
+{
+    const struct ep_cluster_node *node = ep_cluster_find(groups->cluster, name);
+
+    return node && node->alive;
+}
+
+static uint64_t left_of(uint64_t total, uint64_t used)
+{
+    return total > used ? total - used : 0;
+}
+
+static uint32_t bits_of(const int *values, size_t n)
+{
+    uint32_t bits = 0;
+
+    for (size_t i = 0; i < n; i++)
+        bits |= values[i] > 0 && values[i] < 32 ? 1u << values[i] : 0;
+    return bits;
+}
+
+bool nodes_release_differs(const Ep__V1__Version *theirs, char *text, size_t size)
+{
+    const char *own = ep_node_version();
+
+    if (theirs && !strcmp(theirs->version, own) && theirs->window_version == EP_WINDOW_VERSION)
+        return false;
+    snprintf(text, size, "release %.40s (windows %u), not %.40s (windows %u)", theirs ? theirs->version : "unknown",
+             theirs ? theirs->window_version : 0, own, EP_WINDOW_VERSION);
+    return true;
+}
+
+/* What it offers beside its devices. */
+static void fill_offer(struct ep_plan_node *node, const Ep__V1__NodeInfo *info)
+{
+    char differs[128], text[160];
+
+    node->has.granule = info->granule;
+    node->modes = bits_of((const int *)info->modes, info->n_modes);
+    node->dtypes = bits_of((const int *)info->dtypes, info->n_dtypes);
+    if (!nodes_release_differs(info->version, differs, sizeof differs))
+        return;
+    snprintf(text, sizeof text, "is of %s as the leader", differs);
+    node->release = strdup(text);
+    if (!node->release)
+        abort(); /* as in arena.c */
+}
+
+/* What it has of devices, as it said last; this node is asked itself. */
+static void fill_told(struct ep_plan_node *node, const Ep__V1__NodeInfo *info)
+{
+    const char **names = group_allocate(info->n_devices, sizeof *names);
+    uint64_t *left = group_allocate(info->n_devices, sizeof *left);
+
+    for (size_t i = 0; i < info->n_devices; i++) {
+        names[i] = info->devices[i]->name;
+        left[i] = left_of(info->devices[i]->memory_bytes, info->devices[i]->used_bytes);
+        node->has.backend = info->devices[i]->backend;
+    }
+    node->device = names;
+    node->has.devices = (uint32_t)info->n_devices;
+    node->has.memory_left = left_of(info->memory_budget_bytes, info->memory_used_bytes);
+    node->has.device_left = left;
+}
+
+static void fill_own(struct ep_plan_node *node, const struct ep_groups *groups)
+{
+    const uint32_t n = ep_node_devices(groups->node);
+    const uint64_t *left = ep_node_device_memory_left(groups->node);
+    const char **names = group_allocate(n, sizeof *names);
+    uint64_t *copy = group_allocate(n, sizeof *copy);
+
+    for (uint32_t i = 0; i < n; i++) {
+        names[i] = ep_node_device_name(groups->node, i);
+        copy[i] = left ? left[i] : 0;
+    }
+    node->device = names;
+    node->has.granule = ep_node_granule(groups->node);
+    node->has.backend = ep_node_backend(groups->node);
+    node->has.devices = n;
+    node->has.memory_left = ep_node_memory_left(groups->node);
+    node->has.device_left = copy;
+}
+
+/* Devices of the host share the node's memory. */
+static void share_memory(struct ep_plan_node *node)
+{
+    if (node->has.backend == EP__V1__BACKEND__BACKEND_CUDA)
+        return;
+    free((void *)(uintptr_t)node->has.device_left);
+    node->has.device_left = NULL;
+}
+
+struct node_table nodes_table(const struct ep_groups *groups)
+{
+    const size_t n = ep_cluster_count(groups->cluster);
+    struct node_table table = { .nodes = group_allocate(n, sizeof *table.nodes) };
+
+    for (size_t i = 0; i < n; i++) {
+        const struct ep_cluster_node *from = ep_cluster_at(groups->cluster, i);
+        const bool own = !strcmp(from->name, nodes_self(groups));
+        struct ep_plan_node *node = &table.nodes[table.n];
+
+        if (!from->alive || (!own && (!from->info || !from->info->n_devices)))
+            continue;
+        node->has.node = from->name;
+        node->cordoned = own ? ep_node_cordoned(groups->node, NULL) : from->cordoned;
+        if (own) {
+            fill_own(node, groups);
+        } else {
+            fill_told(node, from->info);
+            fill_offer(node, from->info);
+        }
+        share_memory(node);
+        table.n++;
+    }
+    return table;
+}
+
+const struct ep_plan_node *nodes_own(const struct node_table *table, const struct ep_groups *groups)
+{
+    for (size_t i = 0; i < table->n; i++)
+        if (!strcmp(table->nodes[i].has.node, nodes_self(groups)))
+            return &table->nodes[i];
+    return NULL;
+}
+
+void nodes_clear(struct node_table *table)
+{
+    for (size_t i = 0; i < table->n; i++) {
+        free((void *)(uintptr_t)table->nodes[i].device);
+        free((void *)(uintptr_t)table->nodes[i].has.device_left);
+        free((void *)(uintptr_t)table->nodes[i].release);
+    }
+    free(table->nodes);
+    *table = (struct node_table){ 0 };
+}

@@ -1,0 +1,279 @@
+/*
+ * The member's side of a change: its part of an epoch that the leader has asked for and that is not decided yet.  At
+ * most one of a group.  It is put into service when the records say so (view.c), and goes when the leader aborts it,
+ * another leader clears the field, another epoch was agreed on, or nobody has decided about it in time.
+ *
+ * Whatever is lost on the way, that the records name an epoch whose part is not there is seen, reported, and mended
+ * (heal.c): so nothing here has to be certain what became of a request.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ep_log.h"
+#include "group_private.h"
+
+#define DECIDED_MS 30000u /* longer than a leader takes from Prepare to the answer of its commit */
+
+/* ---- what all requests have -------------------------------------------------------------- */
+
+static ep_status check_fence(struct ep_groups *groups, uint64_t fence, struct ep_error *error)
+{
+    if (fence < groups->fence)
+        return ep_error_set(error, EP_FAILED_PRECONDITION,
+                            "fence is %llu: a leader of the later term %llu has spoken", (unsigned long long)fence,
+                            (unsigned long long)groups->fence);
+    groups->fence = fence;
+    return EP_OK;
+}
+
+static ep_status check_ready(const struct ep_groups *groups, struct ep_error *error)
+{
+    if (groups->closing)
+        return ep_error_set(error, EP_UNAVAILABLE, "the server is stopping");
+    if (!groups->loaded)
+        return ep_error_set(error, EP_UNAVAILABLE, "the server is starting");
+    return EP_OK;
+}
+
+ep_status part_heed(struct ep_groups *groups, uint64_t fence, struct ep_error *error)
+{
+    ep_status status = check_ready(groups, error);
+
+    return status ? status : check_fence(groups, fence, error);
+}
+
+/* ---- the part ------------------------------------------------------------------------------ */
+
+void part_drop(struct group *group, const char *why)
+{
+    struct epoch *part = group->prepared;
+
+    if (!part)
+        return;
+    EP_INFO("group", "a prepared epoch is dropped", EP_S("group", group->name), EP_U("epoch", part->number),
+            EP_S("why", why));
+    group->prepared = NULL;
+    if (!group->visible && !group->change)
+        group->dead = true;
+    epoch_free(part);
+    group_later(group->groups);
+}
+
+/* Two leaders may have prepared the same number, and only one of them has had its way.  One leader commits what it had
+ * prepared. */
+struct epoch *part_take(struct group *group, const Ep__V1__GroupStatus *agreed)
+{
+    struct epoch *part = group->prepared;
+
+    if (!part || part->number != agreed->epoch || part->fence != agreed->term || part->part != EPOCH_FORMED)
+        return NULL;
+    group->prepared = NULL;
+    return part;
+}
+
+void part_sweep(struct group *group)
+{
+    if (group->prepared && group_now(group->groups) > group->prepared->expires)
+        part_drop(group, "nobody has decided about it");
+}
+
+static struct epoch *find_part(struct ep_groups *groups, const char *name, uint64_t number, struct ep_error *error)
+{
+    struct group *group = group_find(groups, name);
+
+    if (group && group->prepared && group->prepared->number == number)
+        return group->prepared;
+    ep_error_set(error, EP_NOT_FOUND, "epoch %llu of group %.64s is not prepared on node %s",
+                 (unsigned long long)number, name, nodes_self(groups));
+    return NULL;
+}
+
+/* ---- Prepare --------------------------------------------------------------------------------- */
+
+static ep_status check_release(const struct ep_groups *groups, const Ep__V1__PrepareRequest *request,
+                               struct ep_error *error)
+{
+    char differs[128];
+
+    if (!nodes_release_differs(request->release, differs, sizeof differs))
+        return EP_OK;
+    return ep_error_set(error, EP_FAILED_PRECONDITION, "the leader, node %.63s, is of %s as node %.63s",
+                        request->leader, differs, nodes_self(groups));
+}
+
+static ep_status check_prepare(struct ep_groups *groups, const Ep__V1__PrepareRequest *request, struct ep_error *error)
+{
+    const struct group *group = group_find(groups, request->group);
+    ep_status status = part_heed(groups, request->fence, error);
+
+    if (!status)
+        status = ep_group_name_check(request->group, error);
+    if (!status)
+        status = check_release(groups, request, error);
+    if (!status && !request->status)
+        status = ep_error_set(error, EP_INVALID_ARGUMENT, "status is missing");
+    if (!status && request->status->term != request->fence)
+        status = ep_error_set(error, EP_INVALID_ARGUMENT, "status.term is %llu: must be that of the leader, %llu",
+                              (unsigned long long)request->status->term, (unsigned long long)request->fence);
+    if (!status && group && group->phase == EP_PHASE(DRAINING))
+        status = ep_error_set(error, EP_UNAVAILABLE, "group %s is being deleted on node %s: its workers have to let go",
+                              group->name, nodes_self(groups));
+    if (!status && group && group->epoch && group->epoch->number >= request->status->epoch)
+        status = ep_error_set(error, EP_FAILED_PRECONDITION, "epoch is %llu: group %s is at epoch %llu",
+                              (unsigned long long)request->status->epoch, group->name,
+                              (unsigned long long)group->epoch->number);
+    if (!status && group && group->prepared && group->prepared->number == request->agreed)
+        status = ep_error_set(error, EP_UNAVAILABLE, "node %s has not heard yet that epoch %llu of group %s was agreed on: "
+                              "try again", nodes_self(groups), (unsigned long long)request->agreed, group->name);
+    return status;
+}
+
+/* The leader has planned with what it knew of this node; what is so now this node knows, and what would fit. */
+static ep_status check_room(const struct epoch *part, struct ep_error *error)
+{
+    const struct ep_groups *groups = part->group->groups;
+    struct node_table table = nodes_table(groups);
+    const struct ep_plan_node *own = nodes_own(&table, groups);
+    ep_status status = own ? ep_plan_fit_part(&part->settled, own, &part->plan, error) : EP_OK;
+
+    nodes_clear(&table);
+    return status;
+}
+
+static ep_status make_part(struct group *group, const Ep__V1__PrepareRequest *request, struct ep_team_card *card,
+                           struct ep_error *error)
+{
+    struct epoch *part;
+    ep_status status = epoch_new(group, request->status, &part, error);
+
+    if (status)
+        return status;
+    status = check_room(part, error);
+    if (!status)
+        status = epoch_prepare(part, card, error);
+    if (status) {
+        epoch_free(part);
+        return status;
+    }
+    part->expires = group_now(group->groups) + DECIDED_MS;
+    group->prepared = part;
+    return EP_OK;
+}
+
+void ep_groups_prepare(struct ep_groups *groups, const Ep__V1__PrepareRequest *request, ep_cluster_done_fn done,
+                       void *user)
+{
+    Ep__V1__PrepareReply reply = EP__V1__PREPARE_REPLY__INIT;
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_team_card card = { { 0 } };
+    struct group *group = NULL;
+
+    if (!check_prepare(groups, request, &error)) {
+        group = group_find(groups, request->group);
+        if (!group)
+            group = group_new(groups, request->group);
+        part_drop(group, "it is asked for anew");
+        group->dead = false;
+        if (make_part(group, request, &card, &error) && !group->visible && !group->change)
+            group->dead = true;
+        group_later(groups);
+    }
+    reply.card = (ProtobufCBinaryData){ .data = card.bytes, .len = sizeof card.bytes };
+    done(&error, error.status ? NULL : &reply.base, user);
+}
+
+/* ---- Connect ----------------------------------------------------------------------------------- */
+
+struct asked {
+    ep_cluster_done_fn done;
+    void *user;
+};
+
+static void on_connected(const struct ep_error *error, void *user)
+{
+    static const Ep__V1__ConnectReply reply = EP__V1__CONNECT_REPLY__INIT;
+    struct asked asked = *(struct asked *)user;
+
+    free(user);
+    asked.done(error, error->status ? NULL : &reply.base, asked.user);
+}
+
+/* In the order of the plan. */
+static ep_status read_cards(const struct epoch *part, const Ep__V1__ConnectRequest *request, struct ep_team_card *cards,
+                            struct ep_error *error)
+{
+    if (!epoch_spans(part))
+        return EP_OK;
+    if (request->n_cards != part->plan.n_nodes)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "cards has %zu: the epoch has %u members", request->n_cards,
+                            part->plan.n_nodes);
+    for (uint32_t i = 0; i < part->plan.n_nodes; i++) {
+        const Ep__V1__Card *card = request->cards[i];
+
+        if (strcmp(card->node, part->plan.name[i]) || card->card.len != sizeof cards[i].bytes)
+            return ep_error_set(error, EP_INVALID_ARGUMENT, "cards[%u] must be of node %s and have %u bytes", i,
+                                part->plan.name[i], EP_TEAM_CARD_BYTES);
+        memcpy(cards[i].bytes, card->card.data, sizeof cards[i].bytes);
+    }
+    return EP_OK;
+}
+
+static ep_status check_connect(struct ep_groups *groups, const Ep__V1__ConnectRequest *request, struct epoch **part,
+                               struct ep_error *error)
+{
+    ep_status status = part_heed(groups, request->fence, error);
+
+    if (!status && !(*part = find_part(groups, request->group, request->epoch, error)))
+        status = error->status;
+    if (!status && ((*part)->fence != request->fence || (*part)->part != EPOCH_PREPARED))
+        status = ep_error_set(error, EP_FAILED_PRECONDITION, "epoch %llu of group %s was prepared for somebody else, "
+                              "or is connected already", (unsigned long long)request->epoch, request->group);
+    return status;
+}
+
+void ep_groups_connect(struct ep_groups *groups, const Ep__V1__ConnectRequest *request, ep_cluster_done_fn done,
+                       void *user)
+{
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_team_card *cards = NULL;
+    struct asked *asked;
+    struct epoch *part = NULL;
+
+    if (!check_connect(groups, request, &part, &error)) {
+        cards = group_allocate(part->plan.n_nodes, sizeof *cards);
+        (void)read_cards(part, request, cards, &error);
+    }
+    if (error.status) {
+        done(&error, NULL, user);
+    } else {
+        asked = group_allocate(1, sizeof *asked);
+        *asked = (struct asked){ done, user };
+        epoch_connect(part, cards, on_connected, asked);
+    }
+    free(cards);
+}
+
+/* ---- Abort --------------------------------------------------------------------------------------- */
+
+static void drop_older(struct ep_groups *groups, uint64_t fence)
+{
+    for (size_t i = 0; i < groups->n; i++)
+        if (groups->list[i]->prepared && groups->list[i]->prepared->fence < fence)
+            part_drop(groups->list[i], "another leader has nothing to do with it");
+}
+
+void ep_groups_abort(struct ep_groups *groups, const Ep__V1__AbortRequest *request, ep_cluster_done_fn done, void *user)
+{
+    static const Ep__V1__AbortReply reply = EP__V1__ABORT_REPLY__INIT;
+    struct ep_error error = EP_ERROR_INIT;
+    struct epoch *part;
+
+    if (!check_fence(groups, request->fence, &error)) {
+        if (!*request->group)
+            drop_older(groups, request->fence);
+        else if ((part = find_part(groups, request->group, request->epoch, NULL)))
+            part_drop(part->group, request->reason);
+    }
+    done(&error, error.status ? NULL : &reply.base, user);
+}

@@ -1,0 +1,326 @@
+#include "fibers.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#ifndef __x86_64__
+#include <ucontext.h>
+#endif
+
+enum {
+    LANES = 32, MAX_WARPS = 32,
+    STACK = 64 * 1024,
+    LOOKS = 8,        /* a thread looks so often before another has its turn */
+    IDLE_LOOKS = 512, /* of a block, in which nothing has happened: other blocks may want the processor */
+    IDLE_NAPS = 64,   /* then it sleeps */
+    NAP_NS = 50000,
+};
+
+/* Where threads wait for each other: the last one opens it for all. */
+struct meeting {
+    uint32_t first, threads; /* of the block: whom it is for */
+    uint32_t here, alive;
+    uint64_t opened; /* times */
+};
+
+struct fiber {
+    void *stack;
+#ifdef __x86_64__
+    void *at; /* top of the stack, while it does not run */
+#else
+    ucontext_t at;
+#endif
+    const struct meeting *waits; /* NULL: for none */
+    uint32_t place;              /* among those that can go on */
+};
+
+struct block {
+    void (*body)(const void *args, uint32_t *shared);
+    const void *args;
+    uint32_t index, threads, current;
+    uint32_t *ready, n_ready; /* who can go on */
+    uint32_t chance, looks, idle;
+    struct meeting all, warp[MAX_WARPS];
+    uint64_t given[MAX_WARPS][2][LANES]; /* of this exchange and the next one */
+    uint32_t *shared;
+    struct fiber home; /* of the thread of the process */
+    struct fiber fiber[];
+};
+
+__thread struct fiber_index fiber_thread, fiber_block;
+static __thread struct block *block;
+
+/* ---- from one to the next --------------------------------------------------------------------- */
+
+#ifdef __x86_64__
+
+/* Keeps what a function call keeps, and goes on where `to` was left. */
+void fiber_switch(void **from, void *to);
+__asm__(".text\n"
+        ".type fiber_switch, @function\n"
+        "fiber_switch:\n"
+        "    pushq %rbp\n"
+        "    pushq %rbx\n"
+        "    pushq %r12\n"
+        "    pushq %r13\n"
+        "    pushq %r14\n"
+        "    pushq %r15\n"
+        "    movq %rsp, (%rdi)\n"
+        "    movq %rsi, %rsp\n"
+        "    popq %r15\n"
+        "    popq %r14\n"
+        "    popq %r13\n"
+        "    popq %r12\n"
+        "    popq %rbx\n"
+        "    popq %rbp\n"
+        "    ret\n"
+        ".size fiber_switch, . - fiber_switch\n");
+
+static void go_to(struct fiber *from, struct fiber *to)
+{
+    fiber_switch(&from->at, to->at);
+}
+
+static void prepare(struct fiber *fiber, void (*entry)(void))
+{
+    void **top = (void **)(void *)((uint8_t *)fiber->stack + STACK);
+
+    memset(top - 8, 0, 8 * sizeof *top);
+    memcpy(top - 2, &entry, sizeof entry); /* fiber_switch() returns there, with the stack as after a call */
+    fiber->at = top - 8;
+}
+
+#else
+
+static void go_to(struct fiber *from, struct fiber *to)
+{
+    (void)swapcontext(&from->at, &to->at);
+}
+
+static void prepare(struct fiber *fiber, void (*entry)(void))
+{
+    if (getcontext(&fiber->at))
+        abort();
+    fiber->at.uc_stack.ss_sp = fiber->stack;
+    fiber->at.uc_stack.ss_size = STACK;
+    fiber->at.uc_link = NULL;
+    makecontext(&fiber->at, entry, 0);
+}
+
+#endif
+
+/* ---- turns ------------------------------------------------------------------------------------------ */
+
+static uint32_t by_chance(struct block *b)
+{
+    b->chance ^= b->chance << 13;
+    b->chance ^= b->chance >> 17;
+    b->chance ^= b->chance << 5;
+    return b->chance;
+}
+
+static void add_ready(struct block *b, uint32_t thread)
+{
+    b->fiber[thread].place = b->n_ready;
+    b->ready[b->n_ready++] = thread;
+}
+
+static void remove_ready(struct block *b, uint32_t thread)
+{
+    const uint32_t place = b->fiber[thread].place, last = b->ready[--b->n_ready];
+
+    b->ready[place] = last;
+    b->fiber[last].place = place;
+}
+
+/* Whoever can go on. */
+static uint32_t choose(struct block *b)
+{
+    if (!b->n_ready)
+        abort(); /* all wait for some who are not to come: threads of a warp that went different ways */
+    return b->ready[by_chance(b) % b->n_ready];
+}
+
+static void take_turn(void)
+{
+    struct block *b = block;
+    const uint32_t from = b->current, to = choose(b);
+
+    if (to == from)
+        return;
+    b->current = to;
+    go_to(&b->fiber[from], &b->fiber[to]);
+    fiber_thread.x = from;
+}
+
+static void idle(struct block *b)
+{
+    if (++b->idle < IDLE_NAPS)
+        sched_yield();
+    else
+        nanosleep(&(struct timespec){ .tv_nsec = NAP_NS }, NULL);
+}
+
+void fibers_look(void)
+{
+    struct block *b = block;
+
+    b->looks++;
+    if (b->looks % IDLE_LOOKS == 0)
+        idle(b);
+    if (b->looks % LOOKS == 0)
+        take_turn();
+}
+
+/* ---- meetings ----------------------------------------------------------------------------------------- */
+
+static void open_meeting(struct meeting *meeting)
+{
+    struct block *b = block;
+
+    meeting->here = 0;
+    meeting->opened++;
+    b->looks = b->idle = 0;
+    for (uint32_t i = meeting->first; i < meeting->first + meeting->threads; i++)
+        if (b->fiber[i].waits == meeting) {
+            b->fiber[i].waits = NULL;
+            add_ready(b, i);
+        }
+}
+
+static void meet(struct meeting *meeting)
+{
+    struct block *b = block;
+
+    if (++meeting->here == meeting->alive) {
+        open_meeting(meeting);
+        return;
+    }
+    b->fiber[b->current].waits = meeting;
+    remove_ready(b, b->current);
+    take_turn();
+}
+
+static void part(struct meeting *meeting)
+{
+    if (--meeting->alive && meeting->here == meeting->alive)
+        open_meeting(meeting);
+}
+
+void fibers_meet_block(void)
+{
+    meet(&block->all);
+}
+
+void fibers_meet_warp(void)
+{
+    meet(&block->warp[fiber_thread.x / LANES]);
+}
+
+/* Nobody comes to the exchange after the next one before all have read this one's. */
+const uint64_t *fibers_exchange(uint64_t value)
+{
+    const uint32_t warp = fiber_thread.x / LANES;
+    uint64_t *given = block->given[warp][block->warp[warp].opened % 2];
+
+    given[fiber_thread.x % LANES] = value;
+    fibers_meet_warp();
+    return given;
+}
+
+/* ---- a block -------------------------------------------------------------------------------------------- */
+
+static void enter(void)
+{
+    struct block *b = block;
+    const uint32_t own = b->current;
+
+    fiber_thread.x = own;
+    b->body(b->args, b->shared);
+    remove_ready(b, own);
+    part(&b->warp[own / LANES]);
+    part(&b->all);
+    if (b->all.alive) {
+        b->current = choose(b);
+        go_to(&b->fiber[own], &b->fiber[b->current]);
+    } else {
+        go_to(&b->fiber[own], &b->home);
+    }
+    abort(); /* nobody comes back to who is over */
+}
+
+static void *run_block(void *arg)
+{
+    struct block *b = arg;
+
+    block = b;
+    fiber_block.x = b->index;
+    b->current = choose(b);
+    go_to(&b->home, &b->fiber[b->current]);
+    return NULL;
+}
+
+static void free_block(struct block *b)
+{
+    for (uint32_t i = 0; i < b->threads; i++)
+        free(b->fiber[i].stack);
+    free(b->shared);
+    free(b->ready);
+    free(b);
+}
+
+static void *allocated(void *memory)
+{
+    if (!memory)
+        abort(); /* a test's machine that has no memory for stacks runs no test */
+    return memory;
+}
+
+static struct block *new_block(uint32_t threads, uint32_t shared_bytes)
+{
+    const size_t shared = (shared_bytes + 255ull) / 128 * 128;
+    struct block *b = allocated(calloc(1, sizeof *b + threads * sizeof *b->fiber));
+
+    b->threads = b->all.threads = b->all.alive = threads;
+    b->ready = allocated(calloc(threads, sizeof *b->ready));
+    b->shared = memset(allocated(aligned_alloc(128, shared)), 0xcd, shared);
+    for (uint32_t i = 0; i < threads; i++) {
+        struct meeting *warp = &b->warp[i / LANES];
+
+        warp->first = i / LANES * LANES;
+        warp->alive = ++warp->threads;
+        add_ready(b, i);
+        b->fiber[i].stack = allocated(aligned_alloc(64, STACK));
+        prepare(&b->fiber[i], enter);
+    }
+    return b;
+}
+
+void fibers_run(uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
+                void (*body)(const void *args, uint32_t *shared), const void *args)
+{
+    static uint32_t runs;
+    const uint32_t run = __atomic_add_fetch(&runs, 1, __ATOMIC_RELAXED);
+    pthread_t *thread = allocated(calloc(blocks, sizeof *thread));
+    struct block **b = allocated(calloc(blocks, sizeof(struct block *)));
+
+    for (uint32_t i = 0; i < blocks; i++) {
+        b[i] = new_block(threads, shared_bytes);
+        b[i]->body = body;
+        b[i]->args = args;
+        b[i]->index = i;
+        b[i]->chance = run * 0x9e3779b9u + i * 0x85ebca6bu + 1;
+        b[i]->chance += !b[i]->chance;
+    }
+    for (uint32_t i = 0; i < blocks; i++)
+        if (pthread_create(&thread[i], NULL, run_block, b[i]))
+            abort();
+    for (uint32_t i = 0; i < blocks; i++) {
+        (void)pthread_join(thread[i], NULL);
+        free_block(b[i]);
+    }
+    free(b);
+    free(thread);
+}

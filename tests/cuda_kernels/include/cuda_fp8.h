@@ -1,0 +1,2 @@
+/* What kernels/cuda uses of it. */
+#include "cuda_words.h"

@@ -1,0 +1,113 @@
+/* device_on_cpu.h: what kernels/cuda/ptx.cuh has, on CPUs. */
+#ifndef DEVICE_ON_CPU_H
+#define DEVICE_ON_CPU_H
+
+#include <ctime>
+
+#include "ll_quantise.cuh"
+
+namespace ep {
+
+/* ---- memory order: the strongest there is.  Whoever looks lets others go on. ------------------------ */
+
+template <class T> inline T look(const T *p)
+{
+    fibers_look();
+    return __atomic_load_n(p, __ATOMIC_SEQ_CST);
+}
+inline uint32_t load_u32(const uint32_t *p) { return look(p); }
+inline uint64_t load_u64(const uint64_t *p) { return look(p); }
+inline uint32_t acquire_u32(const uint32_t *p) { return look(p); }
+inline uint64_t acquire_u64(const uint64_t *p) { return look(p); }
+inline uint32_t acquire_count(const uint32_t *p) { return look(p); }
+inline void store_u32(uint32_t *p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }
+inline void store_u64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }
+
+/* 16 bytes at once. */
+#ifdef __x86_64__
+typedef long long vec_words __attribute__((vector_size(16))); /* aligned accesses of it are atomic where there is AVX */
+
+inline void store_vec(void *p, Vec v)
+{
+    vec_words words;
+
+    memcpy(&words, &v, sizeof words);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    *(volatile vec_words *)p = words;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+inline Vec load_vec(const void *p)
+{
+    Vec v;
+
+    fibers_look();
+    const vec_words words = *(const volatile vec_words *)p;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    memcpy(&v, &words, sizeof v);
+    return v;
+}
+#else /* halves: the number, by which a reader knows them, is in the second one */
+inline void store_vec(void *p, Vec v)
+{
+    store_u64((uint64_t *)p, (uint64_t)v.w[1] << 32 | v.w[0]);
+    store_u64((uint64_t *)p + 1, (uint64_t)v.w[3] << 32 | v.w[2]);
+}
+inline Vec load_vec(const void *p)
+{
+    const uint64_t high = load_u64((const uint64_t *)p + 1), low = load_u64((const uint64_t *)p);
+
+    return Vec{ { (uint32_t)low, (uint32_t)(low >> 32), (uint32_t)high, (uint32_t)(high >> 32) } };
+}
+#endif
+inline Vec acquire_vec(const void *p) { return load_vec(p); }
+inline void fence_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void fence_total() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+inline Vec load_row(const void *p)
+{
+    Vec v;
+
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+inline void store_row(void *p, Vec v) { memcpy(p, &v, sizeof v); }
+
+/* ---- counting, the clock, streams -------------------------------------------------------------------- */
+
+inline uint32_t count_relaxed(uint32_t *p) { return __atomic_fetch_add(p, 1, __ATOMIC_SEQ_CST); }
+inline uint32_t count_acq_rel(uint32_t *p) { return __atomic_fetch_add(p, 1, __ATOMIC_SEQ_CST); }
+inline void count_release(uint32_t *p) { __atomic_fetch_add(p, 1, __ATOMIC_SEQ_CST); }
+inline void count_release(uint64_t *p) { __atomic_fetch_add(p, 1, __ATOMIC_SEQ_CST); }
+
+inline uint64_t now_ns()
+{
+    timespec t;
+
+    fibers_look();
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+inline void await_stream() {} /* ops of a rank run one by one */
+inline void let_next_come() {}
+
+/* ---- bulk copies: there when they return.  A barrier counts them. -------------------------------------- */
+
+inline void fence_stage() {}
+inline void fence_acquired() {}
+inline void fence_barriers() {}
+inline void barrier_init(uint64_t *barrier) { *barrier = 0; }
+inline bool barrier_passed(uint64_t *barrier, uint32_t parity) { return (look(barrier) & 1) != parity; }
+inline void bulk_load(uint8_t *stage, const uint8_t *from, uint32_t bytes, uint64_t *barrier)
+{
+    memcpy(stage, from, bytes);
+    __atomic_fetch_add(barrier, 1, __ATOMIC_SEQ_CST);
+}
+inline void bulk_store(uint8_t *to, const uint8_t *stage, uint32_t bytes) { memcpy(to, stage, bytes); }
+inline void bulk_commit() {}
+template <uint32_t n> inline void bulk_read() {}
+inline void bulk_stored() { fence_sys(); }
+
+} // namespace ep
+
+#endif

@@ -1,0 +1,86 @@
+/* From an op to a kernel and what it is told: the half of kernels/cuda/rank.c that launches. */
+#include <stdlib.h>
+
+#include "cuda_cpu.h"
+#include "rank_base.h"
+
+/* Blocks that run at once, and multiprocessors: few, and not as many of the one as of the other. */
+enum { SMS = 2, LL_BLOCKS = 3, HT_DISPATCH_BLOCKS = 3, HT_COMBINE_BLOCKS = 2 };
+
+struct cpu_kernels {
+    struct ep_ll_rank ll;
+    struct ep_ht_rank ht;
+    uint32_t shared_bytes, ht_shared_bytes;
+};
+
+bool cpu_rank_init(struct cpu_rank *rank, const struct ep_placement *placement)
+{
+    struct cpu_kernels *k = calloc(1, sizeof *k);
+    void *windows[EP_DEVICE_MAX_RANKS];
+    const struct ep_cuda_rank_options options = {
+        .rank = rank->rank, .map = &rank->map, .placement = placement, .windows = windows, .state = rank->state
+    };
+
+    rank->kernels = k;
+    if (!k)
+        return false;
+    for (uint32_t i = 0; i < rank->ranks; i++)
+        windows[i] = rank->window[i];
+    ep_cuda_rank_base(&options, &k->ll);
+    ep_cuda_rank_ht_base(&options, &k->ll.base, &k->ht);
+    k->ll.sms = k->ht.sms = SMS;
+    k->ll.dispatch_blocks = k->ll.combine_blocks = LL_BLOCKS;
+    k->ht.dispatch_blocks = HT_DISPATCH_BLOCKS;
+    k->ht.combine_blocks = HT_COMBINE_BLOCKS;
+    k->shared_bytes = (uint32_t)ep_device_shared_bytes(&rank->map.limits);
+    k->ht_shared_bytes = (uint32_t)ep_device_ht_shared_bytes(&rank->map.limits);
+    return true;
+}
+
+void cpu_rank_fini(struct cpu_rank *rank)
+{
+    free(rank->kernels);
+}
+
+static void run_ll(struct cpu_kernels *k, const struct ep_op *op, bool completes)
+{
+    struct ep_ll_args args = k->ll.base;
+
+    ep_ll_fill(&k->ll, NULL, op, completes, &args);
+    switch (op->kind) {
+    case EP_OP_DISPATCH: (void)ep_ll_dispatch(&args, k->shared_bytes, NULL); break;
+    case EP_OP_COMBINE:  (void)ep_ll_combine(&args, k->shared_bytes, NULL); break;
+    default:             (void)ep_ll_release(&args, NULL);
+    }
+}
+
+static void run_ht(struct cpu_kernels *k, const struct ep_op *op)
+{
+    struct ep_ht_args args = k->ht.base;
+
+    ep_ht_fill(&k->ht, NULL, op, &args);
+    switch (op->kind) {
+    case EP_OP_DISPATCH: (void)ep_ht_dispatch(&args, k->ht_shared_bytes, NULL); break;
+    case EP_OP_COMBINE:  (void)ep_ht_combine(&args, NULL); break;
+    default:             break; /* released: nothing of a handle is a peer's */
+    }
+}
+
+bool cpu_has_mode(uint32_t mode)
+{
+    return mode == EP_MODE_LL || mode == EP_MODE_HT;
+}
+
+void cpu_execute(struct cpu_rank *rank, const struct ep_op *op)
+{
+    const bool completes = op->kind == EP_OP_COMPLETE;
+
+    if (completes)
+        op = &rank->half[op->handle];
+    else if (op->flags & EP_OP_SEND_ONLY)
+        rank->half[op->handle] = *op;
+    if (op->mode == EP_MODE_HT)
+        run_ht(rank->kernels, op);
+    else
+        run_ll(rank->kernels, op, completes);
+}

@@ -1,0 +1,250 @@
+#!/usr/bin/python3
+"""Attached workers go over to a group's next epoch together, ops going on: ep_advance(), worker --follow and
+ep-bench --soak --follow, which checks every result, while an operator changes the group."""
+
+import re
+import shutil
+import signal
+import unittest
+
+import harness
+
+FOR_EVER = 3600  # seconds: it is ended when it has done what was waited for
+
+
+class TurnCase(harness.TestCase):
+    """The group moe, and who looks at it.  self.servers: by name; "a" is asked."""
+
+    def admin(self, *args, code=0):
+        result = self.operate(self.servers["a"], *args)
+        self.assertEqual(result.code, code, result)
+        return result
+
+    def create(self, *flags, ranks=3):
+        self.admin("group", "create", "moe", "--ranks=%d" % ranks, "--experts=12", "--hidden=128", "--top-k=3",
+                   "--ll-max-tokens=16", "--ht-max-tokens=32", "--arena=16MiB", "--timeout-ms=60000", *flags)
+
+    def group(self):
+        return self.admin("group", "get", "moe", "-o", "json").json()
+
+    def status(self):
+        return self.group()["status"]
+
+    def update(self, *flags):
+        """The epoch of the change."""
+        self.admin("group", "update", "moe", *flags)
+        return self.status()["epoch"]
+
+    def wait_turned(self, epoch):
+        """Everybody is in that epoch, and nothing is left of older ones."""
+        def turned():
+            status = self.status()
+            return status["epoch"] == epoch and not status.get("draining_epochs") and status["phase"] != "PHASE_RECONFIGURING"
+        harness.wait_until(turned, lambda: "all in epoch %d: %s" % (epoch, self.status()), interval=0.05)
+
+    def turn(self, *flags):
+        epoch = self.update(*flags)
+        self.wait_turned(epoch)
+        return epoch
+
+    def wait_attached(self, ranks):
+        harness.wait_until(lambda: [rank["state"] for rank in self.status()["ranks"]] == ["RANK_STATE_ATTACHED"] * ranks,
+                           lambda: self.status(), interval=0.05)
+
+    # ---- ep-bench
+
+    def soak(self, *flags, ranks=3):
+        servers = ["--server=" + server.address for server in self.servers.values()]
+        bench = self.spawn(["ep-bench", *servers, "--group=moe", "--soak=%d" % FOR_EVER, "--follow", "--tokens=4,16,32",
+                            "--output=json", *flags])
+        self.wait_attached(ranks)
+        return bench
+
+    def told(self, bench):
+        """[(ops of each rank, kills)], one every few seconds"""
+        said = re.findall(r"soak: (\d+) ops of each rank, (\d+) kills", bench.log())
+        return [(int(ops), int(kills)) for ops, kills in said]
+
+    def check_soak(self, bench, epochs=None):
+        """It goes on for a while, everything was right, and it went over to these epochs (None: to any)."""
+        before = len(self.told(bench))
+        harness.wait_until(lambda: not bench.alive() or len({ops for ops, _ in self.told(bench)[before:]}) > 1,
+                           bench.log)
+        bench.signal(signal.SIGINT)
+        self.assertEqual(bench.wait(), 0, bench.log())
+        report = harness.json.loads(bench.out())
+        self.assertTrue(report["ok"], report)
+        self.assertEqual(report["soak"]["wrong"], 0)
+        if epochs is not None:
+            self.assertEqual([turn["epoch"] for turn in report["turns"]["each"]], epochs, report["turns"])
+        return report
+
+    # ---- worker
+
+    def worker(self, rank, *flags, node="a", tag=""):
+        process = self.spawn(["worker", "--group=moe", "--rank=%d" % rank, "--pause-ms=2", "--mode=both", *flags],
+                             server=self.servers[node], name="w%d%s" % (rank, tag))
+        harness.wait_until(lambda: "attached" in process.out() or not process.alive(),
+                           lambda: "worker %d attached: %s%s" % (rank, process.out(), process.log()))
+        return process
+
+    def wait_line(self, process, pattern):
+        """What it prints from now on."""
+        start = len(process.out())
+        harness.wait_until(lambda: re.search(pattern, process.out()[start:]),
+                           lambda: "%s in:\n%s%s" % (pattern, process.out(), process.log()), interval=0.05)
+
+    def check_steps(self, *processes, epoch, absent=0):
+        for process in processes:
+            self.wait_line(process, r"epoch %d: absent %d, failures 0 .* [1-9]\d* steps" % (epoch, absent))
+            self.assertNotRegex(process.out(), r"[1-9]\d* wrong")
+
+
+class OneServerTest(TurnCase):
+    def setUp(self):
+        super().setUp()
+        self.servers = {"a": self.start_server("--host-ranks=5", name="a")}
+
+    def test_modes_come_and_go(self):
+        self.create("--modes=ll")
+        bench = self.soak()
+        epochs = [self.turn("--modes=" + modes) for modes in ("ll,ht", "ht", "ll")]
+        report = self.check_soak(bench, epochs)
+        self.assertEqual({layout["mode"] for layout in report["soak"]["layouts"]}, {"ll", "ht"})
+
+    def test_sizes_and_placement_of_experts_change(self):
+        self.create()
+        bench = self.soak()
+        homes = self.write("homes", "[[0, 3, 6, 9, 1], [4, 7, 10, 2, 0], [5, 8, 11, 3]]")
+        epochs = [self.turn("--ll-max-tokens=32"), self.turn("--placement=" + homes)]
+        live = self.update("--timeout-ms=9000")  # which needs no turn
+        self.assertEqual(live, epochs[-1])
+        epochs.append(self.turn("--placement=contiguous", "--hidden=256"))
+        report = self.check_soak(bench, epochs)
+        self.assertGreater(report["turns"]["pause_max_us"], 0)
+
+    def test_ranks_come_and_go(self):
+        self.create()
+        bench = self.soak()
+        epochs = [self.turn("--ranks=5"), self.turn("--ranks=2"), self.turn("--ranks=3")]
+        report = self.check_soak(bench, epochs)
+        self.assertEqual((report["turns"]["workers_added"], report["turns"]["workers_removed"]), (3, 3))
+
+    def test_two_changes_in_quick_succession(self):
+        self.create()
+        bench = self.soak()
+        first, last = self.update("--ll-max-tokens=32"), self.update("--ll-max-tokens=24")
+        self.wait_turned(last)
+        report = self.check_soak(bench)
+        self.assertIn([turn["epoch"] for turn in report["turns"]["each"]], ([last], [first, last]))
+
+    def test_workers_are_killed_and_replaced_over_changes(self):
+        self.create("--modes=ll")
+        bench = self.soak("--soak-kill=2")
+        for tokens in (32, 24, 16):
+            self.turn("--ll-max-tokens=%d" % tokens)
+        harness.wait_until(lambda: not bench.alive() or any(kills for _, kills in self.told(bench)), bench.log)
+        report = self.check_soak(bench)
+        self.assertGreaterEqual(report["turns"]["count"], 3)
+        self.assertGreater(report["soak"]["kills"], 0)
+
+    def test_workers_go_over_without_leaving(self):
+        self.create()
+        workers = [self.worker(rank, "--follow") for rank in range(3)]
+        self.check_steps(*workers, epoch=1)
+        self.assertEqual(self.turn("--ll-max-tokens=32"), 2)
+        self.check_steps(*workers, epoch=2)
+        self.turn("--modes=ht")
+        self.check_steps(*workers, epoch=3)
+        for worker in workers:
+            self.assertRegex(worker.out(), r"epoch 2: gone over, 3 ranks")
+            self.assertNotRegex(worker.out(), r"epoch \d: left")
+        for worker in workers:
+            self.assertEqual(worker.stop(), 0, worker.log())
+
+    def test_a_removed_rank_is_told_and_leaves(self):
+        self.create()
+        workers = [self.worker(rank, "--follow") for rank in range(3)]
+        self.check_steps(*workers, epoch=1)
+        self.turn("--ranks=2")
+        self.assertEqual(workers[2].wait(), 0, workers[2].log())
+        self.assertRegex(workers[2].out(), r"has gone over to epoch 2, where this rank has no place here")
+        self.check_steps(*workers[:2], epoch=2)
+
+    def test_one_that_does_not_follow_holds_nobody_up_when_it_has_left(self):
+        self.create("--modes=ll")
+        workers = [self.worker(0, "--follow"), self.worker(1, "--follow"), self.worker(2)]
+        self.check_steps(*workers, epoch=1)
+        self.turn("--ll-max-tokens=32")
+        self.check_steps(*workers, epoch=2)
+        self.assertIn("gone over", workers[0].out())
+        self.assertIn("left", workers[2].out())  # and came back
+
+    def kill_one(self, before):
+        self.create("--modes=ll")
+        workers = [self.worker(rank, "--follow") for rank in range(3)]
+        self.check_steps(*workers, epoch=1)
+        if before:
+            workers[2].signal(signal.SIGSTOP)  # it attaches to nothing, and its peers wait for it
+        epoch = self.update("--ll-max-tokens=32")
+        if not before:
+            harness.wait_until(lambda: self.status()["ranks"][2]["state"] == "RANK_STATE_ATTACHED", "attached to both")
+        workers[2].kill()
+        self.check_steps(*workers[:2], epoch=epoch, absent=1)
+        self.check_steps(self.worker(2, "--follow", tag="again"), *workers[:2], epoch=epoch)
+        self.wait_turned(epoch)
+
+    def test_a_worker_is_killed_before_it_attached_to_the_next_epoch(self):
+        self.kill_one(True)
+
+    def test_a_worker_is_killed_after_it_attached_to_the_next_epoch(self):
+        self.kill_one(False)
+
+    def test_the_server_goes_away_between_change_and_turn(self):
+        self.create()
+        workers = [self.worker(rank, "--follow", "--once") for rank in range(3)]
+        self.check_steps(*workers, epoch=1)
+        self.update("--ll-max-tokens=32")
+        self.servers["a"].kill()
+        for worker in workers:
+            self.assertNotEqual(worker.wait(), 0)
+
+
+@unittest.skipUnless(shutil.which("etcd"), "etcd is not installed (package etcd-server)")
+class SpanTest(TurnCase):
+    NAMES = ("a", "b", "c")
+
+    def start(self, n):
+        self.etcd = harness.Etcd(self.box)
+        self.servers = {name: self.start_server("--store=" + self.etcd.url("/turn"), "--name=" + name, "--host-ranks=3",
+                                                harness.NOT_LOST, name=name, ready=False) for name in self.NAMES[:n]}
+        for server in self.servers.values():
+            server.wait_ready()
+
+    def change_everything(self, n):
+        self.start(n)
+        self.create("--placement=spread", "--modes=ll")
+        bench = self.soak()
+        epochs = [self.turn(*flags) for flags in (["--modes=ll,ht"], ["--ll-max-tokens=32"], ["--ranks=5"], ["--ranks=3"])]
+        turns = self.check_soak(bench, epochs)["turns"]
+        self.assertGreaterEqual(turns["workers_added"], 2)  # and those of ranks that move to another node
+        self.assertEqual(turns["workers_removed"], turns["workers_added"])
+
+    def test_everything_changes_over_two_servers(self):
+        self.change_everything(2)
+
+    def test_everything_changes_over_three_servers(self):
+        self.change_everything(3)
+
+    def test_ranks_move_to_other_nodes(self):
+        self.start(2)
+        self.create("--placement=spread")
+        bench = self.soak()
+        moved = self.turn("--placement=pack")
+        back = self.turn("--placement=spread")
+        report = self.check_soak(bench, [moved, back])
+        self.assertGreaterEqual(report["turns"]["workers_removed"], 1)
+
+
+if __name__ == "__main__":
+    harness.main()

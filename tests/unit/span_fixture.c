@@ -1,0 +1,222 @@
+#include "span_fixture.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ep_log.h"
+#include "temporary.h"
+
+/* ---- what the data path would do -------------------------------------------------------- */
+
+struct ep_team_net {
+    const struct ep_node *node;
+};
+
+ep_status __wrap_ep_team_net_listen(struct ep_node *node, struct ep_team_net **out, struct ep_team_card *card,
+                                    struct ep_error *error);
+ep_status __wrap_ep_team_net_connect(struct ep_team_net *net, const struct ep_team_card *cards, uint32_t nodes,
+                                     uint32_t own, uint32_t timeout_ms, struct ep_error *error);
+void __wrap_ep_team_net_close(struct ep_team_net *net);
+ep_status __real_ep_team_create(const struct ep_team_options *options, struct ep_team **out, struct ep_error *error);
+ep_status __wrap_ep_team_create(const struct ep_team_options *options, struct ep_team **out, struct ep_error *error);
+
+ep_status __wrap_ep_team_net_listen(struct ep_node *node, struct ep_team_net **out, struct ep_team_card *card,
+                                    struct ep_error *error)
+{
+    (void)error;
+    *out = calloc(1, sizeof **out);
+    (*out)->node = node;
+    memset(card, 0, sizeof *card);
+    snprintf((char *)card->bytes, sizeof card->bytes, "%s", ep_node_name(node));
+    return EP_OK;
+}
+
+const char *const span_names[SERVERS] = { "a", "b", "c" };
+
+static bool is_server(const char *name)
+{
+    for (uint32_t i = 0; i < SERVERS; i++)
+        if (!strcmp(name, span_names[i]))
+            return true;
+    return false;
+}
+
+/* The cards are those of the members, each once, and this one's is where it should be. */
+ep_status __wrap_ep_team_net_connect(struct ep_team_net *net, const struct ep_team_card *cards, uint32_t nodes,
+                                     uint32_t own, uint32_t timeout_ms, struct ep_error *error)
+{
+    (void)timeout_ms;
+    for (uint32_t i = 0; i < nodes; i++) {
+        const char *name = (const char *)cards[i].bytes;
+
+        if (!is_server(name) || (i == own) != !strcmp(name, ep_node_name(net->node)))
+            return ep_error_set(error, EP_INTERNAL, "card %u is of \"%s\"", i, name);
+    }
+    return EP_OK;
+}
+
+void __wrap_ep_team_net_close(struct ep_team_net *net)
+{
+    free(net);
+}
+
+ep_status __wrap_ep_team_create(const struct ep_team_options *options, struct ep_team **out, struct ep_error *error)
+{
+    struct ep_team_options alone = *options;
+
+    if (options->span)
+        free(options->span->net); /* the team's now */
+    alone.span = NULL;
+    return __real_ep_team_create(&alone, out, error);
+}
+
+/* ---- servers ------------------------------------------------------------------------------ */
+
+static void set_flag(void *flag)
+{
+    *(bool *)flag = true;
+}
+
+/* For whoever has to find out why a wait was in vain. */
+static void describe(const struct fixture *f)
+{
+    for (uint32_t i = 0; i < SERVERS; i++) {
+        const struct server *s = &f->servers[i];
+        const Ep__V1__Group *group = s->groups ? ep_groups_get(s->groups, "moe", NULL) : NULL;
+
+        print_message("%s: %s, leads %d, %llu bytes used, phase %d, epoch %llu, %zu draining: %s\n", span_names[i],
+                      s->groups ? "there" : "away", s->groups && ep_cluster_leads(s->cluster),
+                      s->groups ? (unsigned long long)(BUDGET - ep_node_memory_left(s->node)) : 0,
+                      group ? (int)group->status->phase : 0, group ? (unsigned long long)group->status->epoch : 0,
+                      group ? group->status->n_draining_epochs : 0, group ? group->status->reason : "");
+    }
+}
+
+static void on_awake(uv_timer_t *timer)
+{
+    (void)timer;
+}
+
+void span_in_vain(const struct fixture *f, const char *what)
+{
+    describe(f);
+    fail_msg("not in time: %s (victim %u, step %u of %u)", what, f->victim, f->steps, f->crash_at);
+}
+
+static void on_ready(const struct ep_error *error, void *user)
+{
+    assert_int_equal(error->status, EP_OK);
+    ((struct server *)user)->ready = true;
+}
+
+void span_start(struct fixture *f, uint32_t i)
+{
+    const struct ep_node_options options = {
+        .name = span_names[i], .backend = EP_NODE_HOST, .host_devices = 2, .memory_budget = BUDGET
+    };
+    struct server *s = &f->servers[i];
+
+    s->ready = false;
+    assert_int_equal(ep_node_open(&options, &s->node, NULL), EP_OK);
+    s->cluster = world_add(f->world, s->node);
+    assert_int_equal(ep_groups_open(&f->loop, s->node, f->store, s->cluster, on_ready, s, &s->groups, NULL), EP_OK);
+    world_serve(s->cluster, s->groups);
+}
+
+void span_stop(struct fixture *f, uint32_t i)
+{
+    struct server *s = &f->servers[i];
+    bool closed = false;
+
+    world_serve(s->cluster, NULL);
+    ep_groups_close(s->groups, set_flag, &closed);
+    WAIT(f, closed);
+    world_remove(s->cluster);
+    assert_int_equal(ep_node_memory_left(s->node), BUDGET);
+    ep_node_close(s->node);
+    *s = (struct server){ 0 };
+}
+
+bool span_all_ready(const struct fixture *f)
+{
+    bool ready = true;
+
+    for (uint32_t i = 0; i < SERVERS; i++)
+        ready &= f->servers[i].ready;
+    return ready;
+}
+
+int span_setup(void **state)
+{
+    struct fixture *f = calloc(1, sizeof *f);
+
+    ep_log_configure(EP_LOG_OFF, EP_LOG_LOGFMT);
+    assert_true(temporary_directory(f->directory, sizeof f->directory));
+    snprintf(f->path, sizeof f->path, "%s/store.db", f->directory);
+    uv_loop_init(&f->loop);
+    uv_timer_init(&f->loop, &f->awake);
+    uv_timer_start(&f->awake, on_awake, 50, 50);
+    assert_int_equal(ep_store_open_sqlite(&f->loop, f->path, &f->store, NULL), EP_OK);
+    f->world = world_open(&f->loop, f->store);
+    f->crash_at = NO_STEP;
+    for (uint32_t i = 0; i < SERVERS; i++)
+        span_start(f, i);
+    WAIT(f, span_all_ready(f));
+    *state = f;
+    return 0;
+}
+
+int span_teardown(void **state)
+{
+    struct fixture *f = *state;
+    bool closed = false;
+    char command[128];
+
+    world_on_step(f->world, NULL, NULL);
+    for (uint32_t i = 0; i < SERVERS; i++)
+        if (f->servers[i].groups)
+            span_stop(f, i);
+    world_close(f->world);
+    ep_store_close(f->store, set_flag, &closed);
+    WAIT(f, closed);
+    uv_close((uv_handle_t *)&f->awake, NULL);
+    uv_run(&f->loop, UV_RUN_DEFAULT);
+    assert_int_equal(uv_loop_close(&f->loop), 0);
+    snprintf(command, sizeof command, "rm -r %s", f->directory);
+    assert_int_equal(system(command), 0);
+    free(f);
+    return 0;
+}
+
+uint32_t span_leader(const struct fixture *f)
+{
+    for (uint32_t i = 0; i < SERVERS; i++)
+        if (f->servers[i].groups && !(f->crashed && i == f->victim) && ep_cluster_leads(f->servers[i].cluster))
+            return i;
+    return SERVERS;
+}
+
+/* ---- changes --------------------------------------------------------------------------------- */
+
+void span_on_answer(const struct ep_error *error, const Ep__V1__Group *group, void *user)
+{
+    struct answer *answer = user;
+
+    (void)group;
+    answer->done = true;
+    answer->error = *error;
+}
+
+Ep__V1__GroupSpec span_spec(uint32_t hidden, uint32_t ranks)
+{
+    Ep__V1__GroupSpec spec = EP__V1__GROUP_SPEC__INIT;
+
+    spec.ranks = ranks;
+    spec.experts = 12;
+    spec.hidden = hidden;
+    spec.top_k = 2;
+    spec.ll_max_tokens = 8;
+    spec.ht_max_tokens = 16;
+    return spec;
+}

@@ -1,0 +1,248 @@
+/* Which rank is on which node and device. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include <stdio.h>
+#include <string.h>
+
+#include "plan.h"
+
+#define NODES(name) EP__V1__NODE_STRATEGY__NODE_STRATEGY_##name
+#define GIB         (1ull << 30)
+
+static const char *const devices[] = { "host0", "host1", "host2", "host3" };
+
+static struct ep_plan_node node(const char *name, uint32_t n, uint64_t memory)
+{
+    return (struct ep_plan_node){ .has = { .node = name, .backend = EP__V1__BACKEND__BACKEND_HOST, .devices = n,
+                                           .memory_left = memory },
+                                  .device = devices };
+}
+
+static Ep__V1__GroupSpec spec_of(uint32_t ranks, Ep__V1__Placement *placement)
+{
+    Ep__V1__GroupSpec spec = EP__V1__GROUP_SPEC__INIT;
+
+    spec.ranks = ranks;
+    spec.experts = 16;
+    spec.hidden = 64;
+    spec.top_k = 2;
+    spec.ll_max_tokens = 8;
+    spec.ht_max_tokens = 16;
+    spec.placement = placement;
+    return spec;
+}
+
+/* As the leader does it; text: node and device of each rank, or why not. */
+static ep_status plan(const Ep__V1__GroupSpec *spec, const struct ep_plan_node *nodes, size_t n, char *text,
+                      size_t size)
+{
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_spec_bounds bounds;
+    struct ep_settled settled;
+    struct ep_plan made;
+    size_t used = 0;
+
+    *text = '\0';
+    if (!ep_plan_bounds(spec, nodes, n, false, &bounds, &error) && !ep_spec_settle(spec, &bounds, &settled, &error)) {
+        if (!ep_plan_make(spec, &settled, nodes, n, &made, &error)) {
+            for (uint32_t r = 0; r < made.n_ranks; r++)
+                used += (size_t)snprintf(text + used, size - used, "%s%s/%s", r ? " " : "", made.name[made.node[r]],
+                                         made.device[r]);
+            assert_int_equal(ep_plan_check(spec, &settled, nodes, n, &made, false, NULL), EP_OK);
+            ep_plan_clear(&made);
+        }
+        ep_settled_clear(&settled);
+    }
+    if (error.status)
+        snprintf(text, size, "%s", error.text);
+    return error.status;
+}
+
+static void expect(uint32_t ranks, Ep__V1__NodeStrategy strategy, const struct ep_plan_node *nodes, size_t n,
+                   ep_status status, const char *wanted)
+{
+    Ep__V1__Placement placement = EP__V1__PLACEMENT__INIT;
+    const Ep__V1__GroupSpec spec = spec_of(ranks, &placement);
+    char text[512];
+
+    placement.nodes = strategy;
+    assert_int_equal(plan(&spec, nodes, n, text, sizeof text), status);
+    if (!strstr(text, wanted))
+        fail_msg("\"%s\" is not \"%s\"", text, wanted);
+}
+
+static void packed_ranks_take_as_few_nodes_as_have_room(void **state)
+{
+    const struct ep_plan_node nodes[] = { node("a", 2, GIB), node("b", 4, GIB), node("c", 4, 2 * GIB) };
+
+    (void)state;
+    expect(2, NODES(UNSPECIFIED), nodes, 3, EP_OK, "c/host0 c/host1"); /* the most memory */
+    expect(4, NODES(PACK), nodes, 3, EP_OK, "c/host0 c/host1 c/host2 c/host3");
+    expect(5, NODES(PACK), nodes, 3, EP_OK, "b/host0 b/host1 b/host2 b/host3 c/host0");
+    expect(10, NODES(PACK), nodes, 3, EP_OK,
+           "a/host0 a/host1 b/host0 b/host1 b/host2 b/host3 c/host0 c/host1 c/host2 c/host3");
+    expect(11, NODES(PACK), nodes, 3, EP_FAILED_PRECONDITION, "the 3 nodes that take workers have 10 devices");
+}
+
+static void spread_ranks_take_all_nodes_evenly(void **state)
+{
+    const struct ep_plan_node nodes[] = { node("a", 1, GIB), node("b", 4, GIB), node("c", 4, GIB) };
+
+    (void)state;
+    expect(3, NODES(SPREAD), nodes, 3, EP_OK, "a/host0 b/host0 c/host0");
+    expect(6, NODES(SPREAD), nodes, 3, EP_OK, "a/host0 b/host0 b/host1 b/host2 c/host0 c/host1");
+    expect(2, NODES(SPREAD), nodes, 3, EP_OK, "a/host0 b/host0");
+}
+
+static void drained_nodes_get_no_ranks(void **state)
+{
+    struct ep_plan_node nodes[] = { node("a", 4, GIB), node("b", 4, GIB) };
+
+    (void)state;
+    nodes[0].cordoned = true;
+    expect(2, NODES(SPREAD), nodes, 2, EP_OK, "b/host0 b/host1");
+    expect(5, NODES(SPREAD), nodes, 2, EP_FAILED_PRECONDITION, "ranks is 5: node b has 4 devices");
+    nodes[1].cordoned = true;
+    expect(2, NODES(PACK), nodes, 2, EP_UNAVAILABLE, "all are drained");
+}
+
+static void memory_decides_and_the_refusal_says_what_would_fit(void **state)
+{
+    struct ep_plan_node nodes[] = { node("a", 4, 128 << 20), node("b", 4, GIB) };
+
+    (void)state;
+    expect(2, NODES(SPREAD), nodes, 2, EP_OK, "a/host0 b/host0");
+    nodes[0].has.memory_left = 1000;
+    expect(2, NODES(SPREAD), nodes, 2, EP_OK, "b/host0 b/host1");
+    nodes[1].has.memory_left = 4 << 20;
+    expect(4, NODES(PACK), nodes, 2, EP_RESOURCE_EXHAUSTED, "would fit");
+}
+
+static void nodes_of_another_release_or_without_a_mode_are_no_members(void **state)
+{
+    struct ep_plan_node nodes[] = { node("a", 4, GIB), node("b", 4, GIB) };
+    Ep__V1__Mode ht = EP__V1__MODE__MODE_HT;
+    Ep__V1__Placement placement = EP__V1__PLACEMENT__INIT;
+    Ep__V1__GroupSpec spec = spec_of(2, &placement);
+    struct ep_spec_bounds bounds;
+    struct ep_settled settled;
+    char text[512];
+
+    (void)state;
+    placement.nodes = NODES(SPREAD);
+    nodes[1].release = "is of release 9, not 1 as the leader";
+    expect(2, NODES(SPREAD), nodes, 2, EP_OK, "a/host0 a/host1");
+    expect(8, NODES(SPREAD), nodes, 2, EP_FAILED_PRECONDITION, "(node b is of release 9, not 1 as the leader)");
+    expect(2, NODES(SPREAD), nodes + 1, 1, EP_FAILED_PRECONDITION, "is of release 9");
+    nodes[1].release = NULL;
+    nodes[1].modes = 1u << EP_MODE_LL;
+    spec.n_modes = 1;
+    spec.modes = &ht;
+    assert_int_equal(plan(&spec, nodes, 2, text, sizeof text), EP_OK);
+    assert_string_equal(text, "a/host0 a/host1");
+    assert_int_equal(plan(&spec, nodes + 1, 1, text, sizeof text), EP_FAILED_PRECONDITION);
+    assert_non_null(strstr(text, "node b lacks a mode that is asked for"));
+    spec.n_modes = 0; /* what all have is settled, and who lacks the rest is named */
+    assert_int_equal(ep_plan_bounds(&spec, nodes, 2, false, &bounds, NULL), EP_OK);
+    assert_int_equal(ep_spec_settle(&spec, &bounds, &settled, NULL), EP_OK);
+    assert_int_equal(settled.spec->n_modes, 1);
+    assert_string_equal(settled.notes[0], "modes: none asked, ll settled: node b has no other");
+    ep_settled_clear(&settled);
+}
+
+static void groups_are_of_one_backend(void **state)
+{
+    struct ep_plan_node nodes[] = { node("a", 4, GIB), node("b", 2, GIB) };
+    const uint64_t left[] = { GIB, GIB };
+    Ep__V1__Placement placement = EP__V1__PLACEMENT__INIT;
+    Ep__V1__GroupSpec spec = spec_of(3, &placement);
+    char text[512];
+
+    (void)state;
+    nodes[1].has.backend = EP__V1__BACKEND__BACKEND_CUDA;
+    nodes[1].has.device_left = left;
+    spec.hidden = 1024;
+    spec.backend = EP__V1__BACKEND__BACKEND_HOST;
+    assert_int_equal(plan(&spec, nodes, 2, text, sizeof text), EP_OK);
+    assert_string_equal(text, "a/host0 a/host1 a/host2");
+    spec.backend = EP__V1__BACKEND__BACKEND_UNSPECIFIED; /* where GPUs are, they are meant; ranks may share them */
+    assert_int_equal(plan(&spec, nodes, 2, text, sizeof text), EP_OK);
+    assert_string_equal(text, "b/host0 b/host1 b/host0");
+}
+
+/* ---- explicit ----------------------------------------------------------------------------- */
+
+struct homes {
+    Ep__V1__RankPlacement home[4], *list[4];
+    Ep__V1__Placement placement;
+};
+
+static void homes_init(struct homes *homes, size_t n)
+{
+    ep__v1__placement__init(&homes->placement);
+    homes->placement.nodes = NODES(EXPLICIT);
+    homes->placement.ranks = homes->list;
+    homes->placement.n_ranks = n;
+    for (size_t i = 0; i < n; i++) {
+        ep__v1__rank_placement__init(&homes->home[i]);
+        homes->home[i].rank = (uint32_t)i;
+        homes->list[i] = &homes->home[i];
+    }
+}
+
+static void expect_homes(struct homes *homes, ep_status status, const char *wanted)
+{
+    const struct ep_plan_node nodes[] = { node("a", 2, GIB), node("b", 4, GIB) };
+    const Ep__V1__GroupSpec spec = spec_of(3, &homes->placement);
+    char text[512];
+
+    assert_int_equal(plan(&spec, nodes, 2, text, sizeof text), status);
+    if (!strstr(text, wanted))
+        fail_msg("\"%s\" is not \"%s\"", text, wanted);
+}
+
+static void explicit_homes_are_taken_at_their_word(void **state)
+{
+    static char a[] = "a", b[] = "b", c[] = "c", host3[] = "host3", none[] = "none";
+    struct homes homes;
+
+    (void)state;
+    homes_init(&homes, 3);
+    homes.home[0].node = b;
+    homes.home[0].device = host3;
+    homes.home[1].node = a;
+    homes.home[2].node = b;
+    expect_homes(&homes, EP_OK, "b/host3 a/host0 b/host1");
+    homes.home[1].node = c;
+    expect_homes(&homes, EP_UNAVAILABLE, "rank 1 is on node c, which is not there");
+    homes.home[1].node = a;
+    homes.home[0].device = none;
+    expect_homes(&homes, EP_FAILED_PRECONDITION, "rank 0 is on none of node b, which has no such device");
+    homes.home[0].device = host3;
+    homes.home[2].rank = 1;
+    expect_homes(&homes, EP_INVALID_ARGUMENT, "placement.ranks has rank 1 twice");
+    homes.placement.n_ranks = 2;
+    expect_homes(&homes, EP_INVALID_ARGUMENT, "placement.ranks lacks rank 2");
+    homes.placement.nodes = NODES(PACK);
+    expect_homes(&homes, EP_INVALID_ARGUMENT, "they need placement.nodes explicit");
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(packed_ranks_take_as_few_nodes_as_have_room),
+        cmocka_unit_test(spread_ranks_take_all_nodes_evenly),
+        cmocka_unit_test(drained_nodes_get_no_ranks),
+        cmocka_unit_test(memory_decides_and_the_refusal_says_what_would_fit),
+        cmocka_unit_test(nodes_of_another_release_or_without_a_mode_are_no_members),
+        cmocka_unit_test(groups_are_of_one_backend),
+        cmocka_unit_test(explicit_homes_are_taken_at_their_word),
+    };
+
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
