@@ -46,7 +46,7 @@ class WorkerStopped(WorkerKilled):
     longest = 4.0
 
     def begin(self):
-        self.world.stopped_ms = {self.whom: 1000 * self.seconds}
+        self.world.stopped = {self.whom}
         self.process = self.world.slots[self.whom].process
         self.process.signal(signal.SIGSTOP)
 
@@ -84,7 +84,7 @@ class ServerStopped(Fault):
     longest = 6.0
 
     def begin(self):
-        self.world.stopped_ms = {slot.rank: 1000 * self.seconds for slot in self.world.slots if slot.node == self.whom}
+        self.world.stopped = {slot.rank for slot in self.world.slots if slot.node == self.whom}
         self.world.servers[self.whom].signal(signal.SIGSTOP)
 
     def end(self):

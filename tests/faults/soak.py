@@ -116,6 +116,7 @@ def suffer(world, watch, fault, number):
         world.listen_all()
         time.sleep(0.05)
     fault.end()
+    world.end_fault()
 
 
 def soak(world, watch, seconds, seed, only):

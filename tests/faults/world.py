@@ -89,7 +89,8 @@ class World:
         self.disks = {host: self.disk(host) for host in every} if self.cuttable else {}
         self.etcd, self.servers, self.slots, self.lives = {}, {}, [], itertools.count(1)
         self.wrong = []  # what must not have happened
-        self.stopped_ms = {}  # rank: for so long its worker, or the server that runs its ops, did nothing in this fault
+        self.stopped = set()  # ranks whose worker, or the server that runs their ops, does nothing in this fault
+        self.fault_began, self.fault_ms = 0.0, 0.0  # the latter once it is over
         self.stalls = Stalls()
 
     # ---- hosts
@@ -196,12 +197,17 @@ class World:
              *self.worker_flags], server=self.servers[slot.node], name="rank%d-%d" % (slot.rank, next(self.lives)))
 
     def op_within_ms(self, rank):
-        return OP_MS + 2000 * harness.SCALE + self.stopped_ms.get(rank, 0) + self.stalls.ms
+        return OP_MS + 2000 * harness.SCALE + (self.fault_ms if rank in self.stopped else 0) + self.stalls.ms
 
     def begin_fault(self):
         """What made ops late before is over, and told."""
         self.listen_all()
-        self.stopped_ms, self.stalls.ms = {}, 0.0
+        self.stopped, self.stalls.ms = set(), 0.0
+        self.fault_began, self.fault_ms = time.monotonic(), 0.0
+
+    def end_fault(self):
+        """It may have lasted for longer than was drawn: an operator waits as long as a change takes."""
+        self.fault_ms = 1000 * (time.monotonic() - self.fault_began)
 
     def listen(self, slot):
         for line in slot.news():
