@@ -103,10 +103,17 @@ start() {
 }
 
 # A server with the group "moe".
+mode=ll
 serve() {
     start
     timeout --kill-after=5 "$says_limit_s" "$bin/ep-admin" group create moe --ranks="$ranks" --experts=$((4 * ranks)) \
-        --hidden=1024 --top-k=2 --modes=ll --ll-max-tokens=32 --arena=64MiB --wait=20s "$@" || complain 'no group'
+        --hidden=1024 --top-k=2 --modes="$mode" --"$mode"-max-tokens=32 --arena=64MiB --wait=20s "$@" || complain 'no group'
+}
+
+# in_ht FUNCTION [ARGUMENT...]: the group has HT, and its workers use it.
+in_ht() {
+    mode=ht
+    "$@"
 }
 
 # ---- workers --------------------------------------------------------------------------------------
@@ -116,7 +123,7 @@ declare -A worker
 start_worker() {
     local name=$1 rank=$2
     shift 2
-    "$bin/worker" --group=moe --rank="$rank" --pause-ms=2 "$@" >"$step_dir/$name.out" 2>&1 &
+    "$bin/worker" --group=moe --rank="$rank" --mode="$mode" --pause-ms=2 "$@" >"$step_dir/$name.out" 2>&1 &
     worker[$name]=$!
     started+=("${worker[$name]}")
 }
@@ -380,6 +387,18 @@ process_steps() { # NAME [OPTION...]: of the group
     step "$name: a rank that is late is named" run_late "$@"
 }
 
+ht_process_steps() { # NAME [OPTION...]: of the group
+    local name="high throughput, $1"
+    shift
+    step_if_not_quick "$name: workers" in_ht run_workers "$@"
+    step_if_not_quick "$name: kill -9 of workers, again and again" in_ht run_killed_worker "$@"
+    step_if_not_quick "$name: kill -9 of a worker, whose op waits for its peers" in_ht run_killed_worker_in_op "$@"
+    step_if_not_quick "$name: kill -9 of the server, between ops" in_ht run_server_killed "$@"
+    step_if_not_quick "$name: kill -9 of the server, ops wait for a peer" in_ht run_server_killed_in_op "$@"
+    step_if_not_quick "$name: kill -9 of the server, which returns" in_ht run_server_returns "$@"
+    step_if_not_quick "$name: a rank that is late is named" in_ht run_late "$@"
+}
+
 # Inputs and outputs where an application has its tensors.
 memory_steps() { # NAME EXECUTOR
     local name="memory of its own, $1" own=(--memory=own --executor="$2")
@@ -419,6 +438,8 @@ executor_steps server server
 executor_steps mixed mixed
 process_steps direct
 process_steps server --direct=none
+ht_process_steps direct
+ht_process_steps server --direct=none
 if have_mps; then
     executor_steps 'server with MPS' server with_mps
 elif [[ 'server with MPS' == *"$filter"* ]]; then
