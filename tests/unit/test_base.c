@@ -14,6 +14,7 @@
 
 #include "ep_error.h"
 #include "ep_log.h"
+#include "ep_secret.h"
 #include "ep_status.h"
 
 /* ---- status -------------------------------------------------------------------------- */
@@ -277,6 +278,56 @@ static void logging_keeps_errno(void **state)
     capture_end(&c);
 }
 
+/* ---- secrets ---------------------------------------------------------------------- */
+
+static ep_status secret_of(const char *bytes, size_t n, char out[static 9], struct ep_error *error)
+{
+    char path[] = "/tmp/ep-secret-XXXXXX";
+    const int fd = mkstemp(path);
+    ep_status status;
+
+    assert_true(fd >= 0);
+    assert_int_equal(write(fd, bytes, n), n);
+    close(fd);
+    status = ep_secret_read(path, out, 9, error);
+    unlink(path);
+    return status;
+}
+
+static void a_secret_is_the_first_line(void **state)
+{
+    static const char *const good[] = { "secret", "secret\n", "secret\r\n", "secret\nand more that is not read\n" };
+    struct ep_error error = EP_ERROR_INIT;
+    char out[9];
+
+    (void)state;
+    for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
+        assert_int_equal(secret_of(good[i], strlen(good[i]), out, &error), EP_OK);
+        assert_string_equal(out, "secret");
+    }
+    assert_int_equal(secret_of("12345678\r\n", 10, out, &error), EP_OK);
+    assert_string_equal(out, "12345678");
+}
+
+static void a_secret_is_short_and_text(void **state)
+{
+    static const struct { const char *bytes; size_t n; } bad[] = {
+        { "", 0 }, { "\n", 1 }, { "\nsecret", 7 }, { "123456789", 9 }, { "123456789\n", 10 }, { "12345678901234", 14 },
+        { "a\0b\n", 4 },
+    };
+    struct ep_error error = EP_ERROR_INIT;
+    char out[9];
+
+    (void)state;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        assert_int_equal(secret_of(bad[i].bytes, bad[i].n, out, &error), EP_INVALID_ARGUMENT);
+        assert_non_null(strstr(error.text, "must have 1 to 8 bytes of text"));
+        assert_string_equal(out, "");
+    }
+    assert_int_equal(ep_secret_read("/no/such/file", out, sizeof out, &error), EP_INVALID_ARGUMENT);
+    assert_non_null(strstr(error.text, "cannot read /no/such/file"));
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -295,6 +346,8 @@ int main(void)
         cmocka_unit_test(level_decides),
         cmocka_unit_test(long_line_is_whole),
         cmocka_unit_test(logging_keeps_errno),
+        cmocka_unit_test(a_secret_is_the_first_line),
+        cmocka_unit_test(a_secret_is_short_and_text),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
