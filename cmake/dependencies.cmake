@@ -23,6 +23,8 @@ find_library(GPR_LIBRARY gpr REQUIRED)
 add_library(ep_grpc INTERFACE)
 target_link_libraries(ep_grpc INTERFACE ${GRPC_LIBRARY} ${GPR_LIBRARY})
 
+find_library(CRYPT_LIBRARY crypt REQUIRED) # libxcrypt, which has no .pc file everywhere
+
 find_program(PROTOC protoc REQUIRED)
 find_program(PROTOC_GEN_C protoc-gen-c REQUIRED)
 find_path(PROTOBUF_INCLUDE google/protobuf/descriptor.proto REQUIRED)

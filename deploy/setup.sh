@@ -22,7 +22,7 @@ build_packages=(
     build-essential cmake ninja-build pkg-config git
     libgrpc-dev libprotobuf-c-dev protobuf-c-compiler protobuf-compiler libprotobuf-dev
     libuv1-dev libsqlite3-dev libyaml-dev libjansson-dev libmicrohttpd-dev
-    libsmartcols-dev libsystemd-dev libxxhash-dev libibverbs-dev
+    libsmartcols-dev libsystemd-dev libxxhash-dev libibverbs-dev libcrypt-dev
 )
 test_packages=(
     libcmocka-dev clang valgrind spin openssl python3 python3-grpcio python3-protobuf iproute2 patchelf

@@ -51,6 +51,7 @@ USES = {
 OUTSIDE = {
     r"grpc/": {"proto/rpc"},
     r"sqlite3\.h": {"server/store"},
+    r"crypt\.h": {"server/group"},
     r"microhttpd\.h": {"server/metrics"},
     r"libsmartcols": {"client/admin", "client/bench"},
     r"systemd/": {"server"},

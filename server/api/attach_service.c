@@ -2,6 +2,7 @@
 #include <stdlib.h>
 
 #include "api_private.h"
+#include "ep_log.h"
 
 /*
  * A rank whose last worker has just gone is free in a moment.  Its claim waits for that here, so that
@@ -21,6 +22,15 @@ struct api_claim {
     uint64_t until; /* loop time, ms */
 };
 
+/* Who may not attach is told in the log, as who may not change anything. */
+static void audit(const struct ep_rpc_call *call, const Ep__V1__ClaimRequest *request, const struct ep_error *error)
+{
+    if (error->status == EP_PERMISSION_DENIED || error->status == EP_UNAUTHENTICATED)
+        EP_INFO("audit", "claim refused", EP_S("action", "attach.claim"), EP_S("target", request->group),
+                EP_S("by", ep_rpc_call_identity(call)), EP_S("status", ep_status_name(error->status)),
+                EP_S("reason", error->text));
+}
+
 /* False: not yet, and it may still wait. */
 static bool try_claim(struct ep_api *api, struct ep_rpc_call *call, const Ep__V1__ClaimRequest *request,
                       const struct ep_rpc_peer *peer, bool may_wait)
@@ -31,6 +41,7 @@ static bool try_claim(struct ep_api *api, struct ep_rpc_call *call, const Ep__V1
 
     if (status == EP_UNAVAILABLE && may_wait)
         return false;
+    audit(call, request, &error);
     if (!api_failed(call, &error))
         ep_rpc_reply(call, &reply.base);
     return true;

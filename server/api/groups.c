@@ -182,26 +182,37 @@ static void on_time(const struct ep_error *error, void *user)
         pending->here(pending->api, pending, pending->request);
 }
 
-/* method: of Node, for whoever leads; NULL: it is not handed on. */
+/* From here on the request has the hash of a token, not the token. */
+static ep_status seal_token(const struct api_pending *pending, struct ep_error *error)
+{
+    ProtobufCMessage *request = pending->request;
+    Ep__V1__GroupSpec *spec = NULL;
+
+    if (request->descriptor == &ep__v1__create_group_request__descriptor)
+        spec = ((Ep__V1__CreateGroupRequest *)request)->spec;
+    else if (request->descriptor == &ep__v1__update_group_request__descriptor)
+        spec = ((Ep__V1__UpdateGroupRequest *)request)->spec;
+    return spec ? ep_groups_seal_token(spec, !pending->method, error) : EP_OK;
+}
+
+/* method: of Node, for whoever leads; NULL: it is not handed on, as a server has done that. */
 static void change(struct ep_api *api, struct api_pending *pending, const char *method, const ProtobufCMessage *request,
                    change_fn here)
 {
-    static const struct ep_error error = { EP_NO_MEMORY, "out of memory" };
+    struct ep_error error = { EP_NO_MEMORY, "out of memory" };
     const char *leader = method ? other_leader(api) : NULL;
 
     if (!pending)
         return;
     pending->method = method;
     pending->here = here;
-    if (leader) {
-        hand_on(api, pending, leader, request);
-        return;
-    }
     pending->request = copy(request);
-    if (pending->request)
-        ep_groups_before_change(api->options.groups, pending->target, time_for(pending->call), on_time, pending);
-    else
+    if (!pending->request || seal_token(pending, &error))
         refuse(pending, &error);
+    else if (leader)
+        hand_on(api, pending, leader, pending->request);
+    else
+        ep_groups_before_change(api->options.groups, pending->target, time_for(pending->call), on_time, pending);
 }
 
 /* ---- the handlers: of Admin, and of Node, which hands nothing on ------------------------------------ */

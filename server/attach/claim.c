@@ -446,6 +446,7 @@ static ep_status claim_rank(struct ep_attach *attach, const Ep__V1__ClaimRequest
     if (!claim)
         return error->status;
     worker = worker_of(claim);
+    worker.token = request->group_token;
     start_claim(claim); /* first: the group may have something to say before it returns */
     if (ep_groups_claim(attach->groups, request->group, given ? (int32_t)request->rank : -1, &worker,
                         on_group_event, claim, &claim->membership, error) != EP_OK) {

@@ -232,7 +232,8 @@ void ep_groups_create(struct ep_groups *groups, const char *name, const Ep__V1__
     struct ep_settled settled = { 0 };
     struct ep_plan plan = { 0 };
 
-    if (check_new(groups, name, &error) || negotiate(&nobody, spec, false, &settled, &plan, &error)) {
+    if (check_new(groups, name, &error) || token_given(spec, NULL, &error) ||
+        negotiate(&nobody, spec, false, &settled, &plan, &error)) {
         group = group_find(groups, name);
         if (group && !dry_run)
             history_refused(group, "creation", asker, NULL, &error);
@@ -481,7 +482,7 @@ static ep_status take_fields(const struct group *group, const Ep__V1__GroupSpec 
         status = ep_spec_take(group->asked, spec, fields, n_fields, &to->asked, error);
     if (!status && to->place)
         keep_unnamed(to->asked, group->asked);
-    return status;
+    return status ? status : token_keep(to->asked, group->asked, error);
 }
 
 void ep_groups_update(struct ep_groups *groups, const char *name, uint64_t revision,

@@ -76,6 +76,12 @@ void ep_groups_update(struct ep_groups *groups, const char *name, uint64_t revis
 void ep_groups_delete(struct ep_groups *groups, const char *name, bool force, const Ep__V1__Asker *asker,
                       ep_group_done_fn done, void *user);
 
+/*
+ * Of a spec that was asked for: takes a token out of it and puts its hash there, which is all that these functions know.
+ * To be called first.  by_server: another server asks, and may have done that already; nobody else may give a hash.
+ */
+ep_status ep_groups_seal_token(Ep__V1__GroupSpec *spec, bool by_server, struct ep_error *error);
+
 /* The last changes of a group, the oldest first; they are the group's, valid until the loop runs again. */
 #define EP_GROUP_HISTORY 64u
 ep_status ep_groups_history(struct ep_groups *groups, const char *name, Ep__V1__GroupChange *list[EP_GROUP_HISTORY],
@@ -168,6 +174,7 @@ struct ep_worker {
     Ep__V1__Executor executor; /* asked for */
     ep_group_turn_fn on_turn;  /* it follows its group; NULL: it does not */
     uint64_t after;            /* it claims the successor of the rank that it holds in this older epoch; 0: of none */
+    const char *token;         /* of the group, as it gave it; NULL, "": none; read by a claim alone */
 };
 
 struct ep_membership_info {
@@ -203,7 +210,8 @@ typedef void (*ep_group_event_fn)(enum ep_group_event event, uint32_t rank, uint
 /*
  * Reserves a rank of the newest epoch: rank < 0 takes the lowest free one.  While a worker that follows holds a rank of
  * an older epoch, its successor, the same number on the same node, is kept for it; EP_NOT_FOUND: there is none, and the
- * text says where the rank is.  An executor that the backend
+ * text says where the rank is.  EP_PERMISSION_DENIED: the group has an attach token, and the worker has not given it,
+ * which who follows need not; nothing else is told then.  An executor that the backend
  * has not, or that the group does not allow this worker, is refused.  EP_ALREADY_EXISTS: it is
  * held, and the text says by whom (pid, uid, name, since when).  EP_UNAVAILABLE: it will be free
  * without anybody's doing, as soon as executors have stopped or an old worker's process has ended; ask

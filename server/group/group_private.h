@@ -20,6 +20,7 @@
  *   follow.c   workers that go over to the newest epoch: what those here are asked, promise and are told
  *   turn.c     the leader's side of that: it looks, asks, decides
  *   report.c   what every node lets the others know of its ranks
+ *   token.c    attach tokens: their hashes, and who has given the right one
  *   executor.c who runs the ops of a rank, and on what part of its GPU
  *   status.c   messages for operators: groups, counters, watches
  *
@@ -245,6 +246,16 @@ struct ep_group_watch {
     void *user;
 };
 
+/* Wrong attach tokens of users in the present second (token.c). */
+#define TOKEN_GUESSERS 8u
+struct token_guesses {
+    struct token_guesser {
+        uid_t uid;
+        uint32_t wrong;
+        uint64_t second; /* loop time */
+    } by[TOKEN_GUESSERS];
+};
+
 struct ep_groups {
     uv_loop_t *loop;
     struct ep_node *node;
@@ -269,6 +280,7 @@ struct ep_groups {
     uint32_t open_handles;
     uint32_t commits; /* asked of the store and not answered */
     uint32_t calls;   /* asked of other nodes and not answered; threads that connect */
+    struct token_guesses guesses;
     uint64_t opened;  /* loop time, ms */
     bool loaded;      /* the first view of the records is there */
     bool ready, told_ready, closing;
@@ -579,6 +591,16 @@ ep_status rank_claimable(const struct rank *rank, struct ep_error *error);
 void rank_orphan(struct rank *rank, const char *reason);
 void worker_clear(struct worker *worker);
 void worker_set(struct worker *worker, const struct ep_worker *from);
+
+/* ---- token.c ---------------------------------------------------------------------- */
+
+/* Has the worker given the token of the group, if that has one?  EP_UNAVAILABLE: its user has given too many wrong ones
+ * just now. */
+ep_status token_check(struct group *group, const struct ep_worker *worker, struct ep_error *error);
+/* Of what is asked for: "there is one" is refused where `from`, NULL: nothing, has none. */
+ep_status token_given(const Ep__V1__GroupSpec *asked, const Ep__V1__GroupSpec *from, struct ep_error *error);
+/* And means the one of `from`. */
+ep_status token_keep(Ep__V1__GroupSpec *to, const Ep__V1__GroupSpec *from, struct ep_error *error);
 
 /* ---- executor.c ---------------------------------------------------------------- */
 

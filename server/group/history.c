@@ -88,6 +88,8 @@ static void add_message(struct text *text, const ProtobufCMessage *message)
         add_placement(text, (const Ep__V1__Placement *)message);
     else if (message && message->descriptor == &ep__v1__group_spec__labels_entry__descriptor)
         add(text, "%s=%s", label->key, label->value);
+    else if (message && message->descriptor == &ep__v1__attach_token__descriptor)
+        add(text, "set");
 }
 
 static void add_value(struct text *text, const ProtobufCFieldDescriptor *field, const void *at)
@@ -147,17 +149,25 @@ static void add_field(Ep__V1__GroupChange *entry, const char *field, const char 
     entry->fields[entry->n_fields++] = new;
 }
 
-/* Loads and homes make no text, so a placement is compared as a whole. */
-static bool same_placement(const Ep__V1__GroupSpec *a, const Ep__V1__GroupSpec *b)
+/* Loads, homes and secrets make no text, so messages are compared as a whole. */
+static bool same_message(const ProtobufCMessage *a, const ProtobufCMessage *b)
 {
     size_t na = 0, nb = 0;
-    void *pa = a->placement ? ep_message_pack(&a->placement->base, &na) : NULL;
-    void *pb = b->placement ? ep_message_pack(&b->placement->base, &nb) : NULL;
+    void *pa = a ? ep_message_pack(a, &na) : NULL, *pb = b ? ep_message_pack(b, &nb) : NULL;
     const bool same = na == nb && (!na || !memcmp(pa, pb, na));
 
     free(pa);
     free(pb);
     return same;
+}
+
+static bool same_field(const Ep__V1__GroupSpec *a, const Ep__V1__GroupSpec *b, const ProtobufCFieldDescriptor *field)
+{
+    const void *x = (const uint8_t *)a + field->offset, *y = (const uint8_t *)b + field->offset;
+
+    if (field->type != PROTOBUF_C_TYPE_MESSAGE || field->label == PROTOBUF_C_LABEL_REPEATED)
+        return true; /* its text says it */
+    return same_message(*(ProtobufCMessage *const *)x, *(ProtobufCMessage *const *)y);
 }
 
 void history_fields(Ep__V1__GroupChange *entry, const Ep__V1__GroupSpec *from, const Ep__V1__GroupSpec *to)
@@ -168,9 +178,10 @@ void history_fields(Ep__V1__GroupChange *entry, const Ep__V1__GroupSpec *from, c
     from = from ? from : &empty;
     for (unsigned i = 0; i < type->n_fields; i++) {
         const struct text a = text_of(from, &type->fields[i]), b = text_of(to, &type->fields[i]);
+        const bool same_text = !strcmp(a.s, b.s), another = same_text && !strcmp(type->fields[i].name, "attach_token");
 
-        if (strcmp(a.s, b.s) != 0 || (!strcmp(type->fields[i].name, "placement") && !same_placement(from, to)))
-            add_field(entry, type->fields[i].name, a.s, b.s);
+        if (!same_text || !same_field(from, to, &type->fields[i]))
+            add_field(entry, type->fields[i].name, a.s, another ? "another" : b.s);
     }
 }
 

@@ -306,7 +306,8 @@ ep_status ep_groups_claim(struct ep_groups *groups, const char *name, int32_t nu
     struct rank *rank = NULL;
     Ep__V1__Executor executor;
 
-    if (group && check_open(group, worker, &why) == EP_OK && executor_settle(group, worker, &executor, &why) == EP_OK)
+    if (group && !token_check(group, worker, &why) && !check_open(group, worker, &why) &&
+        !executor_settle(group, worker, &executor, &why))
         rank = worker->after ? find_successor(group, number, worker, executor, &why)
                              : find_rank(group, number, executor, &why);
     if (!rank) {

@@ -375,8 +375,10 @@ ep_status ep_spec_settle(const Ep__V1__GroupSpec *asked, const struct ep_spec_bo
                          struct ep_settled *out, struct ep_error *error)
 {
     struct ep_settled settled = { .spec = ep_message_copy(&asked->base) };
-    ep_status status = settle(&settled, bounds, error);
+    ep_status status;
 
+    ep_spec_hide_token(settled.spec); /* of what is settled nothing is kept from workers and operators */
+    status = settle(&settled, bounds, error);
     if (status)
         ep_settled_clear(&settled);
     else

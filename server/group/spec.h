@@ -106,7 +106,10 @@ void *ep_message_pack(const ProtobufCMessage *message, size_t *size); /* malloc'
 ep_status ep_spec_take(const Ep__V1__GroupSpec *base, const Ep__V1__GroupSpec *from, char *const *fields,
                        size_t n, Ep__V1__GroupSpec **out, struct ep_error *error);
 
-/* Equal in everything that an epoch is made of: all but timeout_ms, labels and direct. */
+/* Of an attach token only that there is one, as everybody may see it. */
+void ep_spec_hide_token(Ep__V1__GroupSpec *spec);
+
+/* Equal in everything that an epoch is made of: all but timeout_ms, labels, direct and attach_token. */
 bool ep_spec_same_epoch(const Ep__V1__GroupSpec *a, const Ep__V1__GroupSpec *b);
 bool ep_spec_same(const Ep__V1__GroupSpec *a, const Ep__V1__GroupSpec *b);
 

@@ -121,10 +121,12 @@ bool ep_groups_rank_counters(const struct ep_groups *groups, const char *name, u
 
 /* ---- messages ------------------------------------------------------------------- */
 
-/* As operators read it, and as it is stored: the homes of a contiguous placement say nothing new. */
+/* As operators read it, and as it is stored with the status: the homes of a contiguous placement say nothing new, and
+ * the hash of a token is for this server alone. */
 static Ep__V1__GroupSpec *copy_spec(struct arena *arena, const Ep__V1__GroupSpec *spec)
 {
     Ep__V1__Placement placement = EP__V1__PLACEMENT__INIT;
+    Ep__V1__AttachToken token = EP__V1__ATTACH_TOKEN__INIT;
     Ep__V1__GroupSpec short_spec = *spec, *copy;
     size_t size;
     uint8_t *bytes;
@@ -134,6 +136,11 @@ static Ep__V1__GroupSpec *copy_spec(struct arena *arena, const Ep__V1__GroupSpec
         placement = *spec->placement;
         placement.n_homes = 0;
         short_spec.placement = &placement;
+    }
+    if (spec->attach_token) {
+        token.state_case = EP__V1__ATTACH_TOKEN__STATE_SET;
+        token.set = true;
+        short_spec.attach_token = &token;
     }
     bytes = ep_message_pack(&short_spec.base, &size);
     copy = arena_unpack(arena, short_spec.base.descriptor, size, bytes);

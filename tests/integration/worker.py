@@ -37,11 +37,11 @@ def pack(kind, ticket=b"", count=0, value=0, offset=0, region=0):
     return LAYOUT.pack(MAGIC, VERSION, kind, 0, 0, 0, count, 0, value, offset, region, 0, ticket, b"")
 
 
-def claim(rpc, group, rank=None, name="test-worker", token=""):
+def claim(rpc, group, rank=None, name="test-worker", token="", group_token=""):
     """The ClaimReply as a dict."""
     version = rpc.call("ep.v1.Admin/GetVersion")
     request = {"group": group, "worker": name, "window_version": version["window_version"],
-               "attach_version": version["attach_version"], "token": token}
+               "attach_version": version["attach_version"], "token": token, "group_token": group_token}
     if rank is not None:
         request["rank"] = rank
     return rpc.call("ep.v1.Attach/Claim", request)

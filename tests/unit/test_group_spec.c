@@ -660,6 +660,25 @@ static void only_timeout_labels_and_direct_are_live(void **state)
     }
 }
 
+static void a_token_is_live_and_hidden_where_it_is_settled(void **state)
+{
+    Ep__V1__AttachToken token = EP__V1__ATTACH_TOKEN__INIT;
+    Ep__V1__GroupSpec a = good(), b = good();
+    struct ep_settled s;
+    char hash[] = "$y$hash";
+
+    (void)state;
+    token.state_case = EP__V1__ATTACH_TOKEN__STATE_HASH;
+    token.hash = hash;
+    b.attach_token = &token;
+    assert_true(ep_spec_same_epoch(&a, &b));
+    assert_false(ep_spec_same(&a, &b));
+    s = settle(&b);
+    assert_int_equal(s.spec->attach_token->state_case, EP__V1__ATTACH_TOKEN__STATE_SET);
+    assert_true(s.spec->attach_token->set);
+    ep_settled_clear(&s);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -690,6 +709,7 @@ int main(void)
         cmocka_unit_test(every_field_of_the_schema_can_be_taken),
         cmocka_unit_test(unknown_fields_are_refused),
         cmocka_unit_test(only_timeout_labels_and_direct_are_live),
+        cmocka_unit_test(a_token_is_live_and_hidden_where_it_is_settled),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -76,7 +76,7 @@ static void spec_round_trips(void **state)
                "\"homes\":[{\"expert\":1,\"rank\":2},{\"expert\":3,\"rank\":4}],"
                "\"nodes\":\"NODE_STRATEGY_UNSPECIFIED\",\"ranks\":[],\"redundant\":0,\"loads\":[]},"
                "\"labels\":{\"zone\":\"a\",\"\":\"empty key\"},\"backend\":\"BACKEND_HOST\","
-               "\"ll_banks\":2,\"direct\":\"DIRECT_ANY\"}",
+               "\"ll_banks\":2,\"direct\":\"DIRECT_ANY\",\"attach_token\":{\"set\":true}}",
                NULL, &ep__v1__group_spec__descriptor);
 }
 
@@ -128,12 +128,12 @@ static void oneof_is_absent_until_set(void **state)
     (void)state;
     round_trip("{\"group\":\"g\"}",
                "{\"group\":\"g\",\"worker\":\"\",\"window_version\":0,\"attach_version\":0,"
-               "\"token\":\"\",\"executor\":\"EXECUTOR_AUTO\",\"follow\":false,\"after\":0}",
+               "\"token\":\"\",\"executor\":\"EXECUTOR_AUTO\",\"follow\":false,\"after\":0,\"group_token\":\"\"}",
                &ep__v1__claim_request__descriptor);
     round_trip("{\"group\":\"g\",\"rank\":0}",
                "{\"group\":\"g\",\"rank\":0,\"worker\":\"\",\"window_version\":0,"
                "\"attach_version\":0,\"token\":\"\",\"executor\":\"EXECUTOR_AUTO\",\"follow\":false,"
-               "\"after\":0}",
+               "\"after\":0,\"group_token\":\"\"}",
                &ep__v1__claim_request__descriptor);
 }
 
