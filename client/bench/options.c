@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "ep_client.h"
+#include "ep_secret.h"
 #include "report.h"
 
 /* ---- what --help says ---------------------------------------------------------------------------- */
@@ -14,6 +15,7 @@
 enum {
     KEY_SERVER = 0x100,
     KEY_GROUP,
+    KEY_TOKEN_FILE,
     KEY_SPAWN,
     KEY_BACKEND,
     KEY_EXECUTOR,
@@ -61,6 +63,8 @@ static const struct argp_option flags[] = {
       "a group that is there; its sizes are taken.  Without it a group is made for the run and deleted "
       "afterwards",
       1 },
+    { "token-file", KEY_TOKEN_FILE, "FILE", 0,
+      "its attach token, where it wants one: the first line of FILE (default: $EP_ATTACH_TOKEN_FILE)", 1 },
     { "spawn", KEY_SPAWN, NULL, 0,
       "start an ep-server for this run, on sockets in a temporary directory, and stop it", 1 },
     { "backend", KEY_BACKEND, "NAME", 0,
@@ -211,6 +215,18 @@ static ep_status server(const char *text, struct bench_config *config, struct ep
     if (strncmp(text, "unix:", 5) != 0)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "--server %s: must be unix:PATH", text);
     return string("server", text, config->server[config->servers++], sizeof *config->server, error);
+}
+
+/* The workers' ep_join() reads it, each time. */
+static ep_status token_file(const char *text, struct ep_error *error)
+{
+    char token[EP_ATTACH_TOKEN_MAX + 1];
+    ep_status status = ep_secret_read(text, token, sizeof token, error);
+
+    explicit_bzero(token, sizeof token);
+    if (status == EP_OK && setenv("EP_ATTACH_TOKEN_FILE", text, 1) != 0)
+        status = ep_error_errno(error, EP_NO_MEMORY, "setenv");
+    return status == EP_OK ? EP_OK : ep_error_prefix(error, "--token-file");
 }
 
 static ep_status kill_at(const char *text, struct bench_config *config, struct ep_error *error)
@@ -374,6 +390,7 @@ static ep_status take_flag(struct parse *parse, int key, const char *text)
     switch (key) {
     case KEY_SERVER: return server(text, config, error);
     case KEY_GROUP: return string("group", text, config->group, sizeof config->group, error);
+    case KEY_TOKEN_FILE: return token_file(text, error);
     case KEY_SPAWN: config->spawn = true; return EP_OK;
     case KEY_BACKEND: return backend(text, &config->backend, error);
     case KEY_EXECUTOR: return executor(text, &config->executor, error);

@@ -482,6 +482,7 @@ static void usage(FILE *out)
           "  --group=NAME      the group (default: hello)\n"
           "  --rank=N          the rank to take (default: any free one)\n"
           "  --server=ADDRESS  unix:PATH (default: $EP_SERVER, else unix:/run/ep-server/ep.sock)\n"
+          "  --token-file=FILE the group's attach token, where it wants one (default: $EP_ATTACH_TOKEN_FILE)\n"
           "  --mode=ll|ht|both what to do in a step (default: ll)\n"
           "  --tokens=N        tokens per step (default: 8, at most what the group allows)\n"
           "  --pause-ms=N      rest after every step (default: 0)\n"
@@ -528,6 +529,7 @@ static bool set_option(struct options *o, int option, const char *value)
     case 's': o->address = value; break;
     case 'o': o->once = true; break;
     case 'f': o->follow = true; break;
+    case 'a': ok = setenv("EP_ATTACH_TOKEN_FILE", value, 1) == 0; break; /* read by each ep_join() */
     case 'm': ok = set_mode(o, value); break;
     case 'r': ok = set_number(value, EP_MAX_RANKS - 1, &n); o->rank = (int)n; break;
     case 't': ok = set_number(value, 1u << 20, &n); o->tokens = (uint32_t)n; break;
@@ -547,7 +549,8 @@ static void parse(int argc, char **argv, struct options *o)
         { "server", required_argument, NULL, 's' },   { "mode", required_argument, NULL, 'm' },
         { "tokens", required_argument, NULL, 't' },   { "pause-ms", required_argument, NULL, 'p' },
         { "seconds", required_argument, NULL, 'n' },  { "once", no_argument, NULL, 'o' },
-        { "follow", no_argument, NULL, 'f' },         { "help", no_argument, NULL, 'h' },
+        { "follow", no_argument, NULL, 'f' },         { "token-file", required_argument, NULL, 'a' },
+        { "help", no_argument, NULL, 'h' },
         { 0 },
     };
     int option;

@@ -124,7 +124,8 @@ EP_API const char *ep_version(void);
 typedef struct ep_client_options {
     size_t size;
     const char *name;       /* of this worker, for logs and for whoever finds its rank taken; NULL: the program's */
-    const char *token;      /* when the server asks for one */
+    const char *token;      /* when the server asks for one (ep-server --attach-token-file); a group may want its own,
+                               see ep_join_options */
     int32_t timeout_ms;     /* of each control call; 0: 5000 */
 } ep_client_options;
 
@@ -180,6 +181,10 @@ typedef struct ep_join_options {
     uint32_t ht_sms;        /* multiprocessors that HT ops fill, where this process runs them (cuda, executor direct);
                                0: all.  The others are free for what it computes meanwhile */
     bool follow;            /* the program calls ep_advance() between its steps, see there; host backend */
+    const char *token;      /* when the group wants one (ep-admin group create --attach-token-file), 1 to 256 bytes; NULL:
+                               the first line of the file that EP_ATTACH_TOKEN_FILE in the environment names, if that is
+                               set; "": none.  A group that wants none takes any.  Only read during the call: who
+                               follows its group needs it no more */
 } ep_join_options;
 
 /*
@@ -188,7 +193,8 @@ typedef struct ep_join_options {
  * who.  EP_FAILED_PRECONDITION: the node is drained or the group is not ready.  EP_UNAVAILABLE: its
  * last worker has left and may still write its memory; a rank that is free within half a second is
  * waited for.  EP_FAILED_PRECONDITION or EP_PERMISSION_DENIED: executor direct was asked for and the backend
- * has it not, or the group does not allow it.  EP_RESOURCE_EXHAUSTED: executor server, and the ops of other
+ * has it not, or the group does not allow it.  EP_PERMISSION_DENIED: the group wants a token, and it was not given or is
+ * another one.  EP_RESOURCE_EXHAUSTED: executor server, and the ops of other
  * ranks fill the GPU; the message says whose.  EP_UNIMPLEMENTED: this process cannot use GPUs, or `follow` was asked for
  * on one.
  *

@@ -221,6 +221,7 @@ ep_status follow_begin(struct ep_rank *rank, const struct joining *how, struct e
     s->group = group;
     s->how = *how;
     s->how.options.group = group;
+    s->how.options.token = ""; /* the server lets in who holds a rank of the group */
     s->how.options.rank = (int32_t)rank->rank;
     s->how.after = rank->epoch;
     s->settled = rank->epoch;

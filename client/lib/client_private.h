@@ -439,7 +439,7 @@ void handles_free(struct ep_rank *rank);
 
 /* ep_join() for whoever asks. */
 struct joining {
-    ep_join_options options; /* its group is only read during the call */
+    ep_join_options options; /* its texts are only read during the call */
     uint64_t after;          /* epoch of the rank that this one succeeds; 0: of none */
 };
 ep_status join_group(struct ep_client *client, const struct joining *how, struct ep_rank **rank, struct ep_error *error);

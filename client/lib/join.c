@@ -12,6 +12,9 @@
 #include <unistd.h>
 
 #include "client_private.h"
+#include "ep_secret.h"
+
+#define TOKEN_FILE "EP_ATTACH_TOKEN_FILE"
 
 /* A rank whose last worker has just gone is free in a moment: so long we ask again, that often. */
 #define CLAIM_PATIENCE_MS 500u
@@ -57,6 +60,7 @@ static ep_status fill_claim(const struct ep_client *client, const struct joining
     request->executor = (Ep__V1__Executor)options->executor;
     request->follow = options->follow;
     request->after = how->after;
+    request->group_token = (char *)how->options.token;
     return EP_OK;
 }
 
@@ -378,14 +382,35 @@ ep_status join_group(struct ep_client *client, const struct joining *how, struct
     return status;
 }
 
+/* The group's token: as given, or from the file that the environment names.  `room` is for the latter. */
+static ep_status choose_token(ep_join_options *options, char room[static EP_ATTACH_TOKEN_MAX + 1], struct ep_error *error)
+{
+    const char *file = getenv(TOKEN_FILE);
+
+    if (options->token && strlen(options->token) > EP_ATTACH_TOKEN_MAX)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "ep_join_options.token has %zu bytes: must have at most %u",
+                            strlen(options->token), EP_ATTACH_TOKEN_MAX);
+    if (!options->token && file && *file && ep_secret_read(file, room, EP_ATTACH_TOKEN_MAX + 1, error) != EP_OK)
+        return ep_error_prefix(error, TOKEN_FILE);
+    if (!options->token)
+        options->token = room;
+    return EP_OK;
+}
+
 ep_status ep_join(ep_client *client, const ep_join_options *given, ep_rank **out)
 {
     struct ep_error *error = last_error();
     struct joining how = { .after = 0 };
+    char token[EP_ATTACH_TOKEN_MAX + 1] = "";
+    ep_status status;
 
     if (!client || !out)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "%s is NULL", client ? "rank" : "client");
     if (take_struct("ep_join_options", given, &how.options, sizeof how.options) != EP_OK)
         return EP_INVALID_ARGUMENT;
-    return join_group(client, &how, out, error);
+    status = choose_token(&how.options, token, error);
+    if (status == EP_OK)
+        status = join_group(client, &how, out, error);
+    explicit_bzero(token, sizeof token);
+    return status;
 }
