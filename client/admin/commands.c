@@ -65,6 +65,11 @@ static const struct ep_flag spec_flags[] = {
       .help = "workers that may run their own ops on GPUs, for which they map the windows of their peers: "
               "same-uid (those of the server's user, default), any or none; for the others the server runs them",
       .field = "direct", .choices = directs, .type = &ep__v1__direct__descriptor },
+    { "attach-token-file", 0, EP_FLAG_FILE, "FILE",
+      .help = "a secret that workers must give to attach: the first line of FILE, 1 to 256 bytes (default: none); those "
+              "that are attached stay",
+      .field = "attach_token" },
+    { "no-attach-token", 0, EP_FLAG_BOOL, NULL, .help = "workers need none any more", .field = "attach_token" },
     { "placement", 0, EP_FLAG_FILE, "pack|spread|contiguous|by-load|FILE",
       .help = "which nodes the ranks are on (pack: as few as there is room on, default; spread: evenly over all), or "
               "which rank holds which expert (contiguous, default; by-load: hot experts on several, so that ranks have "
@@ -179,7 +184,7 @@ const struct ep_command ep_commands[] = {
       .argument = { EP_ARGUMENT_GROUP, "NAME", .optional = true },
       .flags = { update_flags, spec_flags, change_flags },
       .details =
-          "timeout-ms, direct and labels change at once. Anything else makes a new epoch: new workers join it, "
+          "timeout-ms, direct, labels and the attach token change at once. Anything else makes a new epoch: new workers join it, "
           "attached ones stay where they are until they leave. --label adds or replaces one label, "
           "--label K- takes it away. Of a placement, what is not named stays: nodes or experts.",
       .example = "ep-admin group update moe --timeout-ms 2000 --revision 7" },

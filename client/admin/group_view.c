@@ -211,6 +211,8 @@ static void print_summary(const Ep__V1__Group *group, FILE *out)
     if (spec->backend)
         ep_output_pair(out, "backend", "%s", ep_text_enum(&ep__v1__backend__descriptor, (int)spec->backend));
     print_direct(spec, out);
+    if (spec->attach_token)
+        ep_output_pair(out, "attach token", "set");
     print_labels(spec, out);
     ep_output_pair(out, "created", "%s (%s ago)", ep_text_time(status->created_us).s,
                    ep_text_age(status->created_us).s);

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "ep_json.h"
+#include "ep_secret.h"
 #include "yaml_json.h"
 
 enum { MAX_FILE_BYTES = 16 << 20 };
@@ -393,6 +394,26 @@ static ep_status placement_of_flag(const char *text, json_t **out, struct ep_err
     return status == EP_OK ? EP_OK : ep_error_prefix(error, "%s", text);
 }
 
+static ep_status token_of_flag(const char *file, json_t **out, struct ep_error *error)
+{
+    char token[EP_ATTACH_TOKEN_MAX + 1];
+    ep_status status = ep_secret_read(!strcmp(file, "-") ? "/dev/stdin" : file, token, sizeof token, error);
+
+    if (status != EP_OK)
+        return ep_error_prefix(error, "--attach-token-file");
+    *out = json_pack("{s:s}", "token", token);
+    explicit_bzero(token, sizeof token);
+    return *out ? EP_OK
+                : ep_error_set(error, EP_INVALID_ARGUMENT, "--attach-token-file: the first line of %s is no UTF-8", file);
+}
+
+static ep_status file_of_flag(const struct ep_flag_value *value, json_t **out, struct ep_error *error)
+{
+    if (strcmp(value->flag->field, "attach_token") == 0)
+        return token_of_flag(value->text, out, error);
+    return placement_of_flag(value->text, out, error);
+}
+
 static ep_status set_from_flag(json_t *spec, const struct ep_flag_value *value, struct ep_error *error)
 {
     json_t *json = NULL;
@@ -415,12 +436,13 @@ static ep_status set_from_flag(json_t *spec, const struct ep_flag_value *value, 
         json = json_string(protobuf_c_enum_descriptor_get_value(value->flag->type, choice)->name);
         break;
     case EP_FLAG_FILE: {
-        ep_status status = placement_of_flag(value->text, &json, error);
+        ep_status status = file_of_flag(value, &json, error);
 
         if (status != EP_OK)
             return status;
         break;
     }
+    case EP_FLAG_BOOL: json = json_object(); break; /* named, and nothing of it: it is taken away */
     default: return EP_OK; /* labels come later */
     }
     json_object_set_new(spec, value->flag->field, json);
@@ -435,6 +457,9 @@ ep_status ep_spec_read(const struct ep_invocation *invocation, char *name, size_
     ep_status status = EP_OK;
 
     name[0] = '\0';
+    if (ep_invocation_given(invocation, "attach-token-file") && ep_invocation_given(invocation, "no-attach-token"))
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "--no-attach-token: with --attach-token-file there is one; give "
+                            "one of the two");
     if (file)
         status = spec_of_file(file, name, name_size, &spec, error);
     else
