@@ -12,7 +12,7 @@ struct ep_api {
     struct api_stats_stream *streams; /* WatchStats */
     struct api_claim *claims;      /* Claims that wait for a rank */
     struct ep_cluster_watch *nodes;
-    bool cordoned;                 /* this node; its workers were told */
+    bool told_to_leave;            /* this node is drained, and its workers were told */
     bool ending;                   /* no new streams */
     uint64_t requests;
 };

@@ -289,7 +289,8 @@ static void on_changed(const struct ep_error *error, void *user)
     free(change);
 }
 
-static void change_cordon(struct ep_api *api, struct ep_rpc_call *call, const char *asked, const char *reason)
+static void change_cordon(struct ep_api *api, struct ep_rpc_call *call, const char *asked, const char *reason,
+                          bool workers_stay)
 {
     const char *name = *asked ? asked : ep_node_name(api->options.node);
     struct api_pending *pending = api_pending_create(api, call, reason ? "node.drain" : "node.uncordon", name, false);
@@ -306,7 +307,7 @@ static void change_cordon(struct ep_api *api, struct ep_rpc_call *call, const ch
     }
     *change = (struct cordon_change){ .pending = pending, .api = api };
     memcpy(change->name, name, n);
-    ep_cluster_cordon(api->options.cluster, name, reason, on_changed, change);
+    ep_cluster_cordon(api->options.cluster, name, reason, workers_stay, on_changed, change);
 }
 
 void api_drain_node(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
@@ -315,7 +316,8 @@ void api_drain_node(struct ep_rpc_call *call, const ProtobufCMessage *message, v
     struct ep_api *api = user;
 
     api->requests++;
-    change_cordon(api, call, request->name, *request->reason ? request->reason : "drained by an operator");
+    change_cordon(api, call, request->name, *request->reason ? request->reason : "drained by an operator",
+                  request->workers_stay != 0);
 }
 
 void api_uncordon_node(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
@@ -324,18 +326,20 @@ void api_uncordon_node(struct ep_rpc_call *call, const ProtobufCMessage *message
     struct ep_api *api = user;
 
     api->requests++;
-    change_cordon(api, call, request->name, NULL);
+    change_cordon(api, call, request->name, NULL, false);
 }
 
 /* Whoever drained this node, its workers are told here. */
 void api_on_cluster(enum ep_cluster_event event, const struct ep_cluster_node *node, void *user)
 {
     struct ep_api *api = user;
+    bool leave;
 
     (void)event;
     if (!node || !is_own(api, node->name))
         return;
-    if (node->cordoned && !api->cordoned)
+    leave = node->cordoned && !node->workers_stay;
+    if (leave && !api->told_to_leave)
         ep_groups_announce_drain(api->options.groups, node->reason);
-    api->cordoned = node->cordoned;
+    api->told_to_leave = leave;
 }

@@ -18,6 +18,7 @@
 #define NODES_PREFIX  "nodes/"
 #define SERVER_SUFFIX "/server"
 #define CORDON_SUFFIX "/cordon"
+#define CORDON_STAY   "stay" /* behind the reason and its NUL */
 #define MARK_KEY      NODES_PREFIX "mark"
 #define LEADER_KEY    "leader"
 

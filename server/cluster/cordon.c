@@ -89,12 +89,24 @@ static void on_stored(const struct ep_error *error, uint64_t revision, void *use
     cluster_release(c);
 }
 
-void ep_cluster_cordon(struct ep_cluster *c, const char *name, const char *reason, ep_cluster_cordon_fn done,
-                       void *user)
+/* What the store is to have; for free(). */
+static char *value_of(const char *reason, bool workers_stay, size_t *size)
+{
+    const size_t n = strlen(reason);
+    char *value = cluster_allocate(n + 1 + sizeof CORDON_STAY);
+
+    memcpy(value, reason, n);
+    memcpy(value + n + 1, CORDON_STAY, sizeof CORDON_STAY - 1);
+    *size = workers_stay ? n + sizeof CORDON_STAY : n;
+    return value;
+}
+
+void ep_cluster_cordon(struct ep_cluster *c, const char *name, const char *reason, bool workers_stay,
+                       ep_cluster_cordon_fn done, void *user)
 {
     struct cordon_change *change = cluster_allocate(sizeof *change);
-    struct ep_store_write write = { .value = reason, .size = reason ? strlen(reason) : 0, .expected = EP_STORE_ANY };
-    char key[KEY_MAX];
+    struct ep_store_write write = { .expected = EP_STORE_ANY };
+    char key[KEY_MAX], *value = reason ? value_of(reason, workers_stay, &write.size) : NULL;
 
     *change = (struct cordon_change){ .next = c->cordons,
                                       .cluster = c,
@@ -105,8 +117,10 @@ void ep_cluster_cordon(struct ep_cluster *c, const char *name, const char *reaso
     c->cordons = change;
     table_key(key, name, CORDON_SUFFIX);
     write.key = key;
+    write.value = value;
     cluster_hold(c);
     ep_store_commit(c->options.store, &write, 1, on_stored, change);
+    free(value);
 }
 
 /* What is stored is answered, whatever the node says; the rest is answered by the store. */

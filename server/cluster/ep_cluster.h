@@ -8,7 +8,8 @@
  *   nodes/NAME/server   ep.v1.NodeInfo, written by the node itself and bound to its session: it goes when the server
  *                       does.  Written anew when it changes, at most once a second or so.
  *   nodes/NAME/cordon   why the node takes no new work; written for an operator by any server, stays until an
- *                       operator takes it away.  The node watches it and does what it says.
+ *                       operator takes it away.  The node watches it and does what it says.  Behind a NUL there may be
+ *                       "stay": its workers are not asked to leave yet.
  *   nodes/mark          nothing; written so that a watch comes to that revision (ep_cluster_mark()).
  *   leader              the name of the node that leads.
  *
@@ -76,6 +77,7 @@ struct ep_cluster_node {
     uint64_t boot;       /* 0: never seen */
     bool alive;          /* registered at present */
     bool cordoned;
+    bool workers_stay;            /* it is cordoned, and they are not to be asked to leave */
     const char *reason;           /* of the cordon */
     const Ep__V1__NodeInfo *info; /* what it said last; NULL: never seen */
 };
@@ -96,12 +98,12 @@ bool ep_cluster_knows(const struct ep_cluster *cluster, uint64_t revision);
 void ep_cluster_refresh(struct ep_cluster *cluster);
 
 /*
- * Drains a node; reason NULL: takes that back.  done is told once the node itself has said so to this server, or,
+ * Drains a node; reason NULL: takes that back.  workers_stay: it takes no new work, and that is all for now.  done is told once the node itself has said so to this server, or,
  * when it is not there, the store has it.
  */
 typedef void (*ep_cluster_cordon_fn)(const struct ep_error *error, void *user);
-void ep_cluster_cordon(struct ep_cluster *cluster, const char *name, const char *reason, ep_cluster_cordon_fn done,
-                       void *user);
+void ep_cluster_cordon(struct ep_cluster *cluster, const char *name, const char *reason, bool workers_stay,
+                       ep_cluster_cordon_fn done, void *user);
 
 /* ---- lead and session -------------------------------------------------------------------- */
 

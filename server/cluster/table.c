@@ -123,13 +123,14 @@ static void take_server(struct entry *e, const struct ep_record *record)
 
 static void take_cordon(struct entry *e, const struct ep_record *record)
 {
-    char *reason = cluster_allocate(record->size + 1);
+    char *reason = cluster_allocate(record->size + 1); /* zeroed: what comes behind its NUL ends too */
 
     if (record->size)
         memcpy(reason, record->value, record->size);
     free((char *)(uintptr_t)e->node.reason);
     e->node.reason = reason;
     e->node.cordoned = record->value != NULL;
+    e->node.workers_stay = record->size > strlen(reason) && !strcmp(reason + strlen(reason) + 1, CORDON_STAY);
     e->cordon = record->value ? record->revision : 0;
     e->seen_cordon = record->value != NULL;
     e->changed = true;

@@ -496,7 +496,7 @@ static struct written cordon(struct peer *p, const char *name, const char *reaso
 {
     struct written done = { 0 };
 
-    ep_cluster_cordon(p->cluster, name, reason, on_cordoned, &done);
+    ep_cluster_cordon(p->cluster, name, reason, false, on_cordoned, &done);
     RUN_UNTIL(p->f, done.done);
     return done;
 }
@@ -525,6 +525,27 @@ static void a_node_does_what_its_cordon_says(void **state)
     assert_false(ep_node_cordoned(b.node, NULL));
     close_peer(&b);
     RUN_UNTIL(f, !ep_cluster_find(a.cluster, "b"));
+    close_peer(&a);
+}
+
+static void workers_may_stay_for_a_while(void **state)
+{
+    struct fixture *f = fixture_begin(state);
+    struct written done = { 0 };
+    struct peer a;
+
+    open_peer(f, &a, "a");
+    ep_cluster_cordon(a.cluster, "a", "new driver", true, on_cordoned, &done);
+    RUN_UNTIL(f, done.done);
+    assert_string_equal(done.error.text, "");
+    assert_true(ep_node_cordoned(a.node, NULL));
+    assert_true(ep_cluster_find(a.cluster, "a")->workers_stay);
+    assert_string_equal(ep_cluster_find(a.cluster, "a")->reason, "new driver");
+    assert_string_equal(cordon(&a, "a", "new driver").error.text, "");
+    RUN_UNTIL(f, !ep_cluster_find(a.cluster, "a")->workers_stay);
+    assert_true(ep_node_cordoned(a.node, NULL));
+    assert_string_equal(cordon(&a, "a", NULL).error.text, "");
+    assert_false(ep_cluster_find(a.cluster, "a")->workers_stay);
     close_peer(&a);
 }
 
@@ -741,6 +762,7 @@ int main(void)
         ON_SQLITE(a_record_that_is_deleted_is_written_again),
         ON_SQLITE(a_record_that_is_newer_than_known_is_its_own_all_the_same),
         ON_SQLITE(a_node_does_what_its_cordon_says),
+        ON_SQLITE(workers_may_stay_for_a_while),
         ON_SQLITE(a_node_that_is_away_is_drained_in_the_store),
         ON_SQLITE(a_node_that_does_not_follow_is_named),
         ON_SQLITE(servers_call_each_other),
@@ -751,6 +773,7 @@ int main(void)
         ON_ETCD(the_lead_passes_on),
         ON_ETCD(a_mark_tells_whether_the_table_is_behind),
         ON_ETCD(a_node_does_what_its_cordon_says),
+        ON_ETCD(workers_may_stay_for_a_while),
         ON_LOSING_ETCD(nobody_is_gone_because_etcd_is),
         ON_LOSING_ETCD(a_start_without_etcd_fails),
     };
