@@ -110,6 +110,9 @@ static const struct ep_flag watch_flags[] = {
 
 static const struct ep_flag drain_flags[] = {
     { "reason", 0, EP_FLAG_TEXT, "TEXT", .help = "why; workers and operators see it" },
+    { "move", 0, EP_FLAG_BOOL, NULL,
+      .help = "place the node's ranks on other nodes first, and wait until the workers of their groups have gone over; "
+              "without --wait, 10m at most" },
     { "wait", 'w', EP_FLAG_DURATION, "TIME", .help = "wait until no worker is attached, at most so long" },
     { .name = NULL },
 };
@@ -240,9 +243,12 @@ const struct ep_command ep_commands[] = {
       .argument = { EP_ARGUMENT_NODE, .name = "NAME" },
       .flags = { drain_flags },
       .details = "Any node of the cluster, also one whose server is not there at present. It holds over restarts, "
-                 "until uncordon. Ranks stay placed there: which groups have some is told. To move them while workers go "
-                 "on, place them on other nodes before (group update --placement=FILE).",
-      .example = "ep-admin node drain gpu-17 --reason 'new driver' --wait 10m" },
+                 "until uncordon. Ranks stay placed there: which groups have some is told. With --move they are placed "
+                 "on other nodes first, one group after the other, as the group's placement has it (pack, spread, by-load; "
+                 "one that names a node for each rank needs a new file from you), before anybody is asked to leave. "
+                 "What a group waits for is told: a worker at a rank's new place. If that does not come in time, the "
+                 "node takes no new workers and keeps those that it has; the same again goes on.",
+      .example = "ep-admin node drain gpu-17 --move --reason 'new driver' --wait 10m" },
     { .noun = "node",
       .verb = "uncordon",
       .summary = "take workers again",

@@ -6,10 +6,11 @@
 #include <string.h>
 
 #include "ep_clock.h"
+#include "move.h"
 #include "output.h"
 #include "progress.h"
 
-enum { DRAIN_POLL_MS = 250 };
+enum { DRAIN_POLL_MS = 250, MOVE_WAIT_MS = 600000 };
 
 static const char *state_name(const Ep__V1__NodeInfo *node)
 {
@@ -235,7 +236,7 @@ static ep_status poll_until_empty(struct ep_admin *admin, const char *name, uint
     return EP_OK;
 }
 
-static ep_status wait_until_empty(struct ep_admin *admin, const char *name, int64_t wait_ms,
+static ep_status wait_until_empty(struct ep_admin *admin, const char *name, uint64_t deadline_ns,
                                   ProtobufCMessage **node, struct ep_error *error)
 {
     struct ep_progress progress;
@@ -244,8 +245,7 @@ static ep_status wait_until_empty(struct ep_admin *admin, const char *name, int6
     snprintf(what, sizeof what, "%s: waiting for %s to leave", admin->what,
              workers(((Ep__V1__NodeInfo *)*node)->attachments, "", "s").s);
     ep_progress_begin(&progress, admin->quiet, what);
-    ep_status status =
-        poll_until_empty(admin, name, ep_clock_ns() + (uint64_t)wait_ms * EP_NS_PER_MS, node, error);
+    ep_status status = poll_until_empty(admin, name, deadline_ns, node, error);
     ep_progress_end(&progress);
     return status;
 }
@@ -262,15 +262,6 @@ static int show_change(const struct ep_admin *admin, const ProtobufCMessage *rep
     return 0;
 }
 
-static size_t ranks_on(const Ep__V1__Group *group, const char *node)
-{
-    size_t n = 0;
-
-    for (size_t i = 0; group->status && i < group->status->n_ranks; i++)
-        n += strcmp(group->status->ranks[i]->node, node) == 0;
-    return n;
-}
-
 /* The node is drained whether this can be told or not. */
 static void note_ranks(struct ep_admin *admin, const char *node)
 {
@@ -284,7 +275,7 @@ static void note_ranks(struct ep_admin *admin, const char *node)
     list = (const Ep__V1__ListGroupsReply *)reply;
     for (size_t i = 0; i < list->n_groups; i++) {
         const char *group = list->groups[i]->name;
-        const size_t n = ranks_on(list->groups[i], node);
+        const size_t n = ep_group_ranks_on(list->groups[i], node);
 
         if (n)
             ep_admin_note(admin,
@@ -299,17 +290,22 @@ int ep_node_drain(struct ep_admin *admin, const struct ep_invocation *invocation
 {
     Ep__V1__DrainNodeRequest request = EP__V1__DRAIN_NODE_REQUEST__INIT;
     const char *reason = ep_invocation_text(invocation, "reason");
-    int64_t wait_ms = ep_invocation_ms(invocation, "wait", 0);
+    const bool move = ep_invocation_given(invocation, "move");
+    const int64_t wait_ms = ep_invocation_ms(invocation, "wait", move ? MOVE_WAIT_MS : 0);
+    const uint64_t began_ns = ep_clock_ns();
     struct ep_error error;
     ProtobufCMessage *reply;
     int code;
 
+    if (move && ep_node_move(admin, invocation->argument, reason, wait_ms, &error) != EP_OK)
+        return ep_admin_fail(admin, &error);
     request.name = (char *)(uintptr_t)invocation->argument;
     if (reason)
         request.reason = (char *)(uintptr_t)reason;
     if (ep_admin_call(admin, "DrainNode", &request.base, 0, &reply, &error) != EP_OK)
         return ep_admin_fail(admin, &error);
-    if (wait_ms > 0 && wait_until_empty(admin, invocation->argument, wait_ms, &reply, &error) != EP_OK)
+    if (wait_ms > 0 &&
+        wait_until_empty(admin, invocation->argument, began_ns + (uint64_t)wait_ms * EP_NS_PER_MS, &reply, &error) != EP_OK)
         code = ep_admin_fail(admin, &error);
     else
         code = show_change(admin, reply, "drained");

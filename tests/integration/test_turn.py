@@ -245,6 +245,86 @@ class SpanTest(TurnCase):
         report = self.check_soak(bench, [moved, back])
         self.assertGreaterEqual(report["turns"]["workers_removed"], 1)
 
+    # ---- node drain --move
+
+    def homes(self, group="moe"):
+        ranks = self.admin("group", "get", group, "-o", "json").json()["status"]["ranks"]
+        return [rank["node"] for rank in ranks]
+
+    def node(self, name):
+        return self.admin("node", "get", name, "-o", "json").json()
+
+    def test_a_node_is_drained_and_nobody_misses_a_step(self):
+        self.start(3)
+        self.create("--placement=spread")
+        by_load = self.write("by-load", "{strategy: by-load, nodes: spread, redundant: 3, loads: [9, 1, 1, 1, 1, 1]}")
+        self.admin("group", "create", "idle", "--ranks=3", "--experts=6", "--hidden=64", "--top-k=2", "--ll-max-tokens=8",
+                   "--ht-max-tokens=8", "--arena=1MiB", "--placement=" + by_load)
+        self.assertEqual((self.homes(), self.homes("idle")), (["a", "b", "c"], ["a", "b", "c"]))
+        bench = self.soak()
+        drained = self.admin("node", "drain", "b", "--move", "--wait=120s")
+        self.assertEqual(drained.out, "node b drained: CORDONED, 0 workers attached\n")
+        self.assertNotIn("stay", drained.err)
+        self.assertNotIn("b", self.homes() + self.homes("idle"))
+        idle = self.admin("group", "get", "idle", "-o", "json").json()
+        self.assertEqual((idle["status"]["epoch"], len(idle["spec"]["placement"]["homes"])), (2, 9))
+        report = self.check_soak(bench, [2])
+        self.assertEqual(report["soak"]["masked_dispatches"], 0)
+        self.assertGreaterEqual(report["turns"]["workers_added"], 1)
+
+    def test_a_drain_that_moves_says_where_a_worker_is_wanted(self):
+        self.start(2)
+        self.create("--placement=spread", "--modes=ll", ranks=2)
+        first, moved = self.worker(0, "--follow"), self.worker(1, "--follow", node="b")
+        self.check_steps(first, moved, epoch=1)
+        drain = self.spawn(["ep-admin", "node", "drain", "b", "--move", "--wait=120s", "--reason=new disk"],
+                           server=self.servers["a"])
+        drain.wait_log("group moe: epoch 2 waits for rank 1 on node a to attach")
+        self.check_steps(first, moved, epoch=1)  # nobody has been asked to leave
+        self.assertEqual((self.node("b")["state"], self.node("b")["reason"]), ("NODE_STATE_CORDONED", "new disk"))
+        new = self.worker(1, "--follow", tag="new")
+        self.assertEqual(drain.wait(), 0, drain.log())
+        self.assertEqual(moved.wait(), 0, moved.log())
+        self.assertIn("has gone over to epoch 2, where this rank", moved.out())
+        self.check_steps(first, new, epoch=2)
+        for worker in (first, moved, new):
+            self.assertNotRegex(worker.out(), r"absent [1-9]|failures [1-9]|lost|drains")
+
+    def test_a_drain_that_moves_is_refused_where_an_operator_has_to_say_more(self):
+        self.start(2)
+        homes = self.write("homes", "ranks: [{rank: 0, node: a}, {rank: 1, node: b}]")
+        self.create("--placement=" + homes, ranks=2)
+        refused = self.admin("node", "drain", "b", "--move", code=1)
+        self.assertIn("group moe: its placement names a node for each rank, and b for 1 of them: give it a new file",
+                      refused.err)
+        self.assertEqual(self.node("b")["state"], "NODE_STATE_READY")
+        self.admin("group", "delete", "moe")
+        self.create("--placement=pack", ranks=5)
+        before = self.group()
+        refused = self.admin("node", "drain", "b", "--move", code=1)
+        self.assertRegex(refused.err, r"group moe: the other nodes have no room for [23] of its ranks")
+        self.assertIn("'node uncordon b' takes it back", refused.err)
+        self.assertEqual(self.node("b")["state"], "NODE_STATE_CORDONED")
+        self.assertEqual((self.group()["revision"], self.status()["epoch"]), (before["revision"], 1))
+
+    def test_a_drain_that_moves_goes_on_where_it_was_left(self):
+        self.start(2)
+        self.create("--placement=spread", "--modes=ll", ranks=2)
+        first, old = self.worker(0, "--follow"), self.worker(1, "--follow", node="b")
+        self.check_steps(first, old, epoch=1)
+        late = self.admin("node", "drain", "b", "--move", "--wait=1s", code=4)
+        self.assertIn("group moe: its workers have not gone over to epoch 2: epoch 2 waits for rank 1 on node a", late.err)
+        self.assertIn("those there were not asked to leave: the same again goes on", late.err)
+        self.check_steps(first, old, epoch=1)
+        self.assertNotIn("drains", first.out() + old.out())
+        again = self.spawn(["ep-admin", "node", "drain", "b", "--move", "--wait=120s"], server=self.servers["b"])
+        again.wait_log("group moe: epoch 2 waits for rank 1 on node a to attach")
+        new = self.worker(1, "--follow", tag="new")
+        self.assertEqual(again.wait(), 0, again.log())
+        self.assertEqual(again.out(), "node b drained: CORDONED, 0 workers attached\n")
+        self.assertEqual(self.status()["epoch"], 2)
+        self.check_steps(first, new, epoch=2)
+
 
 if __name__ == "__main__":
     harness.main()
