@@ -18,9 +18,10 @@
 
 #define RETRY_MS 200
 #define MAX_FAILURES 10 /* steps in a row */
+#define TOKEN_BYTES 300 /* more than a token may have, so that one that is too long is not cut */
 
 struct options {
-    const char *address, *group;
+    const char *address, *group, *token_file;
     int rank;
     bool ll, ht, once, follow;
     uint32_t tokens;
@@ -418,10 +419,27 @@ static ep_status loop(struct worker *w, uint64_t end_ns)
     return status;
 }
 
+/* The first line of the file, which may have been changed since the last time; NULL: the library looks for one. */
+static const char *read_token(const char *path, char token[static TOKEN_BYTES])
+{
+    FILE *file = path ? fopen(path, "re") : NULL;
+
+    if (!path)
+        return NULL;
+    token[0] = '\0';
+    if (!file || !fgets(token, TOKEN_BYTES, file))
+        fprintf(stderr, "worker: cannot read a token from %s\n", path);
+    if (file)
+        fclose(file);
+    token[strcspn(token, "\r\n")] = '\0';
+    return token;
+}
+
 static ep_status join(ep_client *client, struct worker *w)
 {
+    char token[TOKEN_BYTES];
     ep_join_options join = { .size = sizeof join, .group = w->options->group, .rank = w->options->rank,
-                             .follow = w->options->follow };
+                             .follow = w->options->follow, .token = read_token(w->options->token_file, token) };
     ep_status status = ep_join(client, &join, &w->rank);
 
     if (status != EP_OK)
@@ -529,7 +547,7 @@ static bool set_option(struct options *o, int option, const char *value)
     case 's': o->address = value; break;
     case 'o': o->once = true; break;
     case 'f': o->follow = true; break;
-    case 'a': ok = setenv("EP_ATTACH_TOKEN_FILE", value, 1) == 0; break; /* read by each ep_join() */
+    case 'a': o->token_file = value; break;
     case 'm': ok = set_mode(o, value); break;
     case 'r': ok = set_number(value, EP_MAX_RANKS - 1, &n); o->rank = (int)n; break;
     case 't': ok = set_number(value, 1u << 20, &n); o->tokens = (uint32_t)n; break;

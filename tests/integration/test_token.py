@@ -105,6 +105,16 @@ class OneServerTest(TokenCase):
         result = self.run_cmd(["hello_dispatch", "moe"], server=self.server, env={"EP_ATTACH_TOKEN_FILE": "/no/file"})
         self.assertIn("EP_ATTACH_TOKEN_FILE: cannot read /no/file", result.out + result.err)
 
+    def test_what_a_program_gives_itself_comes_before_its_environment(self):
+        self.create("--attach-token-file=" + self.first)
+        right, wrong = ({"EP_ATTACH_TOKEN_FILE": path} for path in (self.first, self.wrong))
+        self.leave(self.gets_in(0, "--token-file=" + self.first, env=wrong))
+        self.stays_out("that is not the attach token", 0, "--token-file=" + self.wrong, env=right)
+        self.stays_out("wants an attach token", 0, "--token-file=/no/file", env=right)
+        too_long = self.start_worker(0, "--token-file=" + self.write("long", "x" * 257))
+        self.assertEqual(too_long.wait(), 2)
+        self.assertIn("ep_join_options.token has 257 bytes: must have at most 256", too_long.log())
+
     def test_the_bench_takes_it_from_a_file(self):
         self.create("--attach-token-file=" + self.first)
         bench = ["ep-bench", "--group=moe", "--tokens=8", "--iters=5", "--modes=ll"]
