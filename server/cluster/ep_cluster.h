@@ -98,8 +98,8 @@ bool ep_cluster_knows(const struct ep_cluster *cluster, uint64_t revision);
 void ep_cluster_refresh(struct ep_cluster *cluster);
 
 /*
- * Drains a node; reason NULL: takes that back.  workers_stay: it takes no new work, and that is all for now.  done is told once the node itself has said so to this server, or,
- * when it is not there, the store has it.
+ * Drains a node; reason NULL: takes that back.  workers_stay: it takes no new work, and that is all for now.  done is
+ * told once the node itself has said so to this server, or, when it is not there, the store has it.
  */
 typedef void (*ep_cluster_cordon_fn)(const struct ep_error *error, void *user);
 void ep_cluster_cordon(struct ep_cluster *cluster, const char *name, const char *reason, bool workers_stay,
