@@ -44,18 +44,30 @@ static bool follows(const struct rank *rank)
     return rank->member && rank->member->attached && rank->member->on_turn;
 }
 
+/* Only ranks that are here have members: of many nodes these are few. */
+static struct rank *rank_here(const struct epoch *epoch, uint32_t i)
+{
+    const struct ranks here = epoch_ranks_of(epoch, epoch->own);
+
+    return i < here.n ? &epoch->ranks[here.number[i]] : NULL;
+}
+
 static bool all_follow(const struct epoch *epoch)
 {
-    for (uint32_t i = 0; i < epoch->n_ranks; i++)
-        if (epoch->ranks[i].member && epoch->ranks[i].member->attached && !follows(&epoch->ranks[i]))
+    const struct rank *rank;
+
+    for (uint32_t i = 0; (rank = rank_here(epoch, i)); i++)
+        if (rank->member && rank->member->attached && !follows(rank))
             return false;
     return true;
 }
 
 static bool some_follow(const struct epoch *epoch)
 {
-    for (uint32_t i = 0; i < epoch->n_ranks; i++)
-        if (follows(&epoch->ranks[i]))
+    const struct rank *rank;
+
+    for (uint32_t i = 0; (rank = rank_here(epoch, i)); i++)
+        if (follows(rank))
             return true;
     return false;
 }
@@ -76,16 +88,10 @@ bool follow_closes(const struct epoch *epoch)
 bool follow_pending(const struct group *group)
 {
     const struct epoch *from = follow_epoch(group);
-    bool pending = from && all_follow(from);
 
     if (group->turned.to == group->epoch_number)
         return false;
-    for (size_t i = 0; !pending && i < report_count(group); i++) {
-        const Ep__V1__GroupStatus *report = report_of(group, i);
-
-        pending = report && report->turn_part && report->turn_part->from && report->turn_part->follow;
-    }
-    return pending;
+    return (from && all_follow(from)) || report_follows(group);
 }
 
 /* Where the rank goes on; NULL: not on this node. */
@@ -131,6 +137,7 @@ static bool waits_for_rank(const struct rank *rank, char waits[static REASON_MAX
 static bool waits_for(const struct epoch *from, char waits[static REASON_MAX])
 {
     const struct group *group = from->group;
+    const struct rank *rank;
 
     if (!epoch_served(group->epoch)) {
         snprintf(waits, REASON_MAX, "epoch %" PRIu64 " is not formed on node %s yet", group->epoch_number,
@@ -139,8 +146,8 @@ static bool waits_for(const struct epoch *from, char waits[static REASON_MAX])
     }
     if (waits_for_others(from, waits))
         return true;
-    for (uint32_t i = 0; i < from->n_ranks; i++)
-        if (waits_for_rank(&from->ranks[i], waits))
+    for (uint32_t i = 0; (rank = rank_here(from, i)); i++)
+        if (waits_for_rank(rank, waits))
             return true;
     return false;
 }
@@ -173,9 +180,11 @@ static void tell(struct rank *rank, const struct ep_group_turn *turn)
 
 static void forget_asked(const struct epoch *epoch)
 {
-    for (uint32_t i = 0; i < epoch->n_ranks; i++)
-        if (epoch->ranks[i].member)
-            epoch->ranks[i].member->asked = 0;
+    const struct rank *rank;
+
+    for (uint32_t i = 0; (rank = rank_here(epoch, i)); i++)
+        if (rank->member)
+            rank->member->asked = 0;
 }
 
 /* NULL: all have answered. */
@@ -244,12 +253,13 @@ static void ask_rank(struct rank *rank, uint64_t to, uint64_t at)
 static void withdraw(struct epoch *epoch)
 {
     const struct ep_group_turn turn = { .to = epoch->group->epoch_number, .at = EP_GROUP_NO_TURN };
+    struct rank *rank;
 
     if (!epoch->promised)
         return;
     epoch->promised = 0;
-    for (uint32_t i = 0; i < epoch->n_ranks; i++)
-        tell(&epoch->ranks[i], &turn);
+    for (uint32_t i = 0; (rank = rank_here(epoch, i)); i++)
+        tell(rank, &turn);
 }
 
 static void withdraw_all(struct group *group)
@@ -262,6 +272,7 @@ static void withdraw_all(struct group *group)
 static void ask_all(struct epoch *from, const Ep__V1__TurnRequest *request, ep_cluster_done_fn done, void *user)
 {
     struct ask *ask = &from->group->ask;
+    struct rank *rank;
 
     ask->done = done;
     ask->user = user;
@@ -272,9 +283,9 @@ static void ask_all(struct epoch *from, const Ep__V1__TurnRequest *request, ep_c
     ask->given = request->at != EP_GROUP_NO_TURN;
     ask->passed = ask->position = 0;
     from->promised = ask->given ? request->to : 0;
-    for (uint32_t i = 0; i < from->n_ranks; i++) /* the last answer may come before this is over */
-        if (follows(&from->ranks[i]))
-            ask_rank(&from->ranks[i], request->to, request->at);
+    for (uint32_t i = 0; (rank = rank_here(from, i)); i++) /* the last answer may come before this is over */
+        if (follows(rank))
+            ask_rank(rank, request->to, request->at);
 }
 
 /* ---- Turn ---------------------------------------------------------------------------------------------- */
@@ -347,13 +358,14 @@ void ep_groups_turn(struct ep_groups *groups, const Ep__V1__TurnRequest *request
 static void go_over(struct epoch *from, const Ep__V1__Turn *turn)
 {
     const struct ep_group_turn told = { .decided = true, .to = turn->to, .at = turn->at };
+    struct rank *rank;
 
     from->turn_to = turn->to;
     from->promised = 0;
     EP_INFO("group", "workers go over", EP_S("group", from->group->name), EP_U("from", turn->from), EP_U("to", turn->to),
             EP_U("at", turn->at), EP_U("here", from->attached));
-    for (uint32_t i = 0; i < from->n_ranks; i++)
-        tell(&from->ranks[i], &told);
+    for (uint32_t i = 0; (rank = rank_here(from, i)); i++)
+        tell(rank, &told);
 }
 
 void follow_decided(struct group *group, const Ep__V1__Turn *turn)
@@ -377,8 +389,10 @@ void follow_decided(struct group *group, const Ep__V1__Turn *turn)
 /* Whoever was about to go over to the one before. */
 static void tell_epoch(struct epoch *epoch)
 {
-    for (uint32_t i = 0; i < epoch->n_ranks; i++) {
-        struct ep_membership *member = follows(&epoch->ranks[i]) ? epoch->ranks[i].member : NULL;
+    const struct rank *rank;
+
+    for (uint32_t i = 0; (rank = rank_here(epoch, i)); i++) {
+        struct ep_membership *member = follows(rank) ? rank->member : NULL;
 
         if (member)
             member->on_event(EP_GROUP_EPOCH, 0, epoch->group->epoch_number, "a newer epoch is there", member->user);
@@ -475,31 +489,33 @@ static void welcome(struct ep_membership *member)
     member->on_attached(&none, member->user);
 }
 
+static bool is_welcome(const struct epoch *epoch, const struct ep_membership *member)
+{
+    return epoch != epoch->group->epoch || group_now(epoch->group->groups) >= member->welcome_by ||
+           !follow_pending(epoch->group);
+}
+
 static void welcome_all(struct epoch *epoch)
 {
-    const bool now = epoch != epoch->group->epoch || !follow_pending(epoch->group);
+    const struct rank *rank;
 
-    for (uint32_t i = 0; i < epoch->n_ranks; i++) {
-        struct ep_membership *member = epoch->ranks[i].member;
-
-        if (member && member->welcome_by && (now || group_now(epoch->group->groups) >= member->welcome_by))
-            welcome(member);
-    }
+    for (uint32_t i = 0; (rank = rank_here(epoch, i)); i++)
+        if (rank->member && rank->member->welcome_by && is_welcome(epoch, rank->member))
+            welcome(rank->member);
 }
 
 static void end_ask(struct group *group)
 {
     const struct ask *ask = &group->ask;
+    const struct rank *rank;
     char text[REASON_MAX];
 
     if (!ask->done || group_now(group->groups) < ask->until)
         return;
-    for (uint32_t i = 0; i < ask->from->n_ranks; i++) {
-        const struct rank *rank = &ask->from->ranks[i];
-
+    for (uint32_t i = 0; (rank = rank_here(ask->from, i)); i++) {
         if (!rank->member || !rank->member->asked)
             continue;
-        snprintf(text, sizeof text, "rank %u on node %s (pid %d) does not say when it can go over", i,
+        snprintf(text, sizeof text, "rank %u on node %s (pid %d) does not say when it can go over", rank->number,
                  nodes_self(group->groups), (int)rank->worker.pid);
         fail(group, EP_DEADLINE_EXCEEDED, text);
         return;

@@ -376,6 +376,8 @@ static void on_cluster(enum ep_cluster_event event, const struct ep_cluster_node
 
     if (groups->closing)
         return;
+    if (event == EP_CLUSTER_NODE_UP || event == EP_CLUSTER_NODE_DOWN)
+        report_alive(groups, node->name, node->alive);
     switch (event) {
     case EP_CLUSTER_NODE_UP: heal_at_once(groups); break; /* reports that nobody was there to read are still due */
     case EP_CLUSTER_NODE_DOWN: report_lost(groups, node->name); break;

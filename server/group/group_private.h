@@ -156,10 +156,14 @@ static inline uint32_t epoch_lost_ranks(const struct epoch *epoch)
     return epoch->in_state[EP_RANK_STATE(ABSENT)] + epoch->in_state[EP_RANK_STATE(QUARANTINED)];
 }
 
-/* What another node lets know of its part: its record. */
+/* What another node lets know of its part: its record.  What all of them are asked again and again is beside it. */
 struct report {
     char *node;
     Ep__V1__GroupStatus *status;
+    uint64_t epoch, from; /* from: of its turn_part; 0: none */
+    bool alive;           /* the node is there */
+    bool follow;          /* its workers go over from there */
+    bool whole;
 };
 
 /* What the workers here were asked for the leader.  One at a time. */
@@ -321,9 +325,9 @@ struct node_table {
     size_t n;
 };
 struct node_table nodes_table(const struct ep_groups *groups);
+struct node_table nodes_own(const struct ep_groups *groups); /* this one alone, if it is there */
 void nodes_clear(struct node_table *table);
 const char *nodes_self(const struct ep_groups *groups);
-const struct ep_plan_node *nodes_own(const struct node_table *table, const struct ep_groups *groups); /* or NULL */
 /* Is that another release than this server's?  text: both, as "release 2 (windows 8), not 1 (windows 7)".  Servers of
  * different releases form no group: nothing says that they would understand each other. */
 bool nodes_release_differs(const Ep__V1__Version *theirs, char *text, size_t size);
@@ -466,6 +470,7 @@ void report_write(struct group *group);    /* if that is due; the group is not f
 /* Another node's record; NULL: it is gone. */
 void report_read(struct group *group, const char *node, const struct ep_record *record);
 void report_forget(struct group *group); /* all */
+void report_alive(struct ep_groups *groups, const char *node, bool alive); /* it has come, or gone */
 /* A node is not there any more, or not to be reached: nobody waits for its ranks. */
 void report_lost(struct ep_groups *groups, const char *node);
 void report_torn(struct epoch *epoch, uint32_t node, const char *why);
@@ -473,9 +478,8 @@ void report_torn(struct epoch *epoch, uint32_t node, const char *why);
 void report_apply(struct group *group);
 /* Has every member that is there put this epoch into service?  0: has none any part of the group? */
 bool report_settled(const struct group *group, uint64_t epoch);
-/* The report of a node that is there; NULL: none, or it is not there. */
-const Ep__V1__GroupStatus *report_of(const struct group *group, size_t index);
-size_t report_count(const struct group *group);
+/* Do workers on another node that is there go over to the newest epoch? */
+bool report_follows(const struct group *group);
 /* Another node still has something of that older epoch. */
 bool report_drains(const struct group *group, uint64_t epoch);
 /* Some member is without its part, or not connected. */

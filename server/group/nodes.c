@@ -104,38 +104,43 @@ static void share_memory(struct ep_plan_node *node)
     node->has.device_left = NULL;
 }
 
+static void add(struct node_table *table, const struct ep_groups *groups, const struct ep_cluster_node *from)
+{
+    const bool own = !strcmp(from->name, nodes_self(groups));
+    struct ep_plan_node *node = &table->nodes[table->n];
+
+    if (!from->alive || (!own && (!from->info || !from->info->n_devices)))
+        return;
+    node->has.node = from->name;
+    node->cordoned = own ? ep_node_cordoned(groups->node, NULL) : from->cordoned;
+    if (own) {
+        fill_own(node, groups);
+    } else {
+        fill_told(node, from->info);
+        fill_offer(node, from->info);
+    }
+    share_memory(node);
+    table->n++;
+}
+
 struct node_table nodes_table(const struct ep_groups *groups)
 {
     const size_t n = ep_cluster_count(groups->cluster);
     struct node_table table = { .nodes = group_allocate(n, sizeof *table.nodes) };
 
-    for (size_t i = 0; i < n; i++) {
-        const struct ep_cluster_node *from = ep_cluster_at(groups->cluster, i);
-        const bool own = !strcmp(from->name, nodes_self(groups));
-        struct ep_plan_node *node = &table.nodes[table.n];
-
-        if (!from->alive || (!own && (!from->info || !from->info->n_devices)))
-            continue;
-        node->has.node = from->name;
-        node->cordoned = own ? ep_node_cordoned(groups->node, NULL) : from->cordoned;
-        if (own) {
-            fill_own(node, groups);
-        } else {
-            fill_told(node, from->info);
-            fill_offer(node, from->info);
-        }
-        share_memory(node);
-        table.n++;
-    }
+    for (size_t i = 0; i < n; i++)
+        add(&table, groups, ep_cluster_at(groups->cluster, i));
     return table;
 }
 
-const struct ep_plan_node *nodes_own(const struct node_table *table, const struct ep_groups *groups)
+struct node_table nodes_own(const struct ep_groups *groups)
 {
-    for (size_t i = 0; i < table->n; i++)
-        if (!strcmp(table->nodes[i].has.node, nodes_self(groups)))
-            return &table->nodes[i];
-    return NULL;
+    const struct ep_cluster_node *own = ep_cluster_find(groups->cluster, nodes_self(groups));
+    struct node_table table = { .nodes = group_allocate(1, sizeof *table.nodes) };
+
+    if (own)
+        add(&table, groups, own);
+    return table;
 }
 
 void nodes_clear(struct node_table *table)

@@ -133,11 +133,10 @@ static ep_status check_prepare(struct ep_groups *groups, const Ep__V1__PrepareRe
 static ep_status check_room(const struct epoch *part, struct ep_error *error)
 {
     const struct ep_groups *groups = part->group->groups;
-    struct node_table table = nodes_table(groups);
-    const struct ep_plan_node *own = nodes_own(&table, groups);
-    ep_status status = own ? ep_plan_fit_part(&part->settled, own, &part->plan, error) : EP_OK;
+    struct node_table own = nodes_own(groups);
+    ep_status status = own.n ? ep_plan_fit_part(&part->settled, own.nodes, &part->plan, error) : EP_OK;
 
-    nodes_clear(&table);
+    nodes_clear(&own);
     return status;
 }
 

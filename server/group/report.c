@@ -236,6 +236,7 @@ void report_forget(struct group *group)
 static struct report *keep(struct group *group, const char *node, Ep__V1__GroupStatus *status)
 {
     const size_t at = place_of(group, node);
+    const Ep__V1__TurnPart *part = status->turn_part;
     struct report *reports = realloc(group->reports, (group->n_reports + 1) * sizeof *reports), *report;
     char *name = strdup(node);
 
@@ -244,7 +245,15 @@ static struct report *keep(struct group *group, const char *node, Ep__V1__GroupS
     group->reports = reports;
     report = reports + at;
     memmove(report + 1, report, (group->n_reports++ - at) * sizeof *report);
-    *report = (struct report){ .node = name, .status = status };
+    *report = (struct report){
+        .node = name,
+        .status = status,
+        .alive = nodes_alive(group->groups, node),
+        .epoch = status->epoch,
+        .from = part ? part->from : 0,
+        .follow = part && part->from && part->follow,
+        .whole = status->phase == EP_PHASE(READY),
+    };
     return report;
 }
 
@@ -270,6 +279,16 @@ void report_read(struct group *group, const char *node, const struct ep_record *
     apply(group->epoch, old);
     group_assess(group);
     status_changed(group);
+}
+
+void report_alive(struct ep_groups *groups, const char *node, bool alive)
+{
+    for (size_t i = 0; i < groups->n; i++) {
+        struct report *report = find(groups->list[i], node);
+
+        if (report)
+            report->alive = alive;
+    }
 }
 
 /* ---- nodes that are lost ------------------------------------------------------------------------------ */
@@ -343,43 +362,55 @@ void report_lost(struct ep_groups *groups, const char *node)
 
 /* ---- what the leader wants to know --------------------------------------------------------------------- */
 
-static bool has_settled(const struct group *group, const char *node, uint64_t epoch)
+static bool nobody_has_a_part(const struct group *group)
 {
-    const struct report *report = find(group, node);
+    for (size_t i = 0; i < group->n_reports; i++)
+        if (group->reports[i].alive)
+            return false;
+    return true;
+}
 
-    return report && report->status->epoch >= epoch;
+/* The next report of that node; both lists are in the order of names. */
+static const struct report *walk_to(const struct group *group, const char *node, size_t *at)
+{
+    int order = -1;
+
+    while (*at < group->n_reports && (order = strcmp(group->reports[*at].node, node)) < 0)
+        ++*at;
+    return order == 0 ? &group->reports[*at] : NULL;
 }
 
 bool report_settled(const struct group *group, uint64_t epoch)
 {
-    for (size_t i = 0; !epoch && i < group->n_reports; i++)
-        if (nodes_alive(group->groups, group->reports[i].node))
-            return false;
-    for (uint32_t i = 0; epoch && group->epoch && i < group->epoch->plan.n_nodes; i++) {
-        const char *node = group->epoch->plan.name[i];
+    const struct ep_plan *plan = group->epoch ? &group->epoch->plan : NULL;
+    size_t at = 0;
 
-        if (i != group->epoch->own && nodes_alive(group->groups, node) && !has_settled(group, node, epoch))
+    if (!epoch)
+        return nobody_has_a_part(group);
+    for (uint32_t i = 0; plan && i < plan->n_nodes; i++) {
+        const uint32_t node = plan->by_name[i];
+        const struct report *report = walk_to(group, plan->name[node], &at);
+
+        if (node == group->epoch->own || (report && report->epoch >= epoch))
+            continue;
+        if (report ? report->alive : nodes_alive(group->groups, plan->name[node]))
             return false;
     }
     return true;
 }
 
-size_t report_count(const struct group *group)
+bool report_follows(const struct group *group)
 {
-    return group->n_reports;
+    for (size_t i = 0; i < group->n_reports; i++)
+        if (group->reports[i].follow && group->reports[i].alive)
+            return true;
+    return false;
 }
 
-const Ep__V1__GroupStatus *report_of(const struct group *group, size_t index)
+static bool drains(const struct report *report, uint64_t epoch)
 {
-    const struct report *report = &group->reports[index];
-
-    return nodes_alive(group->groups, report->node) ? report->status : NULL;
-}
-
-static bool drains(const Ep__V1__GroupStatus *report, uint64_t epoch)
-{
-    for (size_t i = 0; i < report->n_draining_epochs; i++)
-        if (report->draining_epochs[i] == epoch)
+    for (size_t i = 0; i < report->status->n_draining_epochs; i++)
+        if (report->status->draining_epochs[i] == epoch)
             return true;
     return report->epoch == epoch; /* it has not heard of a newer one */
 }
@@ -387,7 +418,7 @@ static bool drains(const Ep__V1__GroupStatus *report, uint64_t epoch)
 bool report_drains(const struct group *group, uint64_t epoch)
 {
     for (size_t i = 0; i < group->n_reports; i++)
-        if (nodes_alive(group->groups, group->reports[i].node) && drains(group->reports[i].status, epoch))
+        if (group->reports[i].alive && drains(&group->reports[i], epoch))
             return true;
     return false;
 }
@@ -396,11 +427,8 @@ bool report_not_whole(const struct group *group)
 {
     if (!group->epoch || !epoch_whole(group->epoch))
         return true;
-    for (size_t i = 0; i < group->n_reports; i++) {
-        const Ep__V1__GroupStatus *status = group->reports[i].status;
-
-        if (status->epoch == group->epoch->number && status->phase != EP_PHASE(READY))
+    for (size_t i = 0; i < group->n_reports; i++)
+        if (group->reports[i].epoch == group->epoch->number && !group->reports[i].whole)
             return true;
-    }
     return false;
 }

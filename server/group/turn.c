@@ -71,7 +71,6 @@ struct parts {
     bool several;  /* such epochs */
     bool follow;   /* all who are */
     bool some;     /* some do */
-    bool known;    /* all nodes have heard of the newest epoch */
     char waits[REASON_MAX];
 };
 
@@ -87,13 +86,16 @@ static void add_part(struct parts *parts, const Ep__V1__TurnPart *part)
         snprintf(parts->waits, sizeof parts->waits, "%s", part->waits_for);
 }
 
-static void add_rank(struct parts *parts, const struct rank *rank)
+static void add_expected(struct parts *parts, const struct epoch *epoch)
 {
-    const struct epoch *epoch = rank->epoch;
+    const struct rank *rank = epoch->ranks;
 
-    if (rank->state == EP_RANK_STATE(EXPECTED) && !*parts->waits)
-        snprintf(parts->waits, sizeof parts->waits, "epoch %" PRIu64 " waits for rank %u on node %s to attach", epoch->number,
-                 rank->number, epoch->plan.name[rank->node]);
+    if (!epoch->in_state[EP_RANK_STATE(EXPECTED)] || *parts->waits)
+        return;
+    while (rank->state != EP_RANK_STATE(EXPECTED))
+        rank++;
+    snprintf(parts->waits, sizeof parts->waits, "epoch %" PRIu64 " waits for rank %u on node %s to attach", epoch->number,
+             rank->number, epoch->plan.name[rank->node]);
 }
 
 static void look_at_parts(const struct group *group, struct parts *out)
@@ -101,19 +103,26 @@ static void look_at_parts(const struct group *group, struct parts *out)
     Ep__V1__TurnPart own;
     char waits[REASON_MAX];
 
-    *out = (struct parts){ .follow = true, .known = report_settled(group, group->epoch_number) };
+    *out = (struct parts){ .follow = true };
     follow_part(group, waits, &own);
     add_part(out, &own);
-    for (size_t i = 0; i < report_count(group); i++) {
-        const Ep__V1__GroupStatus *report = report_of(group, i);
+    for (size_t i = 0; i < group->n_reports; i++) {
+        const struct report *report = &group->reports[i];
 
-        if (report && report->epoch < group->epoch_number)
-            out->known = false;
-        else if (report && report->turn_part)
-            add_part(out, report->turn_part);
+        if (report->alive && report->from && report->epoch >= group->epoch_number)
+            add_part(out, report->status->turn_part);
     }
-    for (uint32_t i = 0; out->from && i < group->epoch->n_ranks; i++)
-        add_rank(out, &group->epoch->ranks[i]);
+    if (out->from)
+        add_expected(out, group->epoch);
+}
+
+/* Have all nodes heard of the newest epoch? */
+static bool is_known(const struct group *group)
+{
+    for (size_t i = 0; i < group->n_reports; i++)
+        if (group->reports[i].alive && group->reports[i].epoch < group->epoch_number)
+            return false;
+    return report_settled(group, group->epoch_number);
 }
 
 static bool is_wanted(const struct group *group, const struct parts *parts)
@@ -392,7 +401,7 @@ static void begin(struct group *group, const struct parts *parts)
     turn->failure = (struct ep_error)EP_ERROR_INIT;
     if (turn->proven != turn->fence)
         write_records(group, TURN_PROVE, on_proven);
-    else if (parts->follow && parts->known && !parts->several && !*parts->waits)
+    else if (parts->follow && !parts->several && !*parts->waits && is_known(group))
         ask_all(group, TURN_LOOK, EP_GROUP_NO_TURN);
 }
 
@@ -400,10 +409,10 @@ static bool all_know(const struct group *group)
 {
     bool know = group->turned.to == group->turn.to;
 
-    for (size_t i = 0; know && i < report_count(group); i++) {
-        const Ep__V1__GroupStatus *report = report_of(group, i);
+    for (size_t i = 0; know && i < group->n_reports; i++) {
+        const Ep__V1__TurnPart *part = group->reports[i].status->turn_part;
 
-        know = !report || (report->turn_part && report->turn_part->decided);
+        know = !group->reports[i].alive || (part && part->decided);
     }
     return know;
 }
