@@ -96,9 +96,11 @@ void heal_later(struct group *group)
     group->heal_after = group_now(group->groups) + LOST_MS;
 }
 
+/* What failed until now says nothing about the next attempt, nor how long the pause after it has to be. */
 static void forget_pause(struct group *group)
 {
     group->heal_after = 0;
+    group->heal_failures = 0;
 }
 
 void heal_at_once(struct ep_groups *groups)
