@@ -3,6 +3,10 @@
  *
  * `since` is the revision until which all has been told.  A stream begins right after it, at whichever endpoint, so
  * that a break loses and repeats nothing.  Where etcd no longer has those changes, the whole is read and told.
+ *
+ * etcd sends each commit to each watch by itself, which takes it and those who read it far longer than what is in it: in a
+ * large cluster, where all watch what each writes, that is most of their work.  So a watch that hears a lot lets go of its
+ * place, and asks for what came since a moment later: that comes in one piece.  A quiet one hears everything at once.
  */
 #include <inttypes.h>
 #include <stdlib.h>
@@ -16,13 +20,27 @@
 #define LAST_PAUSE_MS  2000
 #define LIST_WITHIN_MS 5000
 
+/* So many changes in that time are a lot: what comes after them comes later by the pause, and by the 100 ms between two looks
+ * of etcd at those who lag behind.  With few nodes there are never so many. */
+#define BURST          32
+#define BURST_MS       400
+#define GATHER_MS      200
+#define LULL           8 /* fewer came in one piece: it is over */
+
 struct watcher {
     struct etcd_task task;
     struct ep_watch *watch;
     char *from, *end; /* the range */
     uint64_t pause_ms;
     bool failing; /* told in the log */
+    int64_t id;   /* etcd's number of it on this stream */
+    int64_t left; /* one of them that etcd was asked to forget, and has not said so yet; NONE */
+    uint32_t burst;    /* changes since then */
+    uint64_t burst_ns;
+    bool gathers;      /* the next ones come in one piece */
 };
+
+#define NONE (-1) /* etcd's are not negative */
 
 /* ---- the whole ----------------------------------------------------------------------- */
 
@@ -79,6 +97,7 @@ static ep_status take_events(struct watcher *w, const Etcdserverpb__WatchRespons
         (uint64_t)r->header->revision > newest)
         newest = (uint64_t)r->header->revision;
     w->watch->since = newest;
+    w->burst += (uint32_t)list.n;
     if (list.n)
         store_tell_changes(w->watch, false, &list, newest);
     ep_record_list_clear(&list);
@@ -104,8 +123,19 @@ static ep_status check_revision(struct watcher *w, const Etcdserverpb__WatchResp
                         w->watch->since);
 }
 
+/* Not that etcd ends it for a reason of its own. */
+static bool is_farewell(const struct watcher *w, const Etcdserverpb__WatchResponse *r)
+{
+    return r->canceled && !r->created && w->left != NONE && r->watch_id == w->left && !r->compact_revision &&
+           !*r->cancel_reason;
+}
+
 static ep_status take(struct watcher *w, const Etcdserverpb__WatchResponse *r, struct ep_error *error)
 {
+    if (is_farewell(w, r)) {
+        w->left = NONE;
+        return EP_OK;
+    }
     if (r->canceled && r->compact_revision) {
         w->watch->needs_whole = true;
         return ep_error_set(error, EP_FAILED_PRECONDITION,
@@ -117,6 +147,8 @@ static ep_status take(struct watcher *w, const Etcdserverpb__WatchResponse *r, s
     if (w->failing)
         EP_INFO("store", "watch goes on", EP_S("prefix", w->watch->prefix));
     w->failing = false;
+    if (r->created)
+        w->id = r->watch_id;
     return r->created ? check_revision(w, r, error) : take_events(w, r, error);
 }
 
@@ -146,18 +178,72 @@ static ep_status next_message(struct watcher *w, bool may_ask, Etcdserverpb__Wat
     return status;
 }
 
+/* request points to create. */
+static void ask_for_changes(const struct watcher *w, Etcdserverpb__WatchCreateRequest *create,
+                            Etcdserverpb__WatchRequest *request)
+{
+    etcdserverpb__watch_create_request__init(create);
+    etcdserverpb__watch_request__init(request);
+    create->key = etcd_bytes(w->from);
+    create->range_end = etcd_bytes(w->end);
+    create->start_revision = (int64_t)w->watch->since + 1;
+    create->progress_notify = true;
+    request->request_union_case = ETCDSERVERPB__WATCH_REQUEST__REQUEST_UNION_CREATE_REQUEST;
+    request->create_request = create;
+}
+
 static ep_status open_stream(struct watcher *w, struct ep_error *error)
 {
-    Etcdserverpb__WatchCreateRequest create = ETCDSERVERPB__WATCH_CREATE_REQUEST__INIT;
-    Etcdserverpb__WatchRequest request = ETCDSERVERPB__WATCH_REQUEST__INIT;
+    Etcdserverpb__WatchCreateRequest create;
+    Etcdserverpb__WatchRequest request;
 
-    create.key = etcd_bytes(w->from);
-    create.range_end = etcd_bytes(w->end);
-    create.start_revision = (int64_t)w->watch->since + 1;
-    create.progress_notify = true;
-    request.request_union_case = ETCDSERVERPB__WATCH_REQUEST__REQUEST_UNION_CREATE_REQUEST;
-    request.create_request = &create;
+    w->id = w->left = NONE;
+    w->burst = 0;
+    w->gathers = false;
+    ask_for_changes(w, &create, &request);
     return etcd_task_stream(&w->task, &etcdserverpb__watch__descriptor, "Watch", &request.base, -1, error);
+}
+
+/* ---- many changes ---------------------------------------------------------------------- */
+
+static bool hears_a_lot(struct watcher *w)
+{
+    const uint64_t now = ep_clock_ns();
+    const uint32_t many = w->gathers ? LULL : BURST;
+
+    if (!w->burst)
+        return false;
+    w->gathers = false;
+    if (w->burst >= many)
+        return true;
+    if (now - w->burst_ns > BURST_MS * EP_NS_PER_MS) {
+        w->burst_ns = now;
+        w->burst = 0;
+    }
+    return false;
+}
+
+/* What is still on its way meanwhile is taken when it comes; what the next watch repeats of it is known by then. */
+static ep_status gather(struct watcher *w, struct ep_error *error)
+{
+    Etcdserverpb__WatchCancelRequest cancel = ETCDSERVERPB__WATCH_CANCEL_REQUEST__INIT;
+    Etcdserverpb__WatchRequest request = ETCDSERVERPB__WATCH_REQUEST__INIT;
+    Etcdserverpb__WatchCreateRequest create;
+    ep_status status;
+
+    cancel.watch_id = w->left = w->id;
+    w->id = NONE;
+    request.request_union_case = ETCDSERVERPB__WATCH_REQUEST__REQUEST_UNION_CANCEL_REQUEST;
+    request.cancel_request = &cancel;
+    status = ep_rpc_stream_send(w->task.stream, &request.base, error);
+    if (status)
+        return status;
+    etcd_task_sleep(&w->task, GATHER_MS);
+    w->burst = 0;
+    w->burst_ns = ep_clock_ns();
+    w->gathers = true;
+    ask_for_changes(w, &create, &request);
+    return ep_rpc_stream_send(w->task.stream, &request.base, error);
 }
 
 /* Until something ends it; that is in *error. */
@@ -175,6 +261,8 @@ static void follow(struct watcher *w, struct ep_error *error)
         heard = true;
         status = take(w, r, error);
         etcd_free(r);
+        if (!status && w->id != NONE && w->left == NONE && hears_a_lot(w))
+            status = gather(w, error);
     }
     /* More at once than a message may hold: read it in pages. */
     if (status == EP_RESOURCE_EXHAUSTED)

@@ -335,6 +335,77 @@ static void changes_during_a_break_come_afterwards(void **state)
     proxy_stop(&p);
 }
 
+/* ---- many changes at once ------------------------------------------------------------ */
+
+#define MANY 40
+#define EACH 64
+
+struct flood {
+    size_t wholes, calls, changes, apart; /* apart: of a commit, not told with the rest of it */
+    uint64_t newest;
+    bool disorder;
+};
+
+static void on_flood(const struct ep_store_changes *changes, void *user)
+{
+    struct flood *flood = user;
+    size_t same = 0;
+
+    flood->wholes += changes->whole;
+    if (changes->whole)
+        return;
+    for (size_t i = 0; i < changes->n; i++) {
+        const struct ep_record *r = &changes->records[i];
+
+        same++;
+        if (i + 1 < changes->n && r[1].revision == r->revision)
+            continue;
+        flood->disorder |= r->revision <= flood->newest;
+        flood->newest = r->revision;
+        flood->apart += same != EACH;
+        same = 0;
+    }
+    flood->calls++;
+    flood->changes += changes->n;
+}
+
+static void write_many(struct fixture *f, struct written written[MANY])
+{
+    struct ep_store_write writes[EACH];
+    char keys[EACH][16];
+
+    for (size_t i = 0; i < EACH; i++) {
+        snprintf(keys[i], sizeof keys[i], "k/%02zu", i);
+        writes[i] = (struct ep_store_write){ .key = keys[i], .value = "x", .size = 1, .expected = EP_STORE_ANY };
+    }
+    for (size_t i = 0; i < MANY; i++)
+        ep_store_commit(f->store, writes, EACH, on_written, &written[i]);
+}
+
+/* Those that come while it looks away come together, and the first after a quiet time at once. */
+static void many_changes_come_gathered_and_none_is_lost(void **state)
+{
+    struct written written[MANY] = { 0 };
+    struct fixture *f = *state;
+    struct flood flood = { 0 };
+    struct ep_watch *watch;
+
+    assert_int_equal(fixture_open(f, NULL), EP_OK);
+    watch = ep_watch_open(f->store, "k/", EP_STORE_BEGIN, on_flood, &flood);
+    RUN_UNTIL(f, flood.wholes == 1);
+    write_many(f, written);
+    RUN_UNTIL(f, written[MANY - 1].done && flood.newest >= written[MANY - 1].revision);
+    assert_int_equal(written[MANY - 1].error.status, EP_OK);
+    fixture_run_ms(f, 500);
+    assert_false(flood.disorder);
+    assert_int_equal(flood.apart, 0);
+    assert_int_equal(flood.changes, MANY * EACH);
+    assert_true(flood.calls < MANY);
+    assert_int_equal(put(f, "k/00", "1", EP_STORE_ANY).error.status, EP_OK);
+    RUN_UNTIL(f, flood.apart == 1);
+    ep_watch_close(watch);
+}
+
 static void a_compaction_during_a_break_brings_the_whole_once(void **state)
 {
     struct fixture *f = *state;
@@ -512,6 +583,7 @@ int main(int argc, char **argv)
         TEST(a_write_whose_answer_is_lost_is_done_once),
         TEST(a_write_that_was_given_up_may_be_done_but_never_late),
         TEST(changes_during_a_break_come_afterwards),
+        TEST(many_changes_come_gathered_and_none_is_lost),
         TEST(a_compaction_during_a_break_brings_the_whole_once),
         TEST(a_session_that_cannot_renew_is_over_in_time),
         TEST(a_lease_that_etcd_has_ended_is_told),
