@@ -71,10 +71,11 @@ static bool is_own(const struct ep_api *api, const char *name)
 /* Another one, as the table has it: a view whose texts are the table's, to be packed and not freed. */
 static Ep__V1__NodeInfo view_of(const struct ep_api *api, const struct ep_cluster_node *node)
 {
+    const Ep__V1__NodeInfo *said = ep_cluster_info(api->options.cluster, node);
     Ep__V1__NodeInfo info = EP__V1__NODE_INFO__INIT;
 
-    if (node->info)
-        info = *node->info;
+    if (said)
+        info = *said;
     info.name = (char *)(uintptr_t)node->name;
     info.leader = is_leader(api, node->name);
     if (!node->alive)

@@ -12,6 +12,7 @@
 
 #include "ep_clock.h"
 #include "ep_cluster.h"
+#include "ep/v1/node.pb-c.h"
 
 #define CLUSTER_MODULE "cluster"
 
@@ -39,11 +40,13 @@ enum member_state {
     MEMBER_LEFT      /* for good */
 };
 
-/* A node in the table; node's texts and info are the entry's. */
+/* A node in the table; node's texts are the entry's. */
 struct entry {
     struct ep_cluster_node node; /* as it was told last */
     uint64_t server, cordon;     /* revisions of its records, 0: not there */
-    Ep__V1__NodeInfo *news;      /* what its record says since; NULL: nothing new */
+    Ep__V1__NodeRecord *record;  /* the same; NULL: never seen */
+    Ep__V1__NodeRecord *news;    /* what it says since; NULL: nothing new */
+    Ep__V1__NodeInfo *info;      /* the record's, once somebody has asked for it */
     bool changed;                /* in what is told as CHANGED */
     bool seen;                   /* while the whole is read: which records are there */
     bool seen_cordon;

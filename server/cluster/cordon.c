@@ -38,13 +38,16 @@ static void end(struct cordon_change *change, const struct ep_error *error)
 static bool is_done(const struct cordon_change *change)
 {
     const struct entry *e = table_find(change->cluster, change->name);
+    const Ep__V1__NodeInfo *info = e ? ep_cluster_info(change->cluster, &e->node) : NULL;
 
     if (!e)
         return !change->cordon;
     if (e->node.cordoned != change->cordon)
         return false;
-    return !e->node.alive || e->node.info->state == EP__V1__NODE_STATE__NODE_STATE_STOPPING ||
-           (e->node.info->state == EP__V1__NODE_STATE__NODE_STATE_CORDONED) == change->cordon;
+    if (!e->node.alive)
+        return true;
+    return info && (info->state == EP__V1__NODE_STATE__NODE_STATE_STOPPING ||
+                    (info->state == EP__V1__NODE_STATE__NODE_STATE_CORDONED) == change->cordon);
 }
 
 static bool is_late(const struct cordon_change *change)

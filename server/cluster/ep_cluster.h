@@ -5,7 +5,7 @@
  *
  * What the store keeps of a node:
  *
- *   nodes/NAME/server   ep.v1.NodeInfo, written by the node itself and bound to its session: it goes when the server
+ *   nodes/NAME/server   ep.v1.NodeRecord, written by the node itself and bound to its session: it goes when the server
  *                       does.  Written anew when it changes, at most once a second or so.
  *   nodes/NAME/cordon   why the node takes no new work; written for an operator by any server, stays until an
  *                       operator takes it away.  The node watches it and does what it says.  Behind a NUL there may be
@@ -77,15 +77,16 @@ struct ep_cluster_node {
     uint64_t boot;       /* 0: never seen */
     bool alive;          /* registered at present */
     bool cordoned;
-    bool workers_stay;            /* it is cordoned, and they are not to be asked to leave */
-    const char *reason;           /* of the cordon */
-    const Ep__V1__NodeInfo *info; /* what it said last; NULL: never seen */
+    bool workers_stay;   /* it is cordoned, and they are not to be asked to leave */
+    const char *reason;  /* of the cordon */
 };
 
 size_t ep_cluster_count(const struct ep_cluster *cluster);
 const struct ep_cluster_node *ep_cluster_at(const struct ep_cluster *cluster, size_t index); /* by name */
 const struct ep_cluster_node *ep_cluster_find(const struct ep_cluster *cluster, const char *name); /* NULL: unknown */
 const char *ep_cluster_self(const struct ep_cluster *cluster);
+/* What the node said last; NULL: it was never seen, or what it says cannot be read.  Valid as the node is. */
+const Ep__V1__NodeInfo *ep_cluster_info(const struct ep_cluster *cluster, const struct ep_cluster_node *node);
 
 /*
  * A write for a commit, which tells nothing: once the table knows the commit's revision, it has all that was in the store

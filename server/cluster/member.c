@@ -16,9 +16,18 @@
 
 /* ---- the record -------------------------------------------------------------------------- */
 
+static uint8_t *pack(const ProtobufCMessage *message, size_t *size)
+{
+    uint8_t *bytes = cluster_allocate(protobuf_c_message_get_packed_size(message) + 1);
+
+    *size = protobuf_c_message_pack(message, bytes);
+    return bytes;
+}
+
 /* What others shall know; malloc'ed.  Whether the store answers here is nothing that it could tell. */
 static uint8_t *pack_info(struct ep_cluster *c, size_t *size)
 {
+    Ep__V1__NodeRecord record = EP__V1__NODE_RECORD__INIT;
     Ep__V1__NodeInfo info;
     uint8_t *bytes;
 
@@ -26,9 +35,11 @@ static uint8_t *pack_info(struct ep_cluster *c, size_t *size)
     if (c->options.describe)
         c->options.describe(&info, c->options.user);
     info.store_error[0] = '\0';
-    *size = protobuf_c_message_get_packed_size(&info.base);
-    bytes = cluster_allocate(*size + 1);
-    protobuf_c_message_pack(&info.base, bytes);
+    record.boot_us = info.started_us;
+    record.address = info.admin_address;
+    record.info.data = pack(&info.base, &record.info.len);
+    bytes = pack(&record.base, size);
+    free(record.info.data);
     ep_node_info_clear(&info);
     return bytes;
 }
@@ -133,7 +144,7 @@ static void be_in(struct ep_cluster *c, uint64_t revision)
 static void say_clash(const struct ep_cluster *c, struct ep_error *error)
 {
     const struct entry *e = table_self(c);
-    const Ep__V1__NodeInfo *info = e ? e->node.info : NULL;
+    const Ep__V1__NodeInfo *info = e ? ep_cluster_info(c, &e->node) : NULL;
 
     ep_error_set(error, EP_ALREADY_EXISTS,
                  "name is \"%s\": another server of this store has that name: it is at %s, pid %" PRId64

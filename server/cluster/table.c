@@ -54,17 +54,25 @@ static struct entry *add_entry(struct ep_cluster *c, const char *name)
     return e;
 }
 
-static void free_info(const Ep__V1__NodeInfo *info)
+static void free_info(struct entry *e)
 {
-    if (info)
-        ep__v1__node_info__free_unpacked((Ep__V1__NodeInfo *)(uintptr_t)info, NULL);
+    if (e->info)
+        ep__v1__node_info__free_unpacked(e->info, NULL);
+    e->info = NULL;
+}
+
+static void free_record(Ep__V1__NodeRecord *record)
+{
+    if (record)
+        ep__v1__node_record__free_unpacked(record, NULL);
 }
 
 static void free_entry(struct entry *e)
 {
     call_close_channel(e);
-    free_info(e->node.info);
-    free_info(e->news);
+    free_info(e);
+    free_record(e->record);
+    free_record(e->news);
     free((char *)(uintptr_t)e->node.name);
     free((char *)(uintptr_t)e->node.reason);
     free(e);
@@ -109,16 +117,16 @@ static bool parse_key(const char *key, const char *suffix, char *name, size_t si
 
 static void take_server(struct entry *e, const struct ep_record *record)
 {
-    Ep__V1__NodeInfo *info = record->value ? ep__v1__node_info__unpack(NULL, record->size, record->value) : NULL;
+    Ep__V1__NodeRecord *news = record->value ? ep__v1__node_record__unpack(NULL, record->size, record->value) : NULL;
 
     e->seen = record->value != NULL;
-    e->server = info ? record->revision : 0;
-    if (record->value && !info)
+    e->server = news ? record->revision : 0;
+    if (record->value && !news)
         EP_WARN(CLUSTER_MODULE, "a stored node cannot be read", EP_S("key", record->key));
-    if (!info)
+    if (!news)
         return;
-    free_info(e->news);
-    e->news = info;
+    free_record(e->news);
+    e->news = news;
 }
 
 static void take_cordon(struct entry *e, const struct ep_record *record)
@@ -196,12 +204,13 @@ static void go_down(struct ep_cluster *c, struct entry *e)
 
 static void take_news(struct entry *e)
 {
-    if (e->node.info && strcmp(e->node.address, e->news->admin_address))
+    if (e->record && strcmp(e->node.address, e->news->address))
         call_close_channel(e);
-    free_info(e->node.info);
-    e->node.info = e->news;
-    e->node.boot = e->news->started_us;
-    e->node.address = e->news->admin_address;
+    free_info(e);
+    free_record(e->record);
+    e->record = e->news;
+    e->node.boot = e->news->boot_us;
+    e->node.address = e->news->address;
     e->news = NULL;
     e->changed = true;
 }
@@ -218,7 +227,7 @@ static void come_up(struct ep_cluster *c, struct entry *e)
 static void settle(struct ep_cluster *c, struct entry *e)
 {
     bool there = is_there(c, e);
-    bool restarted = e->node.alive && e->news && e->news->started_us != e->node.boot;
+    bool restarted = e->node.alive && e->news && e->news->boot_us != e->node.boot;
 
     if (e->changed && is_self(c, e))
         obey(c, e);
@@ -329,6 +338,15 @@ const struct ep_cluster_node *ep_cluster_find(const struct ep_cluster *c, const 
     const struct entry *e = table_find(c, name);
 
     return e ? &e->node : NULL;
+}
+
+const Ep__V1__NodeInfo *ep_cluster_info(const struct ep_cluster *c, const struct ep_cluster_node *node)
+{
+    struct entry *e = table_find(c, node->name);
+
+    if (e && e->record && !e->info)
+        e->info = ep__v1__node_info__unpack(NULL, e->record->info.len, e->record->info.data);
+    return e ? e->info : NULL;
 }
 
 struct ep_store_write ep_cluster_mark(void)

@@ -107,17 +107,18 @@ static void share_memory(struct ep_plan_node *node)
 static void add(struct node_table *table, const struct ep_groups *groups, const struct ep_cluster_node *from)
 {
     const bool own = !strcmp(from->name, nodes_self(groups));
+    const Ep__V1__NodeInfo *info = from->alive && !own ? ep_cluster_info(groups->cluster, from) : NULL;
     struct ep_plan_node *node = &table->nodes[table->n];
 
-    if (!from->alive || (!own && (!from->info || !from->info->n_devices)))
+    if (!from->alive || (!own && (!info || !info->n_devices)))
         return;
     node->has.node = from->name;
     node->cordoned = own ? ep_node_cordoned(groups->node, NULL) : from->cordoned;
     if (own) {
         fill_own(node, groups);
     } else {
-        fill_told(node, from->info);
-        fill_offer(node, from->info);
+        fill_told(node, info);
+        fill_offer(node, info);
     }
     share_memory(node);
     table->n++;

@@ -200,11 +200,12 @@ static void fill_used(const struct preview *p)
     for (size_t i = 0; i < p->out->n_devices; i++) {
         Ep__V1__DevicePlan *device = p->out->devices[i];
         const struct ep_cluster_node *node = ep_cluster_find(groups->cluster, device->node);
+        const Ep__V1__NodeInfo *info = node ? ep_cluster_info(groups->cluster, node) : NULL;
 
         if (!strcmp(device->node, nodes_self(groups)))
             look_up(device, &own);
-        else if (node && node->info)
-            look_up(device, node->info);
+        else if (info)
+            look_up(device, info);
     }
     ep_node_info_clear(&own);
 }

@@ -309,8 +309,15 @@ static const struct ep_cluster_node *look(struct ep_cluster *cluster)
         cluster->entry.cordoned = ep_node_cordoned(cluster->node, NULL);
     }
     cluster->entry.alive = cluster->alive;
-    cluster->entry.info = &cluster->info;
     return &cluster->entry;
+}
+
+const Ep__V1__NodeInfo *ep_cluster_info(const struct ep_cluster *cluster, const struct ep_cluster_node *node)
+{
+    for (size_t i = 0; i < cluster->world->n; i++)
+        if (&cluster->world->servers[i]->entry == node)
+            return &cluster->world->servers[i]->info;
+    return NULL;
 }
 
 void world_hold_offer(struct ep_cluster *cluster, bool held)

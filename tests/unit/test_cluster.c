@@ -169,6 +169,11 @@ static bool sees(const struct peer *p, const char *name)
     return node && node->alive;
 }
 
+static const Ep__V1__NodeInfo *info_of(const struct peer *p, const char *name)
+{
+    return ep_cluster_info(p->cluster, ep_cluster_find(p->cluster, name));
+}
+
 /* The events since the last look; own renewals, which come when they come, are left out. */
 static const char *events(struct peer *p)
 {
@@ -199,7 +204,7 @@ static void one_server_is_a_cluster_and_leads_it(void **state)
     RUN_UNTIL(f, ep_cluster_leads(a.cluster));
     assert_string_equal(ep_cluster_leader(a.cluster), "a");
     assert_non_null(ep_cluster_session(a.cluster));
-    assert_int_equal(ep_cluster_find(a.cluster, "a")->info->n_devices, 2);
+    assert_int_equal(info_of(&a, "a")->n_devices, 2);
     assert_int_equal(ep_cluster_find(a.cluster, "a")->boot, ep_node_boot(a.node));
     writes[0] = ep_cluster_guard(a.cluster);
     writes[1] = (struct ep_store_write){ .key = "x", .value = "1", .size = 1, .expected = EP_STORE_ABSENT };
@@ -262,16 +267,16 @@ static void the_lead_passes_on(void **state)
 static void a_restart_is_down_and_up(void **state)
 {
     struct fixture *f = fixture_begin(state);
-    Ep__V1__NodeInfo info = EP__V1__NODE_INFO__INIT;
+    Ep__V1__NodeRecord record = EP__V1__NODE_RECORD__INIT;
     struct ep_store_write write = { .key = "nodes/b/server", .expected = EP_STORE_ANY };
     uint8_t bytes[64];
     struct peer a;
 
     open_peer(f, &a, "a");
     for (uint64_t boot = 1; boot <= 2; boot++) {
-        info.started_us = boot;
+        record.boot_us = boot;
         write.value = bytes;
-        write.size = protobuf_c_message_pack(&info.base, bytes);
+        write.size = protobuf_c_message_pack(&record.base, bytes);
         commit(f, &write, 1);
         RUN_UNTIL(f, sees(&a, "b") && ep_cluster_find(a.cluster, "b")->boot == boot);
         assert_non_null(strstr(events(&a), boot == 1 ? "+b " : "-b +b "));
@@ -294,10 +299,10 @@ static void what_a_node_has_is_renewed(void **state)
     open_peer(f, &b, "b");
     RUN_UNTIL(f, sees(&a, "b"));
     assert_int_equal(ep_node_reserve(b.node, 0, 4096, NULL), EP_OK);
-    RUN_UNTIL(f, ep_cluster_find(a.cluster, "b")->info->memory_used_bytes == 4096);
+    RUN_UNTIL(f, info_of(&a, "b")->memory_used_bytes == 4096);
     ep_node_release(b.node, 0, 4096);
     ep_cluster_refresh(b.cluster);
-    RUN_UNTIL(f, ep_cluster_find(a.cluster, "b")->info->memory_used_bytes == 0);
+    RUN_UNTIL(f, info_of(&a, "b")->memory_used_bytes == 0);
     close_peer(&b);
     close_peer(&a);
 }
@@ -466,20 +471,20 @@ static void a_record_that_is_deleted_is_written_again(void **state)
 static void a_record_that_is_newer_than_known_is_its_own_all_the_same(void **state)
 {
     struct fixture *f = fixture_begin(state);
-    Ep__V1__NodeInfo info = EP__V1__NODE_INFO__INIT;
+    Ep__V1__NodeRecord record = EP__V1__NODE_RECORD__INIT;
     struct ep_store_write write = { .key = "nodes/a/server", .expected = EP_STORE_ANY };
     uint8_t bytes[64];
     struct peer a;
 
     open_peer(f, &a, "a");
-    info.started_us = ep_node_boot(a.node);
+    record.boot_us = ep_node_boot(a.node);
     write.value = bytes;
-    write.size = protobuf_c_message_pack(&info.base, bytes);
+    write.size = protobuf_c_message_pack(&record.base, bytes);
     commit(f, &write, 1);
-    RUN_UNTIL(f, ep_cluster_find(a.cluster, "a")->info->n_devices == 0);
+    RUN_UNTIL(f, info_of(&a, "a")->n_devices == 0);
     assert_non_null(ep_cluster_session(a.cluster));
     assert_int_equal(ep_node_reserve(a.node, 0, 4096, NULL), EP_OK);
-    RUN_UNTIL(f, ep_cluster_find(a.cluster, "a")->info->memory_used_bytes == 4096);
+    RUN_UNTIL(f, info_of(&a, "a")->memory_used_bytes == 4096);
     assert_null(strstr(a.events, "session lead session"));
     ep_node_release(a.node, 0, 4096);
     close_peer(&a);
@@ -514,7 +519,7 @@ static void a_node_does_what_its_cordon_says(void **state)
     assert_true(ep_node_cordoned(b.node, &reason));
     assert_string_equal(reason, "new driver");
     assert_true(ep_cluster_find(a.cluster, "b")->cordoned);
-    assert_int_equal(ep_cluster_find(a.cluster, "b")->info->state, EP__V1__NODE_STATE__NODE_STATE_CORDONED);
+    assert_int_equal(info_of(&a, "b")->state, EP__V1__NODE_STATE__NODE_STATE_CORDONED);
     assert_false(ep_node_cordoned(a.node, NULL));
     close_peer(&b);
     RUN_UNTIL(f, !sees(&a, "b"));
@@ -557,7 +562,7 @@ static void a_node_that_is_away_is_drained_in_the_store(void **state)
     open_peer(f, &a, "a");
     assert_string_equal(cordon(&a, "b", "gone").error.text, "");
     assert_false(sees(&a, "b"));
-    assert_null(ep_cluster_find(a.cluster, "b")->info);
+    assert_null(info_of(&a, "b"));
     assert_string_equal(list(f, "nodes/b/").text, "nodes/b/cordon=gone ");
     assert_string_equal(cordon(&a, "b", NULL).error.text, "");
     assert_null(ep_cluster_find(a.cluster, "b"));
