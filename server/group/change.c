@@ -145,9 +145,9 @@ static void mark_absent(const struct group *group, Ep__V1__GroupStatus *record)
         attached += is_attached;
         follow += is_attached && epoch->ranks[i].follows;
     }
-    for (uint32_t i = 0; attached && attached == follow && i < epoch->n_ranks && i < record->n_ranks; i++)
+    for (uint32_t i = 0; attached && attached == follow && i < epoch->n_ranks; i++)
         if (epoch->ranks[i].state == EP_RANK_STATE(ABSENT) || epoch->ranks[i].state == EP_RANK_STATE(QUARANTINED))
-            record->ranks[i]->state = EP_RANK_STATE(ABSENT);
+            status_begin_absent(record, i);
 }
 
 /* Both are taken over. */

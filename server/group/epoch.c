@@ -130,9 +130,9 @@ static void init_ranks(struct epoch *epoch, const Ep__V1__GroupStatus *record)
     here = epoch_ranks_of(epoch, epoch->own);
     for (uint32_t i = 0; i < here.n; i++)
         epoch->ranks[here.number[i]].counters = group_allocate(1, sizeof(struct ep_rank_counters));
-    for (uint32_t i = 0; i < epoch->n_ranks; i++)
-        if (record->ranks[i]->state == EP_RANK_STATE(ABSENT))
-            begin_absent(&epoch->ranks[i]);
+    for (size_t i = 0; i < record->n_absent; i++)
+        if (record->absent[i] < epoch->n_ranks && !epoch->ranks[record->absent[i]].began_absent)
+            begin_absent(&epoch->ranks[record->absent[i]]);
 }
 
 /* Everything is filled in already, so that every server makes the same of it. */
@@ -154,7 +154,7 @@ static ep_status read_record(struct epoch *epoch, const Ep__V1__GroupStatus *rec
 
     if (!record->settled || !record->settled->spec)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "settled has no spec");
-    status = ep_plan_read(record->ranks, record->n_ranks, &epoch->plan, error);
+    status = ep_plan_read(record->runs, record->n_runs, &epoch->plan, error);
     if (!status)
         status = settle(epoch, record->settled, error);
     if (!status && epoch->settled.spec->ranks != epoch->plan.n_ranks)

@@ -635,6 +635,8 @@ Ep__V1__GroupStatus *status_record(const struct ep_settled *settled, const struc
                                    uint64_t created_us, uint64_t updated_us);
 /* The record of the epoch that runs, as it is now; own message. */
 Ep__V1__GroupStatus *status_record_now(const struct group *group);
+/* Nobody waits for that rank when the epoch of the record begins; once for each rank, in order. */
+void status_begin_absent(Ep__V1__GroupStatus *record, uint32_t rank);
 /* Of a record about the epoch that runs: what the spec does not say. */
 void status_keep(const struct group *group, Ep__V1__GroupStatus *record);
 /* Of any record: the last turn. */

@@ -20,15 +20,6 @@ static void *allocate(size_t n, size_t size)
     return memory;
 }
 
-static char *own(const char *text)
-{
-    char *copy = strdup(text);
-
-    if (!copy)
-        abort();
-    return copy;
-}
-
 static void init(struct ep_plan *plan, uint32_t ranks)
 {
     *plan = (struct ep_plan){ .n_ranks = ranks };
@@ -40,10 +31,7 @@ static void init(struct ep_plan *plan, uint32_t ranks)
 
 void ep_plan_clear(struct ep_plan *plan)
 {
-    for (uint32_t i = 0; i < plan->n_nodes; i++)
-        free(plan->name[i]);
-    for (uint32_t i = 0; i < plan->n_ranks; i++)
-        free(plan->device[i]);
+    arena_clear(&plan->texts);
     free(plan->name);
     free(plan->by_name);
     free(plan->node);
@@ -83,7 +71,7 @@ static uint32_t add_node(struct ep_plan *plan, uint32_t place, const char *node)
 {
     memmove(plan->by_name + place + 1, plan->by_name + place, (plan->n_nodes - place) * sizeof *plan->by_name);
     plan->by_name[place] = plan->n_nodes;
-    plan->name[plan->n_nodes] = own(node);
+    plan->name[plan->n_nodes] = arena_strdup(&plan->texts, node);
     return plan->n_nodes++;
 }
 
@@ -98,7 +86,7 @@ static void put(struct ep_plan *plan, uint32_t rank, const char *node, const cha
         place = place_of(plan, node);
         plan->node[rank] = is_at(plan, place, node) ? plan->by_name[place] : add_node(plan, place, node);
     }
-    plan->device[rank] = own(device);
+    plan->device[rank] = arena_strdup(&plan->texts, device);
 }
 
 void ep_plan_copy(const struct ep_plan *plan, struct ep_plan *out)
@@ -108,18 +96,54 @@ void ep_plan_copy(const struct ep_plan *plan, struct ep_plan *out)
         put(out, r, plan->name[plan->node[r]], plan->device[r]);
 }
 
-ep_status ep_plan_read(Ep__V1__RankStatus *const *ranks, size_t n, struct ep_plan *out, struct ep_error *error)
+/* Each run has a node, and its ranks have devices; so many ranks. */
+static ep_status check_runs(Ep__V1__RankRun *const *runs, size_t n, size_t *ranks, struct ep_error *error)
 {
-    for (size_t i = 0; i < n; i++)
-        if (ranks[i]->rank != i || !*ranks[i]->node || !*ranks[i]->device)
-            return ep_error_set(error, EP_INVALID_ARGUMENT, "ranks[%zu] must be rank %zu with its node and device", i,
-                                i);
-    if (!n || n > EP_MAX_RANKS)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "ranks has %zu entries: must be 1 to %d", n, EP_MAX_RANKS);
-    init(out, (uint32_t)n);
-    for (uint32_t r = 0; r < n; r++)
-        put(out, r, ranks[r]->node, ranks[r]->device);
+    *ranks = 0;
+    for (size_t i = 0; i < n; i++) {
+        size_t named = 0;
+
+        while (named < runs[i]->n_devices && *runs[i]->devices[named])
+            named++;
+        if (!*runs[i]->node || !named || named < runs[i]->n_devices)
+            return ep_error_set(error, EP_INVALID_ARGUMENT, "runs[%zu] must have a node, and a device for each rank", i);
+        *ranks += named;
+    }
+    if (!*ranks || *ranks > EP_MAX_RANKS)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "runs has %zu ranks: must be 1 to %d", *ranks, EP_MAX_RANKS);
     return EP_OK;
+}
+
+ep_status ep_plan_read(Ep__V1__RankRun *const *runs, size_t n, struct ep_plan *out, struct ep_error *error)
+{
+    size_t ranks;
+    ep_status status = check_runs(runs, n, &ranks, error);
+    uint32_t r = 0;
+
+    if (status)
+        return status;
+    init(out, (uint32_t)ranks);
+    for (size_t i = 0; i < n; i++)
+        for (size_t d = 0; d < runs[i]->n_devices; d++)
+            put(out, r++, runs[i]->node, runs[i]->devices[d]);
+    return EP_OK;
+}
+
+Ep__V1__RankRun **ep_plan_runs(const struct ep_plan *plan, struct arena *arena, size_t *n)
+{
+    Ep__V1__RankRun **runs = arena_alloc(arena, plan->n_ranks * sizeof *runs), *run = NULL;
+
+    *n = 0;
+    for (uint32_t r = 0; r < plan->n_ranks; r++) {
+        if (!r || plan->node[r] != plan->node[r - 1]) {
+            run = runs[(*n)++] = arena_alloc(arena, sizeof *run);
+            ep__v1__rank_run__init(run);
+            run->node = plan->name[plan->node[r]];
+            run->devices = &plan->device[r];
+        }
+        run->n_devices++;
+    }
+    return runs;
 }
 
 /* Of each node, [n_nodes]; the caller's to free. */

@@ -8,6 +8,7 @@
 
 #include <stdbool.h>
 
+#include "arena.h"
 #include "spec.h"
 
 /* A node as the cluster knows it. */
@@ -25,6 +26,7 @@ struct ep_plan {
     uint32_t *by_name; /* [n_nodes] indices of them, by name */
     uint32_t *node;    /* [n_ranks] which of them */
     char **device;     /* [n_ranks] */
+    struct arena texts; /* names and devices */
 };
 
 /*
@@ -59,8 +61,10 @@ ep_status ep_plan_check(const Ep__V1__GroupSpec *asked, const struct ep_settled 
 ep_status ep_plan_bounds(const Ep__V1__GroupSpec *asked, const struct ep_plan_node *nodes, size_t n, bool cordoned,
                          struct ep_spec_bounds *out, struct ep_error *error);
 
-/* From the ranks of a record; every rank once, in order. */
-ep_status ep_plan_read(Ep__V1__RankStatus *const *ranks, size_t n, struct ep_plan *out, struct ep_error *error);
+/* From the runs of a record. */
+ep_status ep_plan_read(Ep__V1__RankRun *const *runs, size_t n, struct ep_plan *out, struct ep_error *error);
+/* As many runs as nodes, or more; *n of them, the arena's.  Devices are the plan's. */
+Ep__V1__RankRun **ep_plan_runs(const struct ep_plan *plan, struct arena *arena, size_t *n);
 void ep_plan_copy(const struct ep_plan *plan, struct ep_plan *out);
 void ep_plan_clear(struct ep_plan *plan);
 /* Index of a node; n_nodes: none of its ranks are there. */

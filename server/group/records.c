@@ -3,7 +3,7 @@
  *
  *   groups/NAME/spec          ep.v1.Group {name, spec}: what the operator asked for.  Its revision is the group's, for
  *                             compare-and-swap.
- *   groups/NAME/status        ep.v1.GroupStatus {epoch, ranks {rank, node, device}, settled {spec, notes}, created_us,
+ *   groups/NAME/status        ep.v1.GroupStatus {epoch, runs {node, devices}, absent, settled {spec, notes}, created_us,
  *                             updated_us}: what was agreed on.
  *   groups/NAME/history/NN    ep.v1.GroupChange: one of the last 64 changes, NN its number's remainder (history.c).
  *   groups/NAME/members/NODE  ep.v1.GroupStatus {epoch, phase, reason, ranks}: what a node reports of its part.  It goes

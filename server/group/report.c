@@ -154,20 +154,25 @@ static void take_worker(struct rank *rank, const Ep__V1__RankStatus *told)
     rank->counted.dropped_routes = told->dropped_routes;
 }
 
+/* What is told of a rank is true of `more` ranks behind it. */
+static void apply_told(struct epoch *epoch, uint32_t node, const Ep__V1__RankStatus *told)
+{
+    for (uint64_t r = told->rank; r < epoch->n_ranks && r <= (uint64_t)told->rank + told->more; r++) {
+        if (epoch->ranks[r].node != node)
+            continue;
+        take_worker(&epoch->ranks[r], told);
+        (void)report_rank(&epoch->ranks[r], told->state, told->since_us, told->reason);
+    }
+}
+
 static void apply(struct epoch *epoch, const struct report *report)
 {
     const uint32_t node = ep_plan_find(&epoch->plan, report->node);
 
     if (report->status->epoch != epoch->number)
         return;
-    for (size_t i = 0; i < report->status->n_ranks; i++) {
-        const Ep__V1__RankStatus *told = report->status->ranks[i];
-
-        if (told->rank >= epoch->n_ranks || epoch->ranks[told->rank].node != node)
-            continue;
-        take_worker(&epoch->ranks[told->rank], told);
-        (void)report_rank(&epoch->ranks[told->rank], told->state, told->since_us, told->reason);
-    }
+    for (size_t i = 0; i < report->status->n_ranks; i++)
+        apply_told(epoch, node, report->status->ranks[i]);
 }
 
 void report_apply(struct group *group)

@@ -346,8 +346,7 @@ Ep__V1__GroupStatus *status_record(const struct ep_settled *settled, const struc
     message.updated_us = updated_us;
     message.settled = settled_message(&arena, settled);
     message.settled->spec = copy_spec(&arena, settled->spec);
-    message.n_ranks = plan->n_ranks;
-    message.ranks = rank_messages(&arena, plan, settled);
+    message.runs = ep_plan_runs(plan, &arena, &message.n_runs);
     own = ep_message_copy(&message.base);
     arena_clear(&arena);
     return own;
@@ -364,12 +363,21 @@ void status_keep_turn(const struct group *group, Ep__V1__GroupStatus *record)
         record->turn = copy_turn(&group->turned);
 }
 
+void status_begin_absent(Ep__V1__GroupStatus *record, uint32_t rank)
+{
+    if (rank >= record->settled->spec->ranks)
+        return;
+    if (!record->absent)
+        record->absent = group_allocate(record->settled->spec->ranks, sizeof *record->absent);
+    record->absent[record->n_absent++] = rank;
+}
+
 void status_keep(const struct group *group, Ep__V1__GroupStatus *record)
 {
     record->term = group->epoch->fence;
     for (uint32_t i = 0; i < group->epoch->n_ranks; i++)
         if (group->epoch->ranks[i].began_absent)
-            record->ranks[i]->state = EP_RANK_STATE(ABSENT);
+            status_begin_absent(record, i);
     status_keep_turn(group, record);
 }
 
@@ -393,6 +401,36 @@ static void fill_turn(struct arena *arena, const struct group *group, Ep__V1__Gr
     fill_draining(arena, group, true, message);
 }
 
+/* Who reads it knows where the rank is. */
+static Ep__V1__RankStatus *short_message(struct arena *arena, const struct rank *rank)
+{
+    Ep__V1__RankStatus *message = arena_alloc(arena, sizeof *message);
+
+    ep__v1__rank_status__init(message);
+    message->rank = rank->number;
+    fill_rank(arena, rank, message);
+    return message;
+}
+
+/* Is the rank as those of `first`, behind which it is? */
+static bool is_more(const Ep__V1__RankStatus *first, const Ep__V1__RankStatus *rank)
+{
+    return rank->rank == first->rank + first->more + 1 && rank->state == first->state && rank->pid == first->pid &&
+           rank->uid == first->uid && rank->since_us == first->since_us && rank->ops == first->ops &&
+           rank->timeouts == first->timeouts && rank->dropped_routes == first->dropped_routes &&
+           rank->follows == first->follows && !strcmp(rank->worker, first->worker) && !strcmp(rank->reason, first->reason);
+}
+
+static void add_rank(struct arena *arena, const struct rank *rank, Ep__V1__GroupStatus *report)
+{
+    Ep__V1__RankStatus *message = short_message(arena, rank);
+
+    if (report->n_ranks && is_more(report->ranks[report->n_ranks - 1], message))
+        report->ranks[report->n_ranks - 1]->more++;
+    else
+        report->ranks[report->n_ranks++] = message;
+}
+
 const Ep__V1__GroupStatus *status_report(struct arena *arena, const struct group *group)
 {
     const struct epoch *epoch = group->epoch;
@@ -402,8 +440,8 @@ const Ep__V1__GroupStatus *status_report(struct arena *arena, const struct group
     ep__v1__group_status__init(message);
     message->epoch = epoch->number;
     message->ranks = arena_alloc(arena, here.n * sizeof *message->ranks);
-    for (; message->n_ranks < here.n; message->n_ranks++)
-        message->ranks[message->n_ranks] = full_message(arena, epoch, here.number[message->n_ranks]);
+    for (uint32_t i = 0; i < here.n; i++)
+        add_rank(arena, &epoch->ranks[here.number[i]], message);
     message->phase = epoch_whole(epoch) ? EP_PHASE(READY) : EP_PHASE(PENDING);
     message->reason = arena_strdup(arena, epoch->torn);
     fill_turn(arena, group, message);

@@ -232,6 +232,51 @@ static void explicit_homes_are_taken_at_their_word(void **state)
     expect_homes(&homes, EP_INVALID_ARGUMENT, "they need placement.nodes explicit");
 }
 
+static ep_status read_runs(Ep__V1__RankRun *const *runs, size_t n, struct ep_plan *out, struct ep_error *error)
+{
+    *error = (struct ep_error)EP_ERROR_INIT;
+    return ep_plan_read(runs, n, out, error);
+}
+
+/* A node may have ranks here and there; what comes back is what was stored. */
+static void a_plan_is_stored_in_runs_of_ranks_of_a_node(void **state)
+{
+    char *own[] = { "host0", "host1", "host2" }, *one[] = { "host1" };
+    Ep__V1__RankRun a = EP__V1__RANK_RUN__INIT, b = EP__V1__RANK_RUN__INIT, again = EP__V1__RANK_RUN__INIT;
+    Ep__V1__RankRun *runs[] = { &a, &b, &again }, **stored;
+    struct arena arena = { 0 };
+    struct ep_error error;
+    struct ep_plan plan;
+    size_t n;
+
+    (void)state;
+    a.node = again.node = "a";
+    b.node = "b";
+    a.devices = own, a.n_devices = 3;
+    b.devices = one, b.n_devices = 1;
+    again.devices = one, again.n_devices = 1;
+    assert_int_equal(read_runs(runs, 3, &plan, &error), EP_OK);
+    assert_int_equal(plan.n_ranks, 5);
+    assert_int_equal(plan.n_nodes, 2);
+    assert_string_equal(plan.name[plan.node[4]], "a");
+    assert_string_equal(plan.device[2], "host2");
+    stored = ep_plan_runs(&plan, &arena, &n);
+    assert_int_equal(n, 3);
+    assert_int_equal(stored[0]->n_devices, 3);
+    assert_string_equal(stored[0]->devices[1], "host1");
+    assert_string_equal(stored[1]->node, "b");
+    assert_string_equal(stored[2]->node, "a");
+    arena_clear(&arena);
+    ep_plan_clear(&plan);
+    own[1] = "";
+    assert_int_equal(read_runs(runs, 3, &plan, &error), EP_INVALID_ARGUMENT);
+    assert_non_null(strstr(error.text, "runs[0] must have a node, and a device for each rank"));
+    b.n_devices = 0;
+    assert_int_equal(read_runs(runs + 1, 2, &plan, &error), EP_INVALID_ARGUMENT);
+    assert_int_equal(read_runs(runs, 0, &plan, &error), EP_INVALID_ARGUMENT);
+    assert_non_null(strstr(error.text, "runs has 0 ranks"));
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -242,6 +287,7 @@ int main(void)
         cmocka_unit_test(nodes_of_another_release_or_without_a_mode_are_no_members),
         cmocka_unit_test(groups_are_of_one_backend),
         cmocka_unit_test(explicit_homes_are_taken_at_their_word),
+        cmocka_unit_test(a_plan_is_stored_in_runs_of_ranks_of_a_node),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
