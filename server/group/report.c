@@ -221,12 +221,25 @@ static void clear(struct report *report)
     free(report->node);
 }
 
-static void drop(struct group *group, struct report *report)
+static void set(struct report *report, Ep__V1__GroupStatus *status)
 {
-    const size_t at = (size_t)(report - group->reports);
+    const Ep__V1__TurnPart *part = status->turn_part;
 
+    report->status = status;
+    report->epoch = status->epoch;
+    report->from = part ? part->from : 0;
+    report->follow = part && part->from && part->follow;
+    report->whole = status->phase == EP_PHASE(READY);
+}
+
+static void drop(struct group *group, const char *node)
+{
+    struct report *report = find(group, node);
+
+    if (!report)
+        return;
     clear(report);
-    memmove(report, report + 1, (--group->n_reports - at) * sizeof *report);
+    memmove(report, report + 1, (size_t)(group->reports + --group->n_reports - report) * sizeof *report);
 }
 
 void report_forget(struct group *group)
@@ -238,10 +251,9 @@ void report_forget(struct group *group)
     group->n_reports = 0;
 }
 
-static struct report *keep(struct group *group, const char *node, Ep__V1__GroupStatus *status)
+static struct report *add(struct group *group, const char *node, Ep__V1__GroupStatus *status)
 {
     const size_t at = place_of(group, node);
-    const Ep__V1__TurnPart *part = status->turn_part;
     struct report *reports = realloc(group->reports, (group->n_reports + 1) * sizeof *reports), *report;
     char *name = strdup(node);
 
@@ -250,38 +262,40 @@ static struct report *keep(struct group *group, const char *node, Ep__V1__GroupS
     group->reports = reports;
     report = reports + at;
     memmove(report + 1, report, (group->n_reports++ - at) * sizeof *report);
-    *report = (struct report){
-        .node = name,
-        .status = status,
-        .alive = nodes_alive(group->groups, node),
-        .epoch = status->epoch,
-        .from = part ? part->from : 0,
-        .follow = part && part->from && part->follow,
-        .whole = status->phase == EP_PHASE(READY),
-    };
+    *report = (struct report){ .node = name, .alive = nodes_alive(group->groups, node) };
+    set(report, status);
     return report;
+}
+
+/* Mostly there is one of the node already. */
+static struct report *keep(struct group *group, const char *node, Ep__V1__GroupStatus *status)
+{
+    struct report *old = find(group, node);
+
+    if (!old)
+        return add(group, node, status);
+    ep__v1__group_status__free_unpacked(old->status, NULL);
+    set(old, status);
+    return old;
 }
 
 void report_read(struct group *group, const char *node, const struct ep_record *record)
 {
-    struct report *old = find(group, node);
-    Ep__V1__GroupStatus *status;
+    Ep__V1__GroupStatus *status = NULL;
+    struct report *report;
 
     if (!strcmp(node, nodes_self(group->groups)))
         return;
-    if (old)
-        drop(group, old);
-    if (!record->value)
-        return;
-    status = ep__v1__group_status__unpack(NULL, record->size, record->value);
-    if (!status) {
+    if (record->value && !(status = ep__v1__group_status__unpack(NULL, record->size, record->value)))
         EP_WARN("group", "a node's report is of no use", EP_S("key", record->key));
+    if (!status) {
+        drop(group, node);
         return;
     }
-    old = keep(group, node, status);
+    report = keep(group, node, status);
     if (!group->epoch)
         return;
-    apply(group->epoch, old);
+    apply(group->epoch, report);
     group_assess(group);
     status_changed(group);
 }

@@ -23,7 +23,7 @@
 /* So many changes in that time are a lot: what comes after them comes later by the pause, and by the 100 ms between two looks
  * of etcd at those who lag behind.  With few nodes there are never so many. */
 #define BURST          32
-#define BURST_MS       400
+#define BURST_MS       1000
 #define GATHER_MS      200
 #define LULL           8 /* fewer came in one piece: it is over */
 
