@@ -13,7 +13,7 @@ struct arena_block {
 
 static struct arena_block *add_block(struct arena *arena, size_t bytes)
 {
-    size_t size = bytes > BLOCK_BYTES ? bytes : BLOCK_BYTES;
+    const size_t room = arena->room ? arena->room : BLOCK_BYTES, size = bytes > room ? bytes : room;
     struct arena_block *block = calloc(1, sizeof *block + size);
 
     if (!block)

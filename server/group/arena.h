@@ -9,6 +9,7 @@
 
 struct arena {
     struct arena_block *blocks;
+    size_t room; /* of the next block; 0: for many messages */
 };
 
 /* Zeroed, aligned for any type.  The process ends when there is no memory for it. */

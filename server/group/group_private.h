@@ -159,7 +159,8 @@ static inline uint32_t epoch_lost_ranks(const struct epoch *epoch)
 /* What another node lets know of its part: its record.  What all of them are asked again and again is beside it. */
 struct report {
     char *node;
-    Ep__V1__GroupStatus *status;
+    Ep__V1__GroupStatus *status; /* in memory */
+    struct arena memory;
     uint64_t epoch, from; /* from: of its turn_part; 0: none */
     bool alive;           /* the node is there */
     bool follow;          /* its workers go over from there */

@@ -14,6 +14,10 @@
 
 #define AGAIN_MS 1000u /* after a report that the store did not take */
 
+/* Mostly a report is in one piece of memory: there are as many as nodes, on every node. */
+#define REPORT_BYTES 640u
+#define REPORT_TIMES 4u
+
 /* ---- writing ------------------------------------------------------------------------------- */
 
 void report_changed(struct group *group)
@@ -217,15 +221,16 @@ static struct report *find(const struct group *group, const char *node)
 
 static void clear(struct report *report)
 {
-    ep__v1__group_status__free_unpacked(report->status, NULL);
+    arena_clear(&report->memory);
     free(report->node);
 }
 
-static void set(struct report *report, Ep__V1__GroupStatus *status)
+static void set(struct report *report, Ep__V1__GroupStatus *status, struct arena memory)
 {
     const Ep__V1__TurnPart *part = status->turn_part;
 
     report->status = status;
+    report->memory = memory;
     report->epoch = status->epoch;
     report->from = part ? part->from : 0;
     report->follow = part && part->from && part->follow;
@@ -251,7 +256,7 @@ void report_forget(struct group *group)
     group->n_reports = 0;
 }
 
-static struct report *add(struct group *group, const char *node, Ep__V1__GroupStatus *status)
+static struct report *add(struct group *group, const char *node)
 {
     const size_t at = place_of(group, node);
     struct report *reports = realloc(group->reports, (group->n_reports + 1) * sizeof *reports), *report;
@@ -263,36 +268,37 @@ static struct report *add(struct group *group, const char *node, Ep__V1__GroupSt
     report = reports + at;
     memmove(report + 1, report, (group->n_reports++ - at) * sizeof *report);
     *report = (struct report){ .node = name, .alive = nodes_alive(group->groups, node) };
-    set(report, status);
     return report;
 }
 
 /* Mostly there is one of the node already. */
-static struct report *keep(struct group *group, const char *node, Ep__V1__GroupStatus *status)
+static struct report *keep(struct group *group, const char *node, Ep__V1__GroupStatus *status, struct arena memory)
 {
-    struct report *old = find(group, node);
+    struct report *report = find(group, node);
 
-    if (!old)
-        return add(group, node, status);
-    ep__v1__group_status__free_unpacked(old->status, NULL);
-    set(old, status);
-    return old;
+    if (!report)
+        report = add(group, node);
+    arena_clear(&report->memory);
+    set(report, status, memory);
+    return report;
 }
 
 void report_read(struct group *group, const char *node, const struct ep_record *record)
 {
+    struct arena memory = { .room = REPORT_BYTES + REPORT_TIMES * record->size };
     Ep__V1__GroupStatus *status = NULL;
     struct report *report;
 
     if (!strcmp(node, nodes_self(group->groups)))
         return;
-    if (record->value && !(status = ep__v1__group_status__unpack(NULL, record->size, record->value)))
+    if (record->value && !(status = arena_unpack(&memory, &ep__v1__group_status__descriptor, record->size, record->value)))
         EP_WARN("group", "a node's report is of no use", EP_S("key", record->key));
     if (!status) {
+        arena_clear(&memory);
         drop(group, node);
         return;
     }
-    report = keep(group, node, status);
+    report = keep(group, node, status, memory);
     if (!group->epoch)
         return;
     apply(group->epoch, report);

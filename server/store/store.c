@@ -113,27 +113,23 @@ static bool make_room(struct ep_record_list *list)
 bool ep_record_list_add(struct ep_record_list *list, const char *key, const void *value, size_t size,
                         uint64_t revision)
 {
-    char *key_copy = make_room(list) ? strdup(key) : NULL;
-    void *value_copy = value ? malloc(size ? size : 1) : NULL;
+    const size_t n = strlen(key) + 1, value_bytes = value ? size : 0;
+    char *copy = make_room(list) ? malloc(n + value_bytes + 1) : NULL; /* the key, then the value: there are many of them */
 
-    if (!key_copy || (value && !value_copy)) {
-        free(key_copy);
-        free(value_copy);
+    if (!copy)
         return false;
-    }
-    if (value && size)
-        memcpy(value_copy, value, size);
+    memcpy(copy, key, n);
+    if (value_bytes)
+        memcpy(copy + n, value, value_bytes);
     list->records[list->n++] =
-        (struct ep_record){ .key = key_copy, .value = value_copy, .size = size, .revision = revision };
+        (struct ep_record){ .key = copy, .value = value ? copy + n : NULL, .size = size, .revision = revision };
     return true;
 }
 
 void ep_record_list_clear(struct ep_record_list *list)
 {
-    for (size_t i = 0; i < list->n; i++) {
-        free((void *)(uintptr_t)list->records[i].key);
-        free((void *)(uintptr_t)list->records[i].value);
-    }
+    for (size_t i = 0; i < list->n; i++)
+        free((void *)(uintptr_t)list->records[i].key); /* with the value */
     free(list->records);
     *list = (struct ep_record_list){ 0 };
 }
