@@ -26,6 +26,7 @@
 #define BURST_MS       1000
 #define GATHER_MS      200
 #define LULL           8 /* fewer came in one piece: it is over */
+#define PLACES         1000 /* on one stream: etcd 3.4 keeps until its end what it had not sent of those given up */
 
 struct watcher {
     struct etcd_task task;
@@ -33,14 +34,13 @@ struct watcher {
     char *from, *end; /* the range */
     uint64_t pause_ms;
     bool failing; /* told in the log */
-    int64_t id;   /* etcd's number of it on this stream */
-    int64_t left; /* one of them that etcd was asked to forget, and has not said so yet; NONE */
+    enum { PLACE_ASKED, PLACE_THERE, PLACE_GIVEN_UP } place; /* etcd tells changes; it was asked to; it was asked to stop that */
+    int64_t id;        /* etcd's number of the place on this stream */
+    uint32_t places;   /* that it had on this stream */
     uint32_t burst;    /* changes since then */
     uint64_t burst_ns;
     bool gathers;      /* the next ones come in one piece */
 };
-
-#define NONE (-1) /* etcd's are not negative */
 
 /* ---- the whole ----------------------------------------------------------------------- */
 
@@ -58,6 +58,38 @@ static ep_status tell_whole(struct watcher *w, struct ep_error *error)
     w->watch->needs_whole = false;
     store_tell_changes(w->watch, true, &list, revision);
     return EP_OK;
+}
+
+/* ---- one place on the stream --------------------------------------------------------- */
+
+/* request points to create. */
+static void ask_for_changes(const struct watcher *w, Etcdserverpb__WatchCreateRequest *create,
+                            Etcdserverpb__WatchRequest *request)
+{
+    etcdserverpb__watch_create_request__init(create);
+    etcdserverpb__watch_request__init(request);
+    create->key = etcd_bytes(w->from);
+    create->range_end = etcd_bytes(w->end);
+    create->start_revision = (int64_t)w->watch->since + 1;
+    create->progress_notify = true;
+    request->request_union_case = ETCDSERVERPB__WATCH_REQUEST__REQUEST_UNION_CREATE_REQUEST;
+    request->create_request = create;
+}
+
+/* Its place is given up: a moment later it has another. */
+static ep_status gather(struct watcher *w, struct ep_error *error)
+{
+    Etcdserverpb__WatchCreateRequest create;
+    Etcdserverpb__WatchRequest request;
+
+    etcd_task_sleep(&w->task, GATHER_MS);
+    w->place = PLACE_ASKED;
+    w->places++;
+    w->burst = 0;
+    w->burst_ns = ep_clock_ns();
+    w->gathers = true;
+    ask_for_changes(w, &create, &request);
+    return ep_rpc_stream_send(w->task.stream, &request.base, error);
 }
 
 /* ---- one message --------------------------------------------------------------------- */
@@ -126,16 +158,14 @@ static ep_status check_revision(struct watcher *w, const Etcdserverpb__WatchResp
 /* Not that etcd ends it for a reason of its own. */
 static bool is_farewell(const struct watcher *w, const Etcdserverpb__WatchResponse *r)
 {
-    return r->canceled && !r->created && w->left != NONE && r->watch_id == w->left && !r->compact_revision &&
+    return r->canceled && !r->created && w->place == PLACE_GIVEN_UP && r->watch_id == w->id && !r->compact_revision &&
            !*r->cancel_reason;
 }
 
 static ep_status take(struct watcher *w, const Etcdserverpb__WatchResponse *r, struct ep_error *error)
 {
-    if (is_farewell(w, r)) {
-        w->left = NONE;
-        return EP_OK;
-    }
+    if (is_farewell(w, r))
+        return gather(w, error);
     if (r->canceled && r->compact_revision) {
         w->watch->needs_whole = true;
         return ep_error_set(error, EP_FAILED_PRECONDITION,
@@ -147,8 +177,10 @@ static ep_status take(struct watcher *w, const Etcdserverpb__WatchResponse *r, s
     if (w->failing)
         EP_INFO("store", "watch goes on", EP_S("prefix", w->watch->prefix));
     w->failing = false;
-    if (r->created)
+    if (r->created) {
         w->id = r->watch_id;
+        w->place = PLACE_THERE;
+    }
     return r->created ? check_revision(w, r, error) : take_events(w, r, error);
 }
 
@@ -178,26 +210,13 @@ static ep_status next_message(struct watcher *w, bool may_ask, Etcdserverpb__Wat
     return status;
 }
 
-/* request points to create. */
-static void ask_for_changes(const struct watcher *w, Etcdserverpb__WatchCreateRequest *create,
-                            Etcdserverpb__WatchRequest *request)
-{
-    etcdserverpb__watch_create_request__init(create);
-    etcdserverpb__watch_request__init(request);
-    create->key = etcd_bytes(w->from);
-    create->range_end = etcd_bytes(w->end);
-    create->start_revision = (int64_t)w->watch->since + 1;
-    create->progress_notify = true;
-    request->request_union_case = ETCDSERVERPB__WATCH_REQUEST__REQUEST_UNION_CREATE_REQUEST;
-    request->create_request = create;
-}
-
 static ep_status open_stream(struct watcher *w, struct ep_error *error)
 {
     Etcdserverpb__WatchCreateRequest create;
     Etcdserverpb__WatchRequest request;
 
-    w->id = w->left = NONE;
+    w->place = PLACE_ASKED;
+    w->places = 1;
     w->burst = 0;
     w->gathers = false;
     ask_for_changes(w, &create, &request);
@@ -223,26 +242,16 @@ static bool hears_a_lot(struct watcher *w)
     return false;
 }
 
-/* What is still on its way meanwhile is taken when it comes; what the next watch repeats of it is known by then. */
-static ep_status gather(struct watcher *w, struct ep_error *error)
+/* What was on its way comes before etcd's answer. */
+static ep_status give_place_up(struct watcher *w, struct ep_error *error)
 {
     Etcdserverpb__WatchCancelRequest cancel = ETCDSERVERPB__WATCH_CANCEL_REQUEST__INIT;
     Etcdserverpb__WatchRequest request = ETCDSERVERPB__WATCH_REQUEST__INIT;
-    Etcdserverpb__WatchCreateRequest create;
-    ep_status status;
 
-    cancel.watch_id = w->left = w->id;
-    w->id = NONE;
+    w->place = PLACE_GIVEN_UP;
+    cancel.watch_id = w->id;
     request.request_union_case = ETCDSERVERPB__WATCH_REQUEST__REQUEST_UNION_CANCEL_REQUEST;
     request.cancel_request = &cancel;
-    status = ep_rpc_stream_send(w->task.stream, &request.base, error);
-    if (status)
-        return status;
-    etcd_task_sleep(&w->task, GATHER_MS);
-    w->burst = 0;
-    w->burst_ns = ep_clock_ns();
-    w->gathers = true;
-    ask_for_changes(w, &create, &request);
     return ep_rpc_stream_send(w->task.stream, &request.base, error);
 }
 
@@ -252,7 +261,7 @@ static void follow(struct watcher *w, struct ep_error *error)
     ep_status status = open_stream(w, error);
     bool heard = false; /* before its first word the stream is not open, and a question would wait for that */
 
-    while (!status && !atomic_load(&w->task.stop)) {
+    while (!status && !atomic_load(&w->task.stop) && w->places <= PLACES) {
         Etcdserverpb__WatchResponse *r;
 
         status = next_message(w, heard, &r, error);
@@ -261,13 +270,13 @@ static void follow(struct watcher *w, struct ep_error *error)
         heard = true;
         status = take(w, r, error);
         etcd_free(r);
-        if (!status && w->id != NONE && w->left == NONE && hears_a_lot(w))
-            status = gather(w, error);
+        if (!status && w->place == PLACE_THERE && hears_a_lot(w))
+            status = give_place_up(w, error);
     }
     /* More at once than a message may hold: read it in pages. */
     if (status == EP_RESOURCE_EXHAUSTED)
         w->watch->needs_whole = true;
-    etcd_task_end_stream(&w->task, w->watch->needs_whole ? NULL : error);
+    etcd_task_end_stream(&w->task, !status || w->watch->needs_whole ? NULL : error);
 }
 
 /* None after the first break, then more each time. */
@@ -289,6 +298,8 @@ static void run(void *arg)
             follow(w, &error);
         if (atomic_load(&w->task.stop))
             return;
+        if (!error.status)
+            continue; /* a stream that was used up */
         if (!w->failing)
             EP_WARN("store", "watch interrupted", EP_S("prefix", w->watch->prefix),
                     EP_S("error", error.text));
