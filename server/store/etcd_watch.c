@@ -22,11 +22,11 @@
 
 /* So many changes in that time are a lot: what comes after them comes later by the pause, and by the 100 ms between two looks
  * of etcd at those who lag behind.  With few nodes there are never so many. */
-#define BURST          32
-#define BURST_MS       1000
-#define GATHER_MS      200
-#define LULL           8 /* fewer came in one piece: it is over */
-#define PLACES         1000 /* on one stream: etcd 3.4 keeps until its end what it had not sent of those given up */
+#define BURST     32
+#define BURST_MS  1000
+#define GATHER_MS 200
+#define LULL      8    /* fewer came in one piece: it is over */
+#define PLACES    1000 /* on one stream: etcd 3.4 keeps until its end what it had not sent of those given up */
 
 struct watcher {
     struct etcd_task task;
@@ -34,12 +34,16 @@ struct watcher {
     char *from, *end; /* the range */
     uint64_t pause_ms;
     bool failing; /* told in the log */
-    enum { PLACE_ASKED, PLACE_THERE, PLACE_GIVEN_UP } place; /* etcd tells changes; it was asked to; it was asked to stop that */
-    int64_t id;        /* etcd's number of the place on this stream */
-    uint32_t places;   /* that it had on this stream */
-    uint32_t burst;    /* changes since then */
+    enum {
+        PLACE_ASKED,
+        PLACE_THERE,
+        PLACE_GIVEN_UP
+    } place;         /* etcd tells changes; it was asked to; it was asked to stop that */
+    int64_t id;      /* etcd's number of the place on this stream */
+    uint32_t places; /* that it had on this stream */
+    uint32_t burst;  /* changes since then */
     uint64_t burst_ns;
-    bool gathers;      /* the next ones come in one piece */
+    bool gathers; /* the next ones come in one piece */
 };
 
 /* ---- the whole ----------------------------------------------------------------------- */
@@ -158,8 +162,8 @@ static ep_status check_revision(struct watcher *w, const Etcdserverpb__WatchResp
 /* Not that etcd ends it for a reason of its own. */
 static bool is_farewell(const struct watcher *w, const Etcdserverpb__WatchResponse *r)
 {
-    return r->canceled && !r->created && w->place == PLACE_GIVEN_UP && r->watch_id == w->id && !r->compact_revision &&
-           !*r->cancel_reason;
+    return r->canceled && !r->created && w->place == PLACE_GIVEN_UP && r->watch_id == w->id &&
+           !r->compact_revision && !*r->cancel_reason;
 }
 
 static ep_status take(struct watcher *w, const Etcdserverpb__WatchResponse *r, struct ep_error *error)
