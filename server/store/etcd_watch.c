@@ -200,13 +200,15 @@ static ep_status ask_for_a_word(struct watcher *w, struct ep_error *error)
     return ep_rpc_stream_send(w->task.stream, &request.base, error);
 }
 
-/* The next message.  A member that is stopped keeps its connections: only a question shows it. */
-static ep_status next_message(struct watcher *w, bool may_ask, Etcdserverpb__WatchResponse **out,
-                              struct ep_error *error)
+/*
+ * The next message.  A member that is stopped keeps its connections: only a question shows it.  That something was asked of
+ * etcd already is question enough; and before its first word the stream is not open, and another would wait for that.
+ */
+static ep_status next_message(struct watcher *w, Etcdserverpb__WatchResponse **out, struct ep_error *error)
 {
     ep_status status = ep_rpc_stream_read(w->task.stream, QUIET_MS, (ProtobufCMessage **)out, error);
 
-    if (status == EP_DEADLINE_EXCEEDED && may_ask && !ep_rpc_stream_ended(w->task.stream) &&
+    if (status == EP_DEADLINE_EXCEEDED && w->place == PLACE_THERE && !ep_rpc_stream_ended(w->task.stream) &&
         !(status = ask_for_a_word(w, error)))
         status = ep_rpc_stream_read(w->task.stream, QUIET_MS, (ProtobufCMessage **)out, error);
     if (!status && !*out)
@@ -263,15 +265,13 @@ static ep_status give_place_up(struct watcher *w, struct ep_error *error)
 static void follow(struct watcher *w, struct ep_error *error)
 {
     ep_status status = open_stream(w, error);
-    bool heard = false; /* before its first word the stream is not open, and a question would wait for that */
 
     while (!status && !atomic_load(&w->task.stop) && w->places <= PLACES) {
         Etcdserverpb__WatchResponse *r;
 
-        status = next_message(w, heard, &r, error);
+        status = next_message(w, &r, error);
         if (status)
             break;
-        heard = true;
         status = take(w, r, error);
         etcd_free(r);
         if (!status && w->place == PLACE_THERE && hears_a_lot(w))
