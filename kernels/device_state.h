@@ -111,12 +111,14 @@ struct ep_device_state {
     uint64_t magic;
     uint32_t version, rank;
     uint64_t epoch;
-    uint64_t reserved0[13];
+    uint64_t reserved0[12];
+    uint64_t net; /* address of struct ep_device_net; 0: all ranks are on one node */
 
     /* server: rank r takes part in number n when n >= from[r] */
     uint64_t from[EP_DEVICE_MAX_RANKS];
     uint64_t timeout_ns;
-    uint64_t reserved1[7];
+    uint64_t held; /* several nodes: not 0: no dispatch begins, as somebody joins */
+    uint64_t reserved1[6];
 
     /*
      * kernel.  An op raises `begun` and later reads `from` again, before it counts on nobody having joined;

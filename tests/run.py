@@ -369,6 +369,10 @@ def gpu_tasks(quick):
     yield Task("gpu/kernels-on-cpus",
                [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", "2", "--filter", "T=33", "--timeout-ms", "60000"],
                GPU_S, on_cpus("kernels"), parse_lines)
+    for cases in ("T=33", "a rank"): # LL, with the ranks on two nodes
+        yield Task("gpu/kernels-on-cpus-of-nodes" + ("" if cases == "T=33" else "-members"),
+                   [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", "4", "--filter", cases, "--timeout-ms", "60000"],
+                   GPU_S, {**on_cpus("kernels"), "EP_CUDA_WIRE_NODES": "2"}, parse_lines)
     yield Task("gpu/product-on-cpus",
                script("product", "--gpus", "2", "--quick", *(["--filter", "of the server"] if quick else [])),
                GPU_S, on_cpus("cpu"), parse_lines)

@@ -257,13 +257,31 @@ __device__ inline void push_partial(const ep_ll_args &a, const Op &op, const Ite
     if (terms.token == kAll)
         return;
     sum_rows<T, true>(terms, range_of(a, item.part), nullptr,
-                      item_at(a, item.s, op.bank, a.bank.combine_rows, a.rank, terms.token, a.combine_row_bytes));
+                      item_at(a, item.s, op.bank, a.bank.combine_rows, region_at(a, item.s), terms.token,
+                              a.combine_row_bytes));
     if (threadIdx.x == 0)
-        pushed->number[pushed->n++] = number_at(a, item.s, op.bank, a.rank, terms.token, item.part);
+        pushed->number[pushed->n++] =
+            number_at(a, item.s, op.bank, region_at(a, item.s), terms.token, item.part);
 }
 
-/* The last warp, when all have pushed: warp 0 looks for peers' partials already.  The last block's gives the credit. */
-__device__ inline void end_push(const ep_ll_args &a, const Op &op, const Pushed &pushed)
+/* One thread: the partials of s's `rows` tokens, and the numbers that are beside them, from the first token to the last;
+ * those between that did not come here have old numbers. */
+__device__ inline void put_partials(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t rows)
+{
+    const uint32_t first = load_u32((const uint32_t *)item_at(a, a.rank, op.bank, a.bank.headers, s, 0,
+                                                              a.header_bytes));
+    const uint32_t last = load_u32((const uint32_t *)item_at(a, a.rank, op.bank, a.bank.headers, s, rows - 1,
+                                                             a.header_bytes));
+
+    if (first > last || last >= a.max_tokens)
+        return; /* the worker has written there: nothing is a partial of s's */
+    put_items(a, op.bank, a.bank.combine_rows, s, a.combine_row_bytes, first, last - first + 1);
+    put_items(a, op.bank, a.bank.combine_numbers, s, EP_COMBINE_PARTS * 4, first, last - first + 1);
+}
+
+/* The last warp, when all have pushed: warp 0 looks for peers' partials already.  The last block's gives the credit,
+ * which for ranks on other nodes says that the partials are there. */
+__device__ inline void end_push(const ep_ll_args &a, const Op &op, const Pushed &pushed, const uint32_t *rows)
 {
     uint32_t before = 0;
 
@@ -274,6 +292,14 @@ __device__ inline void end_push(const ep_ll_args &a, const Op &op, const Pushed 
         return;
     if (threadIdx.x % 32 == 0)
         a.state->handles[a.handle].combined = op.number;
+    if (kNet) {
+        const uint32_t s = threadIdx.x % 32;
+
+        fence_sys(); /* of what all blocks have pushed, which the count has acquired */
+        if (s < a.ranks && is_far(a, s) && rows[s])
+            put_partials(a, op, s, rows[s]);
+        __syncwarp();
+    }
     give_credit(a, op.number);
 }
 
@@ -327,7 +353,7 @@ __device__ inline void push_partials(const ep_ll_args &a, const Op &op, uint32_t
     }
     __syncthreads();
     if (threadIdx.x >= kThreads - 32)
-        end_push(a, op, pushed);
+        end_push(a, op, pushed, rows);
 }
 
 /* ---- summing them up -------------------------------------------------------------------- */
@@ -353,9 +379,16 @@ __device__ inline void find_partials(const ep_ll_args &a, Op *op, uint32_t t, ui
         const uint32_t *number = number_at(a, a.rank, op->bank, lane, t, part);
         /* A rank that has given the credit without a partial will send none. */
         const uint64_t *credit = credit_at(a, a.rank, lane, bank_of(a, op->number));
+        const bool far = is_far(a, lane);
+        const auto released = [&] { return released_by(a, bank_of(a, op->number), lane) >= op->number; };
         const Wait end = wait_for(
-            a, *op, lane, [&] { return acquire_u32(number) == op->wire; }, /* partner: push_partial */
-            [&] { return load_u64(credit) >= op->number; });
+            a, *op, lane,
+            [&] { return (!far || released()) && acquire_u32(number) == op->wire; }, /* partner: push_partial */
+            [&] {
+                if (!far)
+                    return load_u64(credit) >= op->number;
+                return looks_back(a, lane, tells(a)) || released();
+            });
 
         if (end != Wait::there)
             miss(a, op, lane, end, EP_WAIT_ARRIVAL);

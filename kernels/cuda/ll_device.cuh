@@ -73,6 +73,8 @@
 #include "ll_quantise.cuh"
 #include "ptx.cuh"
 
+#include "ll_net.cuh"
+
 namespace ep {
 
 constexpr uint32_t kThreads = EP_LL_THREADS;
@@ -221,7 +223,8 @@ __device__ inline void miss(const ep_ll_args &a, Op *op, uint32_t peer, Wait why
 
 /* ---- credits ------------------------------------------------------------------------ */
 
-/* Warp 0 of one block: nobody here reads number m any more.  Everything before is ordered before it. */
+/* Warp 0 of one block: nobody here reads number m any more.  Everything before is ordered before it.  To ranks on other
+ * nodes it may have to be said again. */
 __device__ inline void give_credit(const ep_ll_args &a, uint64_t m)
 {
     const uint32_t lane = threadIdx.x % 32;
@@ -229,12 +232,20 @@ __device__ inline void give_credit(const ep_ll_args &a, uint64_t m)
     uint64_t *released = &a.state->released[bank];
 
     __syncwarp();
-    if (m == 0 || *(volatile uint64_t *)released >= m)
+    if (m == 0 || (!kNet && *(volatile uint64_t *)released >= m))
         return;
+    const bool given = kNet && *(volatile uint64_t *)released >= m;
+
     fence_sys(); /* release; partner: the wait for credit */
-    if (lane < a.ranks)
-        store_u64(credit_at(a, lane, a.rank, bank), m);
+    if (lane < a.ranks) {
+        if (is_far(a, lane))
+            release_to(a, bank, lane, m);
+        else if (!given)
+            store_u64(credit_at(a, lane, a.rank, bank), m);
+    }
     __syncwarp();
+    if (given)
+        return;
     if (lane == 0)
         *(volatile uint64_t *)released = m;
     __syncwarp();

@@ -36,6 +36,8 @@ __device__ __forceinline__ Asked ask(const ep_ll_args &a)
     q.held = load_u64(&h->number);
     q.generation = load_u32(&h->generation);
     q.timeout_ns = load_u64(&a.state->timeout_ns);
+    if (kNet && a.phases & EP_LL_SEND)
+        begin_held(a, q.number + 1);
     q.from = from_of_lane(a);
 #pragma unroll
     for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
@@ -58,7 +60,9 @@ __device__ __forceinline__ void begin(const ep_ll_args &a, Op *op, const Asked &
 #pragma unroll
     for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
         credit = i == bank ? q.credit[i] : credit;
-    const uint32_t lacking = __ballot_sync(kAll, q.from <= n && !has_credit(a, n, q.from, credit));
+    const uint32_t lacking =
+        __ballot_sync(kAll, q.from <= n
+                                && !(is_far(a, lane) ? has_room(a, n, bank, lane) : has_credit(a, n, q.from, credit)));
 
     if (lane == 0) {
         op->lacking = lacking & op->members;
@@ -149,10 +153,12 @@ __device__ __forceinline__ void exchange(const ep_ll_args &a, Op *op, const Batc
             if (threadIdx.x % 32 == 0)
                 atomicAdd(&counted, 1);
         } else {
-            const uint64_t from = sends ? ask_again(a, fenced) : 0;
+            if (kNet && sends)
+                put_rows(a, *op);
+            const uint64_t from = sends && !kNet ? ask_again(a, fenced) : 0;
 
             /* The first row's header mostly comes with the counts. */
-            if (receives && by_expert(a) && blockIdx.x / a.ranks < a.max_tokens)
+            if (receives && by_expert(a) && blockIdx.x / a.ranks < a.max_tokens && !is_far(a, blockIdx.x % a.ranks))
                 while (!__all_sync(kAll, look_at_header(a, *op, blockIdx.x % a.ranks, blockIdx.x / a.ranks, header)
                                              | (*(volatile uint32_t *)&counted == kWarps - 1)))
                     ;

@@ -80,7 +80,7 @@ __device__ void push_pieces(const ep_ll_args &a, const Op &op, const Batch &b, c
                             uint32_t d)
 {
     const uint32_t pieces = a.row_bytes / 16;
-    uint8_t *to = item_at(a, d, op.bank, a.bank.rows, a.rank, b.slot[d], a.row_bytes);
+    uint8_t *to = item_at(a, d, op.bank, a.bank.rows, region_at(a, d), b.slot[d], a.row_bytes);
 
 #pragma unroll
     for (uint32_t i = 0; i < kPieces<C>; i++) {
@@ -91,7 +91,7 @@ __device__ void push_pieces(const ep_ll_args &a, const Op &op, const Batch &b, c
     }
     if constexpr (C != Cast::none)
         push_pass_scales<C>(a, scales_of(b, pass), pass,
-                            item_at(a, d, op.bank, a.bank.scales, a.rank, b.slot[d], a.scales_bytes));
+                            item_at(a, d, op.bank, a.bank.scales, region_at(a, d), b.slot[d], a.scales_bytes));
 }
 
 /* ---- sending ---------------------------------------------------------------------------- */
@@ -139,7 +139,7 @@ __device__ inline void push_headers(const ep_ll_args &a, const Op &op, const Bat
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < all; i += kThreads) {
         const uint32_t d = b.to[i / parts], part = i % parts, k = part - 1;
-        uint8_t *header = item_at(a, d, op.bank, a.bank.headers, a.rank, b.slot[d], a.header_bytes);
+        uint8_t *header = item_at(a, d, op.bank, a.bank.headers, region_at(a, d), b.slot[d], a.header_bytes);
         Vec v = { { 0, 0, 0, op.wire } };
 
         if (part == 0) {
@@ -167,7 +167,7 @@ __device__ inline void push_headers(const ep_ll_args &a, const Op &op, const Bat
 /* fp8 that came with scales. */
 __device__ inline void push_scales(const ep_ll_args &a, const Op &op, uint32_t t, uint32_t d, uint32_t slot)
 {
-    uint8_t *to = item_at(a, d, op.bank, a.bank.scales, a.rank, slot, a.scales_bytes);
+    uint8_t *to = item_at(a, d, op.bank, a.bank.scales, region_at(a, d), slot, a.scales_bytes);
     const uint8_t *from = a.x_scales + (uint64_t)t * a.row_scales * a.scale_bytes;
 
     for (uint32_t i = threadIdx.x; i < a.row_scales; i += kThreads)
@@ -218,9 +218,14 @@ __device__ inline void wait_credit(const ep_ll_args &a, Op *op, uint32_t ranks)
 
     if (ranks >> lane & 1) {
         const uint64_t *credit = credit_at(a, a.rank, lane, bank_of(a, op->number)), *from = &a.state->from[lane];
-        const Wait end = wait_for(a, *op, lane, [&] {
-            return has_credit(a, op->number, load_u64(from), acquire_u64(credit)); /* partner: give_credit */
-        });
+        const Wait end = wait_for(
+            a, *op, lane,
+            [&] {
+                if (is_far(a, lane))
+                    return has_room(a, op->number, bank_of(a, op->number), lane);
+                return has_credit(a, op->number, load_u64(from), acquire_u64(credit)); /* partner: give_credit */
+            },
+            [&] { return looks_back(a, lane, is_far(a, lane)); });
 
         if (end != Wait::there)
             miss(a, op, lane, end, EP_WAIT_CREDIT);
@@ -231,7 +236,7 @@ __device__ inline void wait_credit(const ep_ll_args &a, Op *op, uint32_t ranks)
 /* What this rank sends to rank d in all.  The numbers come with it, so nothing has to be fenced. */
 __device__ inline void push_counts(const ep_ll_args &a, const Op &op, const Batch &b, uint32_t *count, uint32_t d)
 {
-    uint8_t *to = counts_at(a, d, op.bank, a.rank);
+    uint8_t *to = counts_at(a, d, op.bank, region_at(a, d));
     __shared__ uint32_t tokens;
 
 #pragma unroll 1
@@ -349,6 +354,42 @@ __device__ bool send(const ep_ll_args &a, Op *op, const Batch &b, Part<C> &part,
         __syncthreads();
     }
     return part.t0 < a.tokens;
+}
+
+/* ---- ranks on other nodes --------------------------------------------------------------- */
+
+/* One thread: all that the blocks have pushed for rank d.  Without its counts there is nothing to be found in it. */
+__device__ inline void put_dispatch(const ep_ll_args &a, const Op &op, uint32_t d)
+{
+    const Vec counts = load_vec(counts_at(a, d, op.bank, d));
+    const uint32_t rows = min(counts.w[0], a.max_tokens);
+
+    if (counts.w[3] != op.wire)
+        return;
+    put_region(a, op.bank, a.bank.counts, d, a.counts_bytes, 0, a.counts_bytes);
+    put_items(a, op.bank, a.bank.headers, d, a.header_bytes, 0, rows);
+    if (a.row_scales)
+        put_items(a, op.bank, a.bank.scales, d, a.scales_bytes, 0, rows);
+    put_items(a, op.bank, a.bank.rows, d, a.row_bytes, 0, rows);
+    tell(a, EP_NET_SENT, bank_of(a, op.number), d, op.number);
+}
+
+/* Warp 0, when its block has pushed; the last block's puts. */
+__device__ inline void put_rows(const ep_ll_args &a, const Op &op)
+{
+    const uint32_t lane = threadIdx.x;
+    uint32_t before = 0;
+
+    if (lane == 0) {
+        fence_sys(); /* of all rows that the barrier before has seen; partner: whoever reads what is put */
+        before = count_acq_rel(&a.state->scratch.pushed);
+    }
+    if (__shfl_sync(kAll, before, 0) != a.blocks - 1)
+        return;
+    fence_sys();
+    if (lane < a.ranks && (op.members & ~op.missed) >> lane & 1 && is_far(a, lane))
+        put_dispatch(a, op, lane);
+    __syncwarp();
 }
 
 } // namespace ep

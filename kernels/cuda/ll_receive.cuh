@@ -23,7 +23,7 @@ __device__ inline uint32_t newcomers(const ep_ll_args &a, const Op &op, uint64_t
 {
     const uint32_t now = __ballot_sync(kAll, from <= op.number);
 
-    return a.phases & EP_LL_SEND && op.members ? now & ~op.members : 0;
+    return !kNet && a.phases & EP_LL_SEND && op.members ? now & ~op.members : 0;
 }
 
 /* All warps but the first: what each source sends, once it has told, to rows[s] and base[l * R + s]. */
@@ -38,10 +38,16 @@ __device__ inline void take_counts(const ep_ll_args &a, Op *op, uint32_t *rows, 
 
         if (op->members >> s & 1) {
             const uint8_t *from = counts_at(a, a.rank, op->bank, s) + at * sizeof(Vec);
-            const Wait end = wait_for(a, *op, s, [&] {
-                v = load_vec(from); /* partner: push_counts */
-                return v.w[3] == op->wire;
-            });
+            const bool far = is_far(a, s);
+            const Wait end = wait_for(
+                a, *op, s,
+                [&] {
+                    if (far && told_by(a, EP_NET_SENT, bank_of(a, op->number), s) < op->number)
+                        return false;
+                    v = load_vec(from); /* partner: push_counts */
+                    return v.w[3] == op->wire;
+                },
+                [&] { return looks_back(a, s, far && at == 0 && tells(a)); });
 
             if (end != Wait::there) {
                 miss(a, op, s, end, EP_WAIT_ARRIVAL);

@@ -77,6 +77,7 @@ struct ep_cuda_graph {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static struct queue *queues[QUEUES];
+static pthread_mutex_t capture = PTHREAD_MUTEX_INITIALIZER; /* from graph_begin() to graph_end(): one at a time */
 static void *capturing;
 static struct ep_cuda_graph *captured;
 static const struct ep_cuda_api *fixture;
@@ -711,20 +712,28 @@ static ep_status event_elapsed(uint32_t device, void *from, void *to, float *us,
 
 static ep_status graph_begin(uint32_t device, void *stream, struct ep_error *error)
 {
+    struct ep_cuda_graph *graph = calloc(1, sizeof *graph);
+
     (void)device;
-    captured = calloc(1, sizeof *captured);
-    if (!captured)
+    if (!graph)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a graph");
+    pthread_mutex_lock(&capture);
+    pthread_mutex_lock(&lock);
+    captured = graph;
     capturing = stream;
+    pthread_mutex_unlock(&lock);
     return EP_OK;
 }
 
 static ep_status graph_end(uint32_t device, void *stream, struct ep_cuda_graph **out, struct ep_error *error)
 {
     (void)device, (void)stream, (void)error;
+    pthread_mutex_lock(&lock);
     *out = captured;
     capturing = NULL;
     captured = NULL;
+    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&capture);
     return EP_OK;
 }
 

@@ -3,6 +3,7 @@
 
 #include "cuda_cpu.h"
 #include "rank_base.h"
+#include "wire.h"
 
 /* Blocks that run at once, and multiprocessors: few, and not as many of the one as of the other. */
 enum { SMS = 2, LL_BLOCKS = 3, HT_DISPATCH_BLOCKS = 3, HT_COMBINE_BLOCKS = 2 };
@@ -11,7 +12,26 @@ struct cpu_kernels {
     struct ep_ll_rank ll;
     struct ep_ht_rank ht;
     uint32_t shared_bytes, ht_shared_bytes;
+    struct wire *wire; /* NULL: all ranks are on one node */
+    struct ep_device_net net;
 };
+
+int ep_net_ll_dispatch(const struct ep_ll_args *args, uint32_t shared_bytes, void *stream);
+int ep_net_ll_combine(const struct ep_ll_args *args, uint32_t shared_bytes, void *stream);
+int ep_net_ll_release(const struct ep_ll_args *args, void *stream);
+
+static bool open_wire(struct cpu_rank *rank, struct cpu_kernels *k)
+{
+    const uint32_t far = wire_far(rank->rank, rank->ranks);
+
+    if (!far)
+        return true;
+    k->wire = wire_open(rank->window, rank->rank, rank->ranks, &rank->map, &k->net);
+    for (uint32_t r = 0; k->wire && r < rank->ranks; r++)
+        if (far >> r & 1)
+            k->ll.base.window[r] = wire_outbox(k->wire);
+    return k->wire != NULL;
+}
 
 bool cpu_rank_init(struct cpu_rank *rank, const struct ep_placement *placement)
 {
@@ -34,12 +54,25 @@ bool cpu_rank_init(struct cpu_rank *rank, const struct ep_placement *placement)
     k->ht.combine_blocks = HT_COMBINE_BLOCKS;
     k->shared_bytes = (uint32_t)ep_device_shared_bytes(&rank->map.limits);
     k->ht_shared_bytes = (uint32_t)ep_device_ht_shared_bytes(&rank->map.limits);
-    return true;
+    return open_wire(rank, k);
 }
 
 void cpu_rank_fini(struct cpu_rank *rank)
 {
+    if (rank->kernels)
+        wire_close(rank->kernels->wire);
     free(rank->kernels);
+}
+
+/* Nobody else writes where the net is into the state. */
+static void run_net(struct cpu_kernels *k, const struct ep_op *op, const struct ep_ll_args *args)
+{
+    k->ll.base.state->net = (uint64_t)(uintptr_t)&k->net;
+    switch (op->kind) {
+    case EP_OP_DISPATCH: (void)ep_net_ll_dispatch(args, k->shared_bytes, NULL); break;
+    case EP_OP_COMBINE:  (void)ep_net_ll_combine(args, k->shared_bytes, NULL); break;
+    default:             (void)ep_net_ll_release(args, NULL);
+    }
 }
 
 static void run_ll(struct cpu_kernels *k, const struct ep_op *op, bool completes)
@@ -47,6 +80,10 @@ static void run_ll(struct cpu_kernels *k, const struct ep_op *op, bool completes
     struct ep_ll_args args = k->ll.base;
 
     ep_ll_fill(&k->ll, NULL, op, completes, &args);
+    if (k->wire) {
+        run_net(k, op, &args);
+        return;
+    }
     switch (op->kind) {
     case EP_OP_DISPATCH: (void)ep_ll_dispatch(&args, k->shared_bytes, NULL); break;
     case EP_OP_COMBINE:  (void)ep_ll_combine(&args, k->shared_bytes, NULL); break;
@@ -68,7 +105,7 @@ static void run_ht(struct cpu_kernels *k, const struct ep_op *op)
 
 bool cpu_has_mode(uint32_t mode)
 {
-    return mode == EP_MODE_LL || mode == EP_MODE_HT;
+    return mode == EP_MODE_LL || (mode == EP_MODE_HT && !getenv("EP_CUDA_WIRE_NODES"));
 }
 
 void cpu_execute(struct cpu_rank *rank, const struct ep_op *op)

@@ -5,6 +5,7 @@
 #include <ctime>
 
 #include "ll_quantise.cuh"
+#include "wire.h"
 
 namespace ep {
 
@@ -107,6 +108,18 @@ inline void bulk_store(uint8_t *to, const uint8_t *stage, uint32_t bytes) { memc
 inline void bulk_commit() {}
 template <uint32_t n> inline void bulk_read() {}
 inline void bulk_stored() { fence_sys(); }
+
+/* ---- ranks on other nodes: gin.cuh ------------------------------------------------------------------------ */
+
+inline void gin_put(const struct ep_device_net *net, uint32_t rank, uint64_t to, uint64_t from, uint64_t bytes)
+{
+    wire_put(net, rank, to, from, bytes);
+}
+inline void gin_raise(const struct ep_device_net *net, uint32_t rank, uint32_t signal, uint64_t by)
+{
+    wire_raise(net, rank, signal, by);
+}
+inline uint64_t gin_signal(const struct ep_device_net *net, uint32_t signal) { return look(wire_signal(net, signal)); }
 
 } // namespace ep
 

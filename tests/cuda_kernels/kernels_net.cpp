@@ -1,0 +1,7 @@
+/* The LL kernels once more, for groups whose ranks are on several nodes: all names are others. */
+#define EP_LL_NET 1
+#define ep ep_net
+#define ep_ll_dispatch ep_net_ll_dispatch
+#define ep_ll_combine ep_net_ll_combine
+#define ep_ll_release ep_net_ll_release
+#include "kernels.cpp"

@@ -1,0 +1,276 @@
+#include "wire.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "ep_clock.h"
+
+enum {
+    AT_ONCE_PERCENT = 40,
+    SOON_PERCENT = 57, /* and the rest late */
+    SOON_NS = 100000, LATE_NS = 4000000,
+    NAP_NS = 20000,
+};
+
+/* A rank as others find it: by its window.  There as long as somebody names it. */
+struct place {
+    struct place *next;
+    const uint8_t *window;
+    uint32_t users;
+    uint64_t signals[EP_NET_ALL_SIGNALS];
+};
+
+struct wire {
+    uint32_t rank, ranks;
+    uint8_t *window[EP_DEVICE_MAX_RANKS];
+    struct place *place[EP_DEVICE_MAX_RANKS];
+    uint8_t *outbox; /* memory */
+    uint64_t outbox_at, ll;
+};
+
+/* A put, or a signal. */
+struct item {
+    struct item *next; /* in the order in which they were put */
+    const struct wire *from;
+    uint32_t rank; /* to whom */
+    uint8_t *to;
+    const uint8_t *source; /* NULL: a signal */
+    uint64_t *signal;
+    uint64_t bytes, by, due_ns;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct place *places;
+static struct item *first, **last = &first;
+static uint32_t chance = 0x2545f491;
+static bool running;
+
+/* ---- under way ------------------------------------------------------------------------------------ */
+
+static uint32_t by_chance(void)
+{
+    chance ^= chance << 13;
+    chance ^= chance >> 17;
+    chance ^= chance << 5;
+    return chance;
+}
+
+static uint64_t delay_ns(void)
+{
+    const uint32_t kind = by_chance() % 100;
+
+    return kind < AT_ONCE_PERCENT ? 0 : by_chance() % (kind < AT_ONCE_PERCENT + SOON_PERCENT ? SOON_NS : LATE_NS);
+}
+
+/* A signal waits for the puts before it. */
+static bool may_land(const struct item *item, uint64_t now)
+{
+    if (item->due_ns > now)
+        return false;
+    for (const struct item *before = first; item->signal && before != item; before = before->next)
+        if (before->source && before->from == item->from && before->rank == item->rank)
+            return false;
+    return true;
+}
+
+/* Under the lock, which only the wire's thread keeps for long. */
+static void land(const struct item *item)
+{
+    if (item->signal)
+        __atomic_fetch_add(item->signal, item->by, __ATOMIC_SEQ_CST);
+    else
+        memcpy(item->to, item->source, item->bytes);
+}
+
+static void land_some(void)
+{
+    const uint64_t now = ep_clock_ns();
+    struct item **at = &first;
+
+    while (*at) {
+        struct item *item = *at;
+
+        if (!may_land(item, now)) {
+            at = &item->next;
+            continue;
+        }
+        land(item);
+        *at = item->next;
+        if (!item->next)
+            last = at;
+        free(item);
+    }
+}
+
+static void *run(void *unused)
+{
+    (void)unused;
+    for (;;) {
+        pthread_mutex_lock(&lock);
+        land_some();
+        pthread_mutex_unlock(&lock);
+        nanosleep(&(struct timespec){ .tv_nsec = NAP_NS }, NULL);
+    }
+    return NULL;
+}
+
+static void *allocated(void *memory)
+{
+    if (!memory)
+        abort(); /* a test's machine without memory runs no test */
+    return memory;
+}
+
+static void send(const struct item *what)
+{
+    struct item *item = allocated(malloc(sizeof *item));
+
+    *item = *what;
+    pthread_mutex_lock(&lock);
+    item->due_ns = ep_clock_ns() + delay_ns();
+    item->next = NULL;
+    *last = item;
+    last = &item->next;
+    pthread_mutex_unlock(&lock);
+}
+
+/* ---- kernels ------------------------------------------------------------------------------------------ */
+
+static const struct wire *wire_of(const struct ep_device_net *net)
+{
+    return (const struct wire *)(uintptr_t)net->wire[0];
+}
+
+void wire_put(const struct ep_device_net *net, uint32_t rank, uint64_t to, uint64_t from, uint64_t bytes)
+{
+    const struct wire *wire = wire_of(net);
+
+    send(&(struct item){ .from = wire, .rank = rank, .to = wire->window[rank] + to,
+                         .source = wire->outbox + (from - wire->outbox_at), .bytes = bytes });
+}
+
+void wire_raise(const struct ep_device_net *net, uint32_t rank, uint32_t signal, uint64_t by)
+{
+    const struct wire *wire = wire_of(net);
+
+    send(&(struct item){ .from = wire, .rank = rank, .signal = &wire->place[rank]->signals[signal], .by = by });
+}
+
+const uint64_t *wire_signal(const struct ep_device_net *net, uint32_t signal)
+{
+    const struct wire *wire = wire_of(net);
+
+    return &wire->place[wire->rank]->signals[signal];
+}
+
+/* ---- ends ------------------------------------------------------------------------------------------------ */
+
+uint32_t wire_far(uint32_t rank, uint32_t ranks)
+{
+    const char *text = getenv("EP_CUDA_WIRE_NODES");
+    const uint32_t nodes = text ? (uint32_t)strtoul(text, NULL, 10) : 1;
+    uint32_t far = 0;
+
+    for (uint32_t r = 0; nodes > 1 && r < ranks; r++)
+        far |= (uint32_t)(r * nodes / ranks != rank * nodes / ranks) << r;
+    return far;
+}
+
+/* Under the lock. */
+static struct place *take_place(const uint8_t *window)
+{
+    struct place *place = places;
+
+    while (place && place->window != window)
+        place = place->next;
+    if (!place) {
+        place = allocated(calloc(1, sizeof *place));
+        place->window = window;
+        place->next = places;
+        places = place;
+    }
+    place->users++;
+    return place;
+}
+
+static void leave_place(struct place *place)
+{
+    struct place **at = &places;
+
+    if (--place->users)
+        return;
+    while (*at != place)
+        at = &(*at)->next;
+    *at = place->next;
+    free(place);
+}
+
+static void start(void)
+{
+    pthread_t thread;
+
+    if (running)
+        return;
+    if (pthread_create(&thread, NULL, run, NULL))
+        abort();
+    pthread_detach(thread);
+    running = true;
+}
+
+struct wire *wire_open(uint8_t *const *windows, uint32_t rank, uint32_t ranks, const struct ep_layout_map *map,
+                       struct ep_device_net *net)
+{
+    struct wire *wire = calloc(1, sizeof *wire);
+
+    if (!wire || !(wire->outbox = aligned_alloc(4096, (ep_net_outbox_bytes(map) + 4095) / 4096 * 4096))) {
+        free(wire);
+        return NULL;
+    }
+    memset(wire->outbox, 0, ep_net_outbox_bytes(map));
+    wire->rank = rank;
+    wire->ranks = ranks;
+    wire->ll = map->ll;
+    wire->outbox_at = map->total_bytes;
+    pthread_mutex_lock(&lock);
+    start();
+    for (uint32_t r = 0; r < ranks; r++) {
+        wire->window[r] = windows[r];
+        wire->place[r] = take_place(windows[r]);
+    }
+    pthread_mutex_unlock(&lock);
+    *net = (struct ep_device_net){ .far = wire_far(rank, ranks), .outbox = wire->outbox_at,
+                                   .wire = { (uint64_t)(uintptr_t)wire } };
+    return wire;
+}
+
+static bool is_under_way(const struct wire *wire)
+{
+    bool found = false;
+
+    pthread_mutex_lock(&lock);
+    for (const struct item *item = first; item; item = item->next)
+        found |= item->from == wire || item->from->window[item->rank] == wire->window[wire->rank];
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+void wire_close(struct wire *wire)
+{
+    if (!wire)
+        return;
+    while (is_under_way(wire))
+        nanosleep(&(struct timespec){ .tv_nsec = NAP_NS }, NULL);
+    pthread_mutex_lock(&lock);
+    for (uint32_t r = 0; r < wire->ranks; r++)
+        leave_place(wire->place[r]);
+    pthread_mutex_unlock(&lock);
+    free(wire->outbox);
+    free(wire);
+}
+
+uint8_t *wire_outbox(struct wire *wire)
+{
+    return wire->outbox - wire->ll;
+}

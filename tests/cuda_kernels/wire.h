@@ -1,0 +1,41 @@
+/*
+ * wire.h: the network between ranks that are on other nodes, as kernels see it (kernels/cuda/gin.cuh), for tests.
+ *
+ * EP_CUDA_WIRE_NODES=N in the environment puts the ranks of a group on N nodes.  It is as bad a network as the rules
+ * allow: a put takes from nothing to some ms, reads its source when it lands and not when it is put, and may land after
+ * a later one.  A signal comes after all puts that its sender put to the same rank before.
+ */
+#ifndef CUDA_KERNELS_WIRE_H
+#define CUDA_KERNELS_WIRE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "device_net.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct wire;
+
+/* Ranks on other nodes than this one's; 0: there is one node. */
+uint32_t wire_far(uint32_t rank, uint32_t ranks);
+/* The end of a rank, whose peers have these windows: fills in *net.  NULL: no memory. */
+struct wire *wire_open(uint8_t *const *windows, uint32_t rank, uint32_t ranks, const struct ep_layout_map *map,
+                       struct ep_device_net *net);
+/* Nothing is under way from it or to it any more. */
+void wire_close(struct wire *wire);
+/* What window[d] of a rank on another node is. */
+uint8_t *wire_outbox(struct wire *wire);
+
+/* ---- for the threads of a kernel ------------------------------------------------------------- */
+
+void wire_put(const struct ep_device_net *net, uint32_t rank, uint64_t to, uint64_t from, uint64_t bytes);
+void wire_raise(const struct ep_device_net *net, uint32_t rank, uint32_t signal, uint64_t by);
+const uint64_t *wire_signal(const struct ep_device_net *net, uint32_t signal);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
