@@ -115,7 +115,7 @@ def main():
     files = sorted(sources())
     headers = {}
     for path in files:
-        if path.endswith((".h", ".cuh")):
+        if path.endswith((".h", ".cuh", ".cu")): # a kernel may be compiled in two ways
             headers.setdefault(os.path.basename(path), set()).add(longest(USES, path))
     problems = [p for path in files for p in problems_of(path, headers)]
     for problem in problems:

@@ -10,6 +10,7 @@
  *   rank.c     a rank's ops: chooses and launches kernels; rank_base.c: what these are told of the rank
  *   ring.c     executor server: the worker's half of a mailbox
  *   serve.c    the server's; forecast.c: which op is to be expected there
+ *   nccl.c     what a server needs of NCCL that only this module can do
  *   module.c   the table that is exported
  */
 #ifndef CUDA_PRIVATE_H
@@ -129,6 +130,15 @@ ep_status ep_cuda_serve_forget(struct ep_cuda_serve *serve, uint32_t number, uin
 ep_status ep_cuda_serve_forgotten(struct ep_cuda_serve *serve, uint64_t entry, struct ep_error *error);
 ep_status ep_cuda_serve_end(struct ep_cuda_serve *serve, uint32_t timeout_ms, struct ep_error *error);
 void ep_cuda_serve_close(struct ep_cuda_serve *serve);
+
+/* Of a rank with ranks on other nodes, as ep_ll_serve_prepare() and ep_ll_serve_one(). */
+struct ep_ll_serve;
+int ep_cuda_net_prepare(uint32_t shared_bytes, uint32_t *blocks);
+int ep_cuda_net_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, CUstream stream);
+uint32_t ep_cuda_nccl_version(void);
+ep_status ep_cuda_nccl_bind(uint32_t device, struct ep_error *error);
+int ep_cuda_nccl_device_open(void *create, void *comm, uint64_t *wire);
+int ep_cuda_nccl_device_close(void *destroy, void *comm, const uint64_t *wire);
 
 ep_status ep_cuda_stream_create(uint32_t device, void **stream, struct ep_error *error);
 void ep_cuda_stream_destroy(uint32_t device, void *stream);

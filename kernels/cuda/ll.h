@@ -93,12 +93,23 @@ int ep_ll_expect_prepare(uint32_t shared_bytes, uint32_t *blocks);
 int ep_ll_expect(const struct ep_ll_expected *expected, uint32_t shared_bytes, void *stream);
 /* The op in the mailbox, whatever it is.  All of a rank have as many blocks: its dispatch_blocks. */
 int ep_ll_serve_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, void *stream);
+/* The same two for ranks of several nodes, where NCCL's headers were there; else nothing calls them. */
+int ep_ll_net_prepare(uint32_t shared_bytes, uint32_t *blocks);
+int ep_ll_net_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, void *stream);
 /* Loads the code of the next one. */
 int ep_ll_gate_prepare(void);
 /* Puts the op into a mailbox, rings, and ends when the op is done. */
 int ep_ll_gate(struct ep_mailbox *mailbox, const struct ep_op *op, void *stream);
 
 const char *ep_ll_error_text(int error);
+
+/* ---- NCCL's device communicator (nccl_comm.cu) ---- */
+
+/* create, destroy: NCCL's own ncclDevCommCreate and ncclDevCommDestroy; wire: of struct ep_device_net.  They return a
+ * ncclResult_t. */
+int ep_nccl_device_open(void *create, void *comm, uint64_t *wire);
+int ep_nccl_device_close(void *destroy, void *comm, const uint64_t *wire);
+uint32_t ep_nccl_version(void); /* that this was built with */
 
 #ifdef __cplusplus
 }

@@ -300,6 +300,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) serve(const __grid_constant
         end_entry(s, works);
 }
 
+#if !EP_LL_NET
 /* ---- the worker's half ---------------------------------------------------------------------------- */
 
 constexpr uint32_t kLooks = 64; /* some 50 us */
@@ -333,19 +334,27 @@ __global__ void gate(const __grid_constant__ struct ep_op op, struct ep_mailbox 
     }
 }
 
+#endif
+
 } // namespace
 } // namespace ep
 
 extern "C" int ep_ll_serve_prepare(uint32_t shared_bytes, uint32_t *blocks)
 {
-    uint32_t expected = 0;
     int error = ep_ll_gate_prepare();
+
+#if EP_LL_NET /* with the network's latency it does not matter whether an op was expected */
+    if (error == cudaSuccess)
+        error = ep::fit_one((const void *)ep::serve, shared_bytes, blocks);
+#else
+    uint32_t expected = 0;
 
     if (error == cudaSuccess)
         error = ep_ll_expect_prepare(shared_bytes, &expected);
     if (error == cudaSuccess)
         error = ep::fit_one((const void *)ep::serve, shared_bytes, blocks);
     *blocks = expected < *blocks ? expected : *blocks;
+#endif
     return error;
 }
 
@@ -354,6 +363,7 @@ extern "C" int ep_ll_serve_one(const struct ep_ll_serve *serve, uint32_t blocks,
     return ep::launch(ep::serve, blocks, ep::kThreads, shared_bytes, false, stream, *serve);
 }
 
+#if !EP_LL_NET
 extern "C" int ep_ll_gate_prepare(void)
 {
     cudaFuncAttributes attributes;
@@ -365,3 +375,4 @@ extern "C" int ep_ll_gate(struct ep_mailbox *mailbox, const struct ep_op *op, vo
 {
     return ep::launch(ep::gate, 1, 32, 0, true, stream, *op, mailbox);
 }
+#endif

@@ -52,6 +52,7 @@ struct place {
 
 struct ep_cuda_serve {
     uint32_t device, shared_bytes, ht_shared_bytes;
+    bool net; /* some ranks are on other nodes: no op is expected */
     const struct ep_cuda_context *context;
     struct place *place;
     struct ep_ll_serve ll; /* its number: of the last entry that was posted */
@@ -165,7 +166,8 @@ static ep_status size_grid(const struct ep_cuda_rank_options *o, struct ep_cuda_
 {
     struct ep_ll_rank *rank = &serve->rank;
     uint32_t blocks = 0;
-    const int result = ep_ll_serve_prepare(serve->shared_bytes, &blocks);
+    const int result = serve->net ? ep_cuda_net_prepare(serve->shared_bytes, &blocks)
+                                  : ep_ll_serve_prepare(serve->shared_bytes, &blocks);
     ep_status status = ep_cuda_rank_sms(o, result, blocks, &rank->sms, error);
 
     /* One multiprocessor is left to the worker's kernel that waits: it may have split its memory otherwise than ours
@@ -260,6 +262,7 @@ ep_status ep_cuda_serve_open(const struct ep_cuda_rank_options *options, struct 
     if (!serve)
         return ep_error_set(error, EP_NO_MEMORY, "no memory to serve a rank");
     serve->device = options->device;
+    serve->net = options->net;
     serve->shared_bytes = (uint32_t)ep_device_shared_bytes(&options->map->limits);
     serve->ht_shared_bytes = ep_ht_served_bytes((uint32_t)ep_device_ht_shared_bytes(&options->map->limits));
     status = ep_cuda_enter(options->device, &serve->context, error);
@@ -294,7 +297,7 @@ static ep_status look_ahead(struct ep_cuda_serve *serve, struct ep_error *error)
 {
     ep_status status;
 
-    if (serve->ll.number == 0)
+    if (serve->ll.number == 0 || serve->net)
         return EP_OK;
     status = ep_cuda_read(serve->device, &serve->log, &serve->ll.desk->log, sizeof serve->log, NULL, error);
     if (status == EP_OK)
@@ -325,6 +328,8 @@ static int launch(const struct ep_cuda_serve *serve, CUstream stream)
     struct ep_ll_expected expected;
     int failed;
 
+    if (serve->net)
+        return ep_cuda_net_one(&serve->ll, serve->rank.dispatch_blocks, serve->shared_bytes, stream);
     if (serve->ll.number % FIND_OUT_EVERY != 0 && expects(serve, &expected))
         return ep_ll_expect(&expected, serve->shared_bytes, stream);
     failed = ep_ll_serve_one(&serve->ll, serve->rank.dispatch_blocks, serve->shared_bytes, stream);
