@@ -157,6 +157,15 @@ void ep_host_net_close(struct ep_host_net *net);
 /* Memory that it takes once it is connected. */
 uint64_t ep_host_net_bytes(uint32_t nodes);
 
+/* Who needs such a net for nothing but to hear of nodes that are gone: on_lost runs on a thread of the net's, once per
+ * node.  The net is the watch's from then on, when it could be started. */
+struct ep_host_watch;
+ep_status ep_host_watch_start(struct ep_host_net *net, void (*on_lost)(uint32_t node, const char *why, void *user),
+                              void *user, struct ep_host_watch **out, struct ep_error *error);
+/* There is no path to the node from here on, nor from it to this one. */
+void ep_host_watch_cut(struct ep_host_watch *watch, uint32_t node);
+void ep_host_watch_end(struct ep_host_watch *watch);
+
 /* ---- host team ------------------------------------------------------------------ */
 
 /*

@@ -22,7 +22,7 @@
 
 #define PREPARE_MS 10000u
 #define OFFER_MS   1000u /* what members had for the first plan is theirs again, and the store tells what they have */
-#define CONNECT_MS 10000u
+#define CONNECT_MS 27000u
 #define ABORT_MS   2000u
 #define SEE_MS     5000u
 #define SETTLE_MS  3000u

@@ -7,20 +7,27 @@
 #include "ep_log.h"
 #include "group_private.h"
 
-#define CONNECT_MS 8000u
+#define CONNECT_MS 25000u /* NCCL takes some 5 s for a communicator, and more on a busy machine */
 #define RENEW_MS   3000u /* so long claims wait for the leader to form anew what all have left */
 
 /* ---- windows ----------------------------------------------------------------------- */
 
-static ep_status map_window(struct epoch *epoch, struct rank *rank, struct ep_error *error)
+static ep_status create_window(struct epoch *epoch, struct rank *rank, struct ep_error *error)
 {
+    struct ep_node *node = epoch->group->groups->node;
     char name[128];
-    ep_status status;
 
     snprintf(name, sizeof name, "%s/%llu/%u", epoch->group->name, (unsigned long long)epoch->number,
              rank->number);
-    status = ep_node_window_create(epoch->group->groups->node, rank->device, name,
-                                   epoch->settled.map.total_bytes, &rank->window, error);
+    return ep_node_window_create(node, rank->device, name,
+                                 ep_team_window_bytes(node, &epoch->settled.map, epoch_spans(epoch)), &rank->window,
+                                 error);
+}
+
+static ep_status map_window(struct epoch *epoch, struct rank *rank, struct ep_error *error)
+{
+    ep_status status = create_window(epoch, rank, error);
+
     if (!status)
         status = ep_team_set_window(epoch->team, rank->number, rank->window, error);
     return status;
@@ -224,17 +231,29 @@ static struct rank *first_here(const struct epoch *epoch)
     return &epoch->ranks[*epoch_ranks_of(epoch, epoch->own).number];
 }
 
+static bool is_on_gpus(const struct epoch *epoch)
+{
+    return epoch->settled.spec->backend == EP__V1__BACKEND__BACKEND_CUDA;
+}
+
+uint64_t epoch_span_bytes(const struct ep_settled *settled, const struct ep_plan *plan, uint32_t node)
+{
+    return ep_team_span_bytes(settled->spec->backend, &settled->map, plan->n_nodes, plan->node, node);
+}
+
 static ep_status prepare_span(struct epoch *epoch, struct ep_team_card *card, struct ep_error *error)
 {
     struct ep_node *node = epoch->group->groups->node;
-    const uint64_t bytes =
-        ep_team_span_bytes(&epoch->settled.map, epoch->plan.n_nodes, epoch->plan.node, epoch->own);
+    const uint64_t bytes = epoch_span_bytes(&epoch->settled, &epoch->plan, epoch->own);
     ep_status status = ep_node_reserve(node, first_here(epoch)->device, bytes, error);
 
     if (status)
         return status;
     epoch->span_bytes = bytes;
-    return ep_team_net_listen(node, &epoch->net, card, error);
+    status = ep_team_net_listen(node, &epoch->net, card, error);
+    if (!status && epoch->own == 0 && is_on_gpus(epoch))
+        status = ep_team_net_lead(epoch->net, card, error);
+    return status;
 }
 
 ep_status epoch_prepare(struct epoch *epoch, struct ep_team_card *card, struct ep_error *error)
@@ -303,17 +322,47 @@ static ep_status make_team(struct epoch *epoch, struct ep_error *error)
     return status;
 }
 
+/* With a span of GPUs it is there already. */
+static ep_status set_window(struct epoch *epoch, struct rank *rank, struct ep_error *error)
+{
+    if (!rank->window)
+        return map_window(epoch, rank, error);
+    return ep_team_set_window(epoch->team, rank->number, rank->window, error);
+}
+
 static ep_status make_team_and_windows(struct epoch *epoch, struct ep_error *error)
 {
     const struct ranks here = epoch_ranks_of(epoch, epoch->own);
     ep_status status = make_team(epoch, error);
 
     for (uint32_t i = 0; !status && i < here.n; i++)
-        status = map_window(epoch, &epoch->ranks[here.number[i]], error);
+        status = set_window(epoch, &epoch->ranks[here.number[i]], error);
     for (uint32_t i = 0; !status && i < epoch->n_ranks; i++)
         if (epoch->ranks[i].began_absent)
             ep_team_leave(epoch->team, i);
     epoch->part = status ? EPOCH_PREPARED : EPOCH_FORMED;
+    return status;
+}
+
+/* GPUs are connected with the memory that others put to. */
+static ep_status make_windows_known(struct epoch *epoch, struct ep_error *error)
+{
+    const struct ranks here = epoch_ranks_of(epoch, epoch->own);
+    struct ep_team_net_rank *list;
+    ep_status status = EP_OK;
+
+    if (!is_on_gpus(epoch))
+        return EP_OK;
+    list = group_allocate(here.n, sizeof *list);
+    for (uint32_t i = 0; !status && i < here.n; i++) {
+        struct rank *rank = &epoch->ranks[here.number[i]];
+
+        status = create_window(epoch, rank, error);
+        list[i] = (struct ep_team_net_rank){ rank->number, rank->device, rank->window };
+    }
+    if (!status)
+        status = ep_team_net_expect(epoch->net, epoch->n_ranks, list, here.n, error);
+    free(list);
     return status;
 }
 
@@ -377,7 +426,10 @@ void epoch_connect(struct epoch *epoch, const struct ep_team_card *cards, epoch_
     struct ep_error error = EP_ERROR_INIT;
 
     if (epoch_spans(epoch)) {
-        start_connecting(epoch, cards, done, user);
+        if (make_windows_known(epoch, &error))
+            done(&error, user);
+        else
+            start_connecting(epoch, cards, done, user);
         return;
     }
     (void)make_team_and_windows(epoch, &error);

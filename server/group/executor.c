@@ -50,12 +50,16 @@ ep_status executor_settle(const struct group *group, const struct ep_worker *wor
         return ep_error_set(error, EP_FAILED_PRECONDITION,
                             "executor is direct: group %s is on the host backend, where the server runs the ops; "
                             "ask for server or auto", group->name);
+    if (cuda && epoch_spans(group->epoch) && asked == EXECUTOR(DIRECT))
+        return ep_error_set(error, EP_FAILED_PRECONDITION,
+                            "executor is direct: group %s is on several nodes, and only the server's kernels reach GPUs "
+                            "of other nodes; ask for server or auto", group->name);
     if (asked == EXECUTOR(DIRECT))
         status = check_direct(group, worker, error);
     if (status)
         return status;
     *out = asked != EXECUTOR(AUTO)                               ? asked
-           : cuda && check_direct(group, worker, NULL) == EP_OK ? EXECUTOR(DIRECT)
+           : cuda && !epoch_spans(group->epoch) && check_direct(group, worker, NULL) == EP_OK ? EXECUTOR(DIRECT)
                                                                  : EXECUTOR(SERVER);
     return EP_OK;
 }

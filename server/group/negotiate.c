@@ -47,6 +47,25 @@ static ep_status settle_homes(const Ep__V1__GroupSpec *asked, struct ep_spec_bou
     return EP_OK;
 }
 
+/* What kernels cannot do that reach GPUs of other nodes. */
+static ep_status check_span(const struct ep_settled *settled, const struct ep_plan *plan, struct ep_error *error)
+{
+    if (plan->n_nodes < 2 || settled->spec->backend != EP__V1__BACKEND__BACKEND_CUDA)
+        return EP_OK;
+    if (settled->map.limits.modes >> EP_MODE_HT & 1)
+        return ep_error_set(error, EP_UNIMPLEMENTED, "modes has ht: a group on GPUs of several nodes has ll only, and "
+                            "this one takes %u nodes; ask for modes=ll, or for ranks that fit on one node",
+                            plan->n_nodes);
+    for (uint32_t a = 0; a < plan->n_ranks; a++)
+        for (uint32_t b = 0; b < a; b++)
+            if (plan->node[a] == plan->node[b] && !strcmp(plan->device[a], plan->device[b]))
+                return ep_error_set(error, EP_FAILED_PRECONDITION,
+                                    "ranks %u and %u would be on %.80s of node %s: a group on GPUs of several nodes has "
+                                    "one rank per GPU at most; ask for fewer ranks", b, a, plan->device[a],
+                                    plan->name[plan->node[a]]);
+    return EP_OK;
+}
+
 /* *lowered: sizes that would do instead, if memory is what is missing. */
 static ep_status settle_and_place(const struct group *group, const Ep__V1__GroupSpec *asked, bool stay,
                                   const struct node_table *table, struct ep_settled *settled, struct ep_plan *plan,
@@ -61,7 +80,8 @@ static ep_status settle_and_place(const struct group *group, const Ep__V1__Group
     status = place(group, asked, stay, table, settled, plan, error);
     if (status == EP_RESOURCE_EXHAUSTED)
         (void)ep_plan_lower(asked, settled, table->nodes, table->n, lowered);
-    if (!status && (status = settle_homes(asked, &bounds, plan, settled, error)))
+    if (!status && ((status = settle_homes(asked, &bounds, plan, settled, error)) ||
+                    (status = check_span(settled, plan, error))))
         ep_plan_clear(plan);
     if (status)
         ep_settled_clear(settled);

@@ -13,7 +13,7 @@
 #include "ep_log.h"
 #include "group_private.h"
 
-#define DECIDED_MS 30000u /* longer than a leader takes from Prepare to the answer of its commit */
+#define DECIDED_MS 50000u /* longer than a leader takes from Prepare to the answer of its commit */
 
 /* ---- what all requests have -------------------------------------------------------------- */
 

@@ -567,7 +567,7 @@ static struct pools pools_of(const struct ep_settled *settled, const struct ep_p
     for (uint32_t i = 0; i < plan->n_nodes; i++)
         if (pools.first[i + 1] > pools.first[i])
             fill_pools(pools.list + pools.first[i], find_node(nodes, n, plan->name[i]),
-                       plan->n_nodes > 1 ? ep_team_span_bytes(&settled->map, plan->n_nodes, plan->node, i) : 0);
+                       plan->n_nodes > 1 ? ep_team_span_bytes(settled->spec->backend, &settled->map, plan->n_nodes, plan->node, i) : 0);
     for (uint32_t r = 0; r < plan->n_ranks; r++)
         count_rank(&pools, plan, r);
     return pools;
@@ -645,7 +645,7 @@ static bool share_out_by_memory(const struct ep_settled *settled, const struct e
         return false;
     if (out->n_nodes == 1)
         return true;
-    beside = ep_team_span_bytes(&settled->map, out->n_nodes, out->node, 0);
+    beside = ep_team_span_bytes(settled->spec->backend, &settled->map, out->n_nodes, out->node, 0);
     ep_plan_clear(out);
     return share_out(settled, nodes, n, true, beside, out);
 }

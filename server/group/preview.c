@@ -162,7 +162,7 @@ static void add_epoch(const struct preview *p, const struct ep_settled *settled,
         uint64_t bytes = settled->rank_bytes;
 
         if (plan->n_nodes > 1 && !seen[plan->node[r]])
-            bytes += ep_team_span_bytes(&settled->map, plan->n_nodes, plan->node, plan->node[r]);
+            bytes += epoch_span_bytes(settled, plan, plan->node[r]);
         seen[plan->node[r]] = true;
         *(comes ? &device->after : &device->before) += bytes;
     }

@@ -8,7 +8,8 @@
  *   cuda   memory of the GPUs: each rank's window and, beside it, its state (device_state.h).  The server
  *          writes who takes part, and reads what was counted.  Workers launch the kernels themselves
  *          (executor direct), or hand their ops to the server, which does (executor server) and maps memory that
- *          they register.  No call of a team waits for a kernel.
+ *          they register.  No call of a team waits for a kernel.  Over several nodes (a span) ops reach the others
+ *          through NCCL, and it is the server that runs them.
  */
 #ifndef EP_TEAM_H
 #define EP_TEAM_H
@@ -33,6 +34,15 @@ struct ep_team_net;                                         /* this node's end o
 
 ep_status ep_team_net_listen(struct ep_node *node, struct ep_team_net **out, struct ep_team_card *card,
                              struct ep_error *error);
+/* Of one node, the first, whose card has more to say. */
+ep_status ep_team_net_lead(struct ep_team_net *net, struct ep_team_card *card, struct ep_error *error);
+/* cuda, before it is connected: the windows of the ranks that are here, which others put to.  One rank per GPU. */
+struct ep_team_net_rank {
+    uint32_t rank, device; /* device: of the node */
+    struct ep_node_window *window;
+};
+ep_status ep_team_net_expect(struct ep_team_net *net, uint32_t ranks, const struct ep_team_net_rank *here, uint32_t n,
+                             struct ep_error *error);
 /* Collective: every node, with the cards of all.  Blocks until all are connected, timeout_ms at most, so on a thread
  * of the pool; the error names the node's index.  After a failure the net can only be closed. */
 ep_status ep_team_net_connect(struct ep_team_net *net, const struct ep_team_card *cards, uint32_t nodes, uint32_t own,
@@ -51,7 +61,10 @@ struct ep_team_span {
 };
 
 /* Memory of the node that a team takes for its span, beside windows. */
-uint64_t ep_team_span_bytes(const struct ep_layout_map *map, uint32_t nodes, const uint32_t *node, uint32_t own);
+uint64_t ep_team_span_bytes(Ep__V1__Backend backend, const struct ep_layout_map *map, uint32_t nodes,
+                            const uint32_t *node, uint32_t own);
+/* Of a window of a team with a span: with GPUs what goes to other nodes is behind it. */
+uint64_t ep_team_window_bytes(const struct ep_node *node, const struct ep_layout_map *map, bool spans);
 
 /* ---- teams ------------------------------------------------------------------------- */
 

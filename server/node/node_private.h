@@ -5,6 +5,8 @@
  *   gpus.c       the GPUs of a node, and MPS
  *   window.c     windows, and who has how much memory in them
  *   team.c       teams: what both backends have in common; team_host.c, team_cuda.c the backends
+ *   lost.c       nodes that a team over several of them has lost
+ *   nccl.c       NCCL, for GPUs of several nodes; span_cuda.c what a team of them has beside that of one node
  *   watch_cuda.c what kernels count and report; for a worker that runs its own ops nothing else is done
  *   serve_cuda.c runs the ops of a worker that hands them over
  *   regions_cuda.c maps memory of that worker for them

@@ -215,6 +215,8 @@ static void end(uv_work_t *work)
     if (serve->back && (serve->ended || serve->late)) {
         pthread_join(serve->thread, NULL);
         serve->api->serve_close(serve->serve);
+        if (serve->ended) /* else something of it still waits on the GPU */
+            nccl_serve_ends();
     } else {
         clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL);
     }
@@ -251,10 +253,11 @@ static ep_status open_serve(struct serve *serve, struct cuda_team *team, const s
         .windows = windows,
         .state = cuda_state(team, options->rank),
         .max_sms = options->max_sms,
+        .net = team->span != NULL,
     };
 
-    for (uint32_t i = 0; i < team->n; i++)
-        windows[i] = team->ranks[i].window;
+    for (uint32_t i = 0; i < team->n; i++) /* of other nodes: the outbox, behind the window */
+        windows[i] = cuda_is_here(team, i) ? team->ranks[i].window : r->window + team->map->total_bytes - team->map->ll;
 
     ep_status status = team->api->serve_open(&cuda, &serve->serve, error);
 
@@ -303,6 +306,7 @@ static void close_unused(struct serve *serve)
 
     (void)serve->api->serve_end(serve->serve, 0, &ignored);
     serve->api->serve_close(serve->serve);
+    nccl_serve_ends();
 }
 
 static ep_status make(struct cuda_team *team, const struct ep_executor_options *options, struct serve **out,
@@ -316,9 +320,12 @@ static ep_status make(struct cuda_team *team, const struct ep_executor_options *
     init_lock(serve);
     serve->news.data = serve->ending.data = serve;
 
+    nccl_serve_begins();
+
     ep_status status = open_serve(serve, team, options, error);
 
     if (status) {
+        nccl_serve_ends();
         free_serve(serve);
         return status;
     }

@@ -2,31 +2,33 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "ep_clock.h"
+#include "node_private.h"
 #include "team_private.h"
 
 /* ---- network ---------------------------------------------------------------------- */
 
 _Static_assert(sizeof(struct ep_team_card) == sizeof(struct ep_host_card), "cards are passed on as they are");
 
-static ep_status refuse_cuda(const struct ep_node *node, struct ep_error *error)
+#define NCCL_CARD (EP_TEAM_CARD_BYTES - NCCL_ID_BYTES) /* the other half of a card is the host net's */
+
+static bool is_cuda(const struct ep_node *node)
 {
-    if (ep_node_backend(node) != EP__V1__BACKEND__BACKEND_CUDA)
-        return EP_OK;
-    return ep_error_set(error, EP_UNIMPLEMENTED, "a group over several nodes needs the host backend: kernels that reach "
-                        "GPUs of other nodes are not there yet");
+    return ep_node_backend(node) == EP__V1__BACKEND__BACKEND_CUDA;
 }
 
 ep_status ep_team_net_listen(struct ep_node *node, struct ep_team_net **out, struct ep_team_card *card,
                              struct ep_error *error)
 {
     struct ep_team_net *net;
-    ep_status status = refuse_cuda(node, error);
+    ep_status status = is_cuda(node) ? nccl_check(node->cuda, error) : EP_OK;
 
     if (status)
         return status;
     net = calloc(1, sizeof *net);
     if (!net)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a team's network");
+    net->node = node;
     status = ep_host_net_listen(&net->host, (struct ep_host_card *)card, error);
     if (status)
         free(net);
@@ -35,34 +37,75 @@ ep_status ep_team_net_listen(struct ep_node *node, struct ep_team_net **out, str
     return status;
 }
 
+ep_status ep_team_net_lead(struct ep_team_net *net, struct ep_team_card *card, struct ep_error *error)
+{
+    return is_cuda(net->node) ? nccl_id(card->bytes + NCCL_CARD, error) : EP_OK;
+}
+
+ep_status ep_team_net_expect(struct ep_team_net *net, uint32_t ranks, const struct ep_team_net_rank *here, uint32_t n,
+                             struct ep_error *error)
+{
+    if (!is_cuda(net->node))
+        return EP_OK;
+    net->here = calloc(n, sizeof *net->here);
+    if (!net->here)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a team's network");
+    net->ranks = ranks;
+    net->n_here = n;
+    for (uint32_t i = 0; i < n; i++)
+        net->here[i] = (struct nccl_rank){ .rank = here[i].rank,
+                                           .device = net->node->devices[here[i].device].ordinal,
+                                           .memory = ep_node_window_base(here[i].window),
+                                           .bytes = ep_node_window_whole(here[i].window) };
+    return EP_OK;
+}
+
 ep_status ep_team_net_connect(struct ep_team_net *net, const struct ep_team_card *cards, uint32_t nodes, uint32_t own,
                               uint32_t timeout_ms, struct ep_error *error)
 {
-    return ep_host_net_connect(net->host, (const struct ep_host_card *)cards, nodes, own, timeout_ms, error);
+    const uint64_t start = ep_clock_ns();
+    ep_status status = ep_host_net_connect(net->host, (const struct ep_host_card *)cards, nodes, own, timeout_ms, error);
+    uint64_t took_ms;
+
+    if (status || !net->here)
+        return status;
+    took_ms = (ep_clock_ns() - start) / EP_NS_PER_MS;
+    return nccl_form(net->node->cuda, cards[0].bytes + NCCL_CARD, net->ranks, net->here, net->n_here,
+                     took_ms < timeout_ms ? timeout_ms - (uint32_t)took_ms : 1, &net->nccl, error);
 }
 
 void ep_team_net_close(struct ep_team_net *net)
 {
     if (!net)
         return;
+    nccl_leave(net->nccl);
     ep_host_net_close(net->host);
+    free(net->here);
     free(net);
 }
 
-uint64_t ep_team_span_bytes(const struct ep_layout_map *map, uint32_t nodes, const uint32_t *node, uint32_t own)
+uint64_t ep_team_window_bytes(const struct ep_node *node, const struct ep_layout_map *map, bool spans)
 {
-    (void)map, (void)node, (void)own; /* rings do not depend on them */
-    return ep_host_net_bytes(nodes);
+    return map->total_bytes + (spans && is_cuda(node) ? ep_net_outbox_bytes(map) : 0);
+}
+
+/* On the host rings, which depend on the nodes alone.  On GPUs these are small, and the host's; each rank has an outbox. */
+uint64_t ep_team_span_bytes(Ep__V1__Backend backend, const struct ep_layout_map *map, uint32_t nodes,
+                            const uint32_t *node, uint32_t own)
+{
+    uint64_t bytes = 0;
+
+    if (backend != EP__V1__BACKEND__BACKEND_CUDA)
+        return ep_host_net_bytes(nodes);
+    for (uint32_t i = 0; i < map->limits.ranks; i++)
+        bytes += node[i] == own ? ep_net_outbox_bytes(map) : 0;
+    return bytes;
 }
 
 /* ---- teams ------------------------------------------------------------------------ */
 
 ep_status ep_team_create(const struct ep_team_options *options, struct ep_team **out, struct ep_error *error)
 {
-    ep_status status = options->span ? refuse_cuda(options->node, error) : EP_OK;
-
-    if (status)
-        return status;
     if (ep_node_backend(options->node) == EP__V1__BACKEND__BACKEND_CUDA)
         return ep_team_cuda_create(options, out, error);
     return ep_team_host_create(options, out, error);

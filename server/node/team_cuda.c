@@ -16,9 +16,11 @@
  *          r's own begun counts too: what it sent in an earlier life bears those numbers.
  *          HT counts for itself: ht_from and ht_begun are held against each other in the same way and at the same
  *          time.  ht_from counts where from says that a rank is not absent, so leave() leaves it alone, and
- *          tell_from() writes it first.
+ *          cuda_tell_from() writes it first.
  *   reset  starts numbers again at 1.  What bears old numbers would pass for new: the banks, and all of HT's region
  *          that says what is there, are cleared.  Nothing runs then.
+ *
+ * Over several nodes it is span_cuda.c that has ranks join, and nothing is reset.
  *
  * Copies go through a stream of the backend's own and wait for no kernel.
  */
@@ -41,8 +43,7 @@ static struct cuda_team *cuda(struct ep_team *team)
 
 /* ---- states ------------------------------------------------------------------------ */
 
-/* The beginning of the rank's state, as of a rank that has done all before it takes part. */
-static ep_status write_state(struct cuda_team *team, uint32_t rank, struct ep_error *error)
+ep_status cuda_write_state(struct cuda_team *team, uint32_t rank, struct ep_error *error)
 {
     const uint64_t number = team->from[rank] - 1;
     const uint64_t bytes = ep_device_state_image_bytes(team->map, team->placement);
@@ -55,6 +56,8 @@ static ep_status write_state(struct cuda_team *team, uint32_t rank, struct ep_er
     memcpy(image->from, team->from, sizeof image->from);
     memcpy(image->ht_from, team->ht_from, sizeof image->ht_from);
     image->begun = image->number = number;
+    image->net = team->ranks[rank].net ? (uint64_t)(uintptr_t)team->api->memory_at(team->ranks[rank].net) : 0;
+    image->held = cuda_span_held(team);
     image->ht_begun = image->ht_number = team->ht_from[rank] - 1;
     for (uint32_t bank = 0; bank < EP_MAX_LL_BANKS; bank++)
         image->released[bank] = number;
@@ -82,22 +85,17 @@ static ep_status tell(struct cuda_team *team, uint32_t i, uint32_t rank, struct 
     return cuda_write(team, i, &state->from[rank], &team->from[rank], sizeof team->from[rank], error);
 }
 
-/* The numbers of the rank into every state.  One that cannot be reached must not keep it from the others. */
-static ep_status tell_from(struct cuda_team *team, uint32_t rank, struct ep_error *error)
+/* One that cannot be reached must not keep it from the others. */
+ep_status cuda_tell_from(struct cuda_team *team, uint32_t rank, struct ep_error *error)
 {
     struct ep_error why = EP_ERROR_INIT;
     ep_status status = EP_OK;
 
     for (uint32_t i = 0; i < team->n; i++)
-        if (tell(team, i, rank, &why) && !status)
+        if (cuda_is_here(team, i) && tell(team, i, rank, &why) && !status)
             status = ep_error_set(error, why.status, "state of rank %u: %.340s", i, why.text);
     return status;
 }
-
-/* The highest numbers that any rank has begun. */
-struct begun {
-    uint64_t ll, ht;
-};
 
 static ep_status read_word(const struct cuda_team *team, uint32_t rank, const uint64_t *word, uint64_t most,
                            uint64_t *highest, struct ep_error *error)
@@ -115,14 +113,16 @@ static ep_status read_word(const struct cuda_team *team, uint32_t rank, const ui
     return EP_OK;
 }
 
-static ep_status read_begun(const struct cuda_team *team, struct begun *out, struct ep_error *error)
+ep_status cuda_read_begun(const struct cuda_team *team, struct ep_team_numbers *out, struct ep_error *error)
 {
-    struct begun highest = { 0, 0 };
+    struct ep_team_numbers highest = { 0, 0 };
     ep_status status = EP_OK;
 
     for (uint32_t i = 0; !status && i < team->n; i++) {
-        const struct ep_device_state *state = cuda_state(team, i);
+        const struct ep_device_state *state = cuda_is_here(team, i) ? cuda_state(team, i) : NULL;
 
+        if (!state)
+            continue;
         status = read_word(team, i, &state->begun, MAX_NUMBER, &highest.ll, error);
         if (!status && has_ht(team))
             status = read_word(team, i, &state->ht_begun, MAX_HT_NUMBER, &highest.ht, error);
@@ -155,10 +155,11 @@ static void leave(struct ep_team *base, uint32_t rank)
     if (team->from[rank] == EP_DEVICE_NEVER)
         return;
     team->from[rank] = EP_DEVICE_NEVER;
-    if (tell_from(team, rank, &error))
+    if (cuda_tell_from(team, rank, &error))
         EP_ERROR("node", "a rank's peers cannot be told that it is absent", EP_U("rank", rank),
                  EP_U("epoch", team->epoch), EP_S("error", error.text));
-    cut(team, rank);
+    if (cuda_is_here(team, rank))
+        cut(team, rank);
 }
 
 static void leave_all(struct ep_team *base)
@@ -168,15 +169,16 @@ static void leave_all(struct ep_team *base)
     for (uint32_t i = 0; i < team->n; i++)
         team->from[i] = EP_DEVICE_NEVER;
     for (uint32_t i = 0; i < team->n; i++)
-        cut(team, i);
+        if (cuda_is_here(team, i))
+            cut(team, i);
 }
 
 /* from[rank] and ht_from[rank] are numbers that nobody has begun, in every state. */
 static ep_status agree(struct cuda_team *team, uint32_t rank, struct ep_error *error)
 {
     uint64_t *from = &team->from[rank], *ht_from = &team->ht_from[rank];
-    struct begun begun, before;
-    ep_status status = read_begun(team, &begun, error);
+    struct ep_team_numbers begun, before;
+    ep_status status = cuda_read_begun(team, &begun, error);
 
     if (status)
         return status;
@@ -184,7 +186,7 @@ static ep_status agree(struct cuda_team *team, uint32_t rank, struct ep_error *e
     *ht_from = begun.ht + 1;
     for (;;) {
         before = begun;
-        if ((status = tell_from(team, rank, error)) || (status = read_begun(team, &begun, error)))
+        if ((status = cuda_tell_from(team, rank, error)) || (status = cuda_read_begun(team, &begun, error)))
             return status;
         if (begun.ll < *from && begun.ht < *ht_from)
             return EP_OK;
@@ -202,13 +204,24 @@ static struct ep_team_numbers first(const struct ep_team *base, uint32_t rank)
     return (struct ep_team_numbers){ team->from[rank], team->ht_from[rank] };
 }
 
+static ep_status refuse_span(const struct cuda_team *team, const char *what, struct ep_error *error)
+{
+    if (!team->span)
+        return EP_OK;
+    return ep_error_set(error, EP_FAILED_PRECONDITION, "%s: ranks of a team over several nodes join on all of them, held "
+                        "and admitted", what);
+}
+
 static ep_status join(struct ep_team *base, uint32_t rank, struct ep_error *error)
 {
     struct cuda_team *team = cuda(base);
-    ep_status status = agree(team, rank, error);
+    ep_status status = refuse_span(team, "join", error);
 
+    if (status)
+        return status;
+    status = agree(team, rank, error);
     if (!status)
-        status = write_state(team, rank, error);
+        status = cuda_write_state(team, rank, error);
     if (status)
         leave(base, rank);
     return status;
@@ -229,14 +242,16 @@ static ep_status clear_banks(struct cuda_team *team, uint32_t rank, struct ep_er
 static ep_status reset(struct ep_team *base, struct ep_error *error)
 {
     struct cuda_team *team = cuda(base);
-    ep_status status = EP_OK;
+    ep_status status = refuse_span(team, "reset", error);
 
+    if (status)
+        return status;
     for (uint32_t i = 0; !status && i < team->n; i++)
         status = clear_banks(team, i, error);
     for (uint32_t i = 0; i < team->n; i++)
         team->from[i] = team->ht_from[i] = 1;
     for (uint32_t i = 0; !status && i < team->n; i++)
-        status = write_state(team, i, error);
+        status = cuda_write_state(team, i, error);
     if (status)
         leave_all(base);
     return status;
@@ -250,7 +265,7 @@ static void set_timeout(struct ep_team *base, uint32_t timeout_ms)
 
     team->timeout_ms = timeout_ms;
     for (uint32_t i = 0; i < team->n; i++)
-        if (cuda_write(team, i, &cuda_state(team, i)->timeout_ns, &timeout_ns, sizeof timeout_ns, &error))
+        if (cuda_is_here(team, i) && cuda_write(team, i, &cuda_state(team, i)->timeout_ns, &timeout_ns, sizeof timeout_ns, &error))
             EP_ERROR("node", "a rank keeps its old timeout", EP_U("rank", i), EP_U("epoch", team->epoch),
                      EP_S("error", error.text));
 }
@@ -281,9 +296,9 @@ static ep_status share_window(struct cuda_team *team, uint32_t rank, struct ep_c
     for (uint32_t i = 0; !status && i < team->n; i++) {
         const uint32_t ordinal = team->ranks[i].ordinal;
 
-        if (!(mapped >> ordinal & 1))
+        if (cuda_is_here(team, i) && !(mapped >> ordinal & 1))
             status = team->api->memory_share(memory, ordinal, error);
-        mapped |= 1ull << ordinal;
+        mapped |= cuda_is_here(team, i) ? 1ull << ordinal : 0;
     }
     return status;
 }
@@ -386,9 +401,12 @@ static void destroy(struct ep_team *base)
 {
     struct cuda_team *team = cuda(base);
 
-    for (uint32_t i = 0; i < team->n; i++)
+    cuda_span_close(team);
+    for (uint32_t i = 0; i < team->n; i++) {
         if (team->ranks[i].state)
             team->api->memory_destroy(team->ranks[i].state);
+        team->api->memory_destroy(team->ranks[i].net);
+    }
     free(team);
 }
 
@@ -397,17 +415,19 @@ static ep_status make_state(struct cuda_team *team, uint32_t rank, struct ep_err
     struct cuda_rank *r = &team->ranks[rank];
     ep_status status = team->api->memory_create(r->ordinal, team->base.state_bytes, &r->state, error);
 
+    if (!status && team->span)
+        status = cuda_span_make_net(team, rank, error);
     if (status)
         return ep_error_prefix(error, "state of rank %u", rank);
-    return write_state(team, rank, error);
+    return cuda_write_state(team, rank, error);
 }
 
 /* Kernels write into their peers' windows. */
-static ep_status check_reach(const struct ep_team_options *options, uint32_t n, struct ep_error *error)
+static ep_status check_reach(const struct ep_team_options *options, uint32_t n, uint32_t here, struct ep_error *error)
 {
     for (uint32_t a = 0; a < n; a++)
         for (uint32_t b = 0; b < a; b++)
-            if (!ep_node_gpus_reach(options->node, options->devices[a], options->devices[b]))
+            if (here >> a & here >> b & 1 && !ep_node_gpus_reach(options->node, options->devices[a], options->devices[b]))
                 return ep_error_set(error, EP_FAILED_PRECONDITION,
                                     "rank %u is on %s and rank %u on %s, which do not reach each other's memory: "
                                     "ask for fewer ranks, or give the server GPUs of one NVLink domain",
@@ -422,6 +442,10 @@ static const struct ep_team_ops cuda_ops = {
     .set_window = set_window,
     .leave = leave,
     .leave_all = leave_all,
+    .cut = cuda_span_cut,
+    .hold = cuda_span_hold,
+    .admit = cuda_span_admit,
+    .unhold = cuda_span_unhold,
     .join = join,
     .first = first,
     .reset = reset,
@@ -431,6 +455,16 @@ static const struct ep_team_ops cuda_ops = {
     .stuck = stuck,
     .start = start,
 };
+
+static uint32_t ranks_here(const struct ep_team_options *options)
+{
+    const struct ep_team_span *span = options->span;
+    uint32_t here = 0;
+
+    for (uint32_t i = 0; i < options->map->limits.ranks; i++)
+        here |= (uint32_t)(!span || span->node[i] == span->own) << i;
+    return here;
+}
 
 static void fill(struct cuda_team *team, const struct ep_team_options *options)
 {
@@ -444,10 +478,12 @@ static void fill(struct cuda_team *team, const struct ep_team_options *options)
     team->timeout_ms = options->timeout_ms;
     team->region_bytes = options->node->region_bytes;
     team->n = options->map->limits.ranks;
+    team->here = ranks_here(options);
     for (uint32_t i = 0; i < EP_DEVICE_MAX_RANKS; i++)
         team->ht_from[i] = team->from[i] = i < team->n ? 1 : EP_DEVICE_NEVER;
     for (uint32_t i = 0; i < team->n; i++)
-        team->ranks[i].ordinal = options->node->devices[options->devices[i]].ordinal;
+        if (cuda_is_here(team, i))
+            team->ranks[i].ordinal = options->node->devices[options->devices[i]].ordinal;
 }
 
 ep_status ep_team_cuda_create(const struct ep_team_options *options, struct ep_team **out,
@@ -459,15 +495,20 @@ ep_status ep_team_cuda_create(const struct ep_team_options *options, struct ep_t
 
     status = ep_device_check(&options->map->limits, error);
     if (!status)
-        status = check_reach(options, n, error);
+        status = check_reach(options, n, ranks_here(options), error);
     if (status)
         return status;
     team = calloc(1, sizeof *team);
     if (!team)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a team");
     fill(team, options);
+    if (options->span)
+        status = cuda_span_open(team, options->span, error);
     for (uint32_t i = 0; !status && i < n; i++)
-        status = make_state(team, i, error);
+        if (cuda_is_here(team, i))
+            status = make_state(team, i, error);
+    if (status)
+        cuda_span_give_back(team); /* the net is the caller's still */
     if (status)
         destroy(&team->base);
     else

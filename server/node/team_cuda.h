@@ -7,7 +7,8 @@
 
 struct cuda_rank {
     uint32_t ordinal; /* of its GPU in this process */
-    struct ep_cuda_memory *state;
+    struct ep_cuda_memory *state; /* NULL: the rank is on another node, and has nothing of what follows here */
+    struct ep_cuda_memory *net;   /* of struct ep_device_net; NULL without a span */
     uint8_t *window; /* on the GPU */
     struct ep_device_counters seen[EP_DEVICE_PARTS]; /* of the state: what has been counted already */
     struct ep_device_counters ht_seen[EP_DEVICE_PARTS];
@@ -26,9 +27,12 @@ struct cuda_team {
     uint64_t region_bytes;              /* of workers' own memory that are mapped for a rank, at most */
     uint64_t from[EP_DEVICE_MAX_RANKS]; /* as it is in every state: nobody else writes it */
     uint64_t ht_from[EP_DEVICE_MAX_RANKS];
-    uint32_t n;
+    uint32_t n, here;  /* ranks; mask: of this node */
     struct cuda_rank ranks[EP_DEVICE_MAX_RANKS];
+    struct cuda_span *span; /* NULL: all ranks are here */
 };
+
+static inline bool cuda_is_here(const struct cuda_team *team, uint32_t rank) { return team->here >> rank & 1; }
 
 static inline struct ep_device_state *cuda_state(const struct cuda_team *team, uint32_t rank)
 {
@@ -53,6 +57,32 @@ static inline ep_status cuda_clear(const struct cuda_team *team, uint32_t rank, 
 {
     return bytes ? team->api->fill(team->ranks[rank].ordinal, to, 0, bytes, NULL, error) : EP_OK;
 }
+
+/* ---- team_cuda.c ---- */
+
+/* The numbers of the rank into every state that is here. */
+ep_status cuda_tell_from(struct cuda_team *team, uint32_t rank, struct ep_error *error);
+/* The highest numbers that a rank here has begun. */
+ep_status cuda_read_begun(const struct cuda_team *team, struct ep_team_numbers *out, struct ep_error *error);
+/* The beginning of the rank's state, as of a rank that has done all before it takes part. */
+ep_status cuda_write_state(struct cuda_team *team, uint32_t rank, struct ep_error *error);
+
+/* ---- span_cuda.c: a team over several nodes ---------------------------------------------- */
+
+ep_status cuda_span_open(struct cuda_team *team, const struct ep_team_span *span, struct ep_error *error);
+void cuda_span_close(struct cuda_team *team); /* without one: nothing */
+/* What was opened is the caller's again. */
+void cuda_span_give_back(struct cuda_team *team);
+/* The rank's struct ep_device_net. */
+ep_status cuda_span_make_net(struct cuda_team *team, uint32_t rank, struct ep_error *error);
+uint64_t cuda_span_held(const struct cuda_team *team);
+/* As of struct ep_team_ops. */
+void cuda_span_cut(struct ep_team *team, uint32_t node);
+ep_status cuda_span_hold(struct ep_team *team, uint32_t hold_ms, uint64_t *hold, struct ep_team_numbers *begun,
+                         struct ep_error *error);
+ep_status cuda_span_admit(struct ep_team *team, uint64_t hold, uint32_t rank, const struct ep_team_numbers *from,
+                          struct ep_error *error);
+void cuda_span_unhold(struct ep_team *team, uint64_t hold);
 
 /* ---- watch_cuda.c: what kernels count and report ----------------------------------------- */
 

@@ -3,19 +3,6 @@
 
 #include "team_private.h"
 
-struct lost_node {
-    const char *why; /* atomic; a literal, NULL: it is not lost */
-    bool told;       /* loop's thread */
-};
-
-/* From the net's thread to the loop's.  Freed on the loop's, which alone can close the handle. */
-struct lost_nodes {
-    uv_async_t async;
-    struct ep_team_span span; /* nodes, on_lost, user */
-    uint32_t closing;         /* atomic: the team is gone */
-    struct lost_node node[];
-};
-
 struct host_team {
     struct ep_team base;
     struct ep_host_team *team;
@@ -96,66 +83,6 @@ static ep_status start(struct ep_team *base, const struct ep_executor_options *o
     return status;
 }
 
-/* ---- nodes that are lost ---------------------------------------------------------- */
-
-static void on_closed(uv_handle_t *handle)
-{
-    free(handle->data);
-}
-
-static void tell_lost(uv_async_t *async)
-{
-    struct lost_nodes *lost = async->data;
-
-    for (uint32_t n = 0; n < lost->span.nodes; n++) {
-        const char *why = __atomic_load_n(&lost->node[n].why, __ATOMIC_ACQUIRE); /* partner: on_lost */
-
-        if (__atomic_load_n(&lost->closing, __ATOMIC_ACQUIRE)) { /* partner: close_lost */
-            uv_close((uv_handle_t *)async, on_closed);
-            return;
-        }
-        if (!why || lost->node[n].told)
-            continue;
-        lost->node[n].told = true;
-        if (lost->span.on_lost)
-            lost->span.on_lost(n, why, lost->span.user);
-    }
-}
-
-/* The net's thread. */
-static void on_lost(uint32_t node, const char *why, void *user)
-{
-    struct lost_nodes *lost = user;
-
-    __atomic_store_n(&lost->node[node].why, why, __ATOMIC_RELEASE); /* partner: tell_lost */
-    uv_async_send(&lost->async);
-}
-
-static ep_status open_lost(struct host_team *team, const struct ep_team_span *span, struct ep_error *error)
-{
-    struct lost_nodes *lost = calloc(1, sizeof *lost + span->nodes * sizeof *lost->node);
-    int rc;
-
-    if (!lost)
-        return ep_error_set(error, EP_NO_MEMORY, "no memory for a team of %u nodes", span->nodes);
-    lost->span = *span;
-    rc = uv_async_init(team->loop, &lost->async, tell_lost);
-    if (rc) {
-        free(lost);
-        return ep_error_set(error, EP_INTERNAL, "uv_async_init: %s", uv_strerror(rc));
-    }
-    lost->async.data = lost;
-    team->lost = lost;
-    return EP_OK;
-}
-
-/* The net's thread has ended. */
-static void close_lost(struct lost_nodes *lost)
-{
-    __atomic_store_n(&lost->closing, 1, __ATOMIC_RELEASE); /* partner: tell_lost */
-    uv_async_send(&lost->async);
-}
-
 /* ---- team ------------------------------------------------------------------------- */
 
 static void destroy(struct ep_team *base)
@@ -165,7 +92,7 @@ static void destroy(struct ep_team *base)
     if (team->team)
         ep_host_team_destroy(team->team); /* with the network of hosts */
     if (team->lost)
-        close_lost(team->lost);
+        lost_nodes_close(team->lost);
     free(team->net);
     free(team->windows);
     free(team);
@@ -319,7 +246,7 @@ static ep_status create_over_nodes(struct host_team *team, const struct ep_team_
                                    struct ep_error *error)
 {
     const struct ep_team_span *span = options->span;
-    ep_status status = open_lost(team, span, error);
+    ep_status status = lost_nodes_open(team->loop, span, &team->lost, error);
 
     if (status)
         return status;
@@ -328,7 +255,7 @@ static ep_status create_over_nodes(struct host_team *team, const struct ep_team_
                                                          .own = span->own,
                                                          .node = span->node,
                                                          .net = span->net->host,
-                                                         .on_lost = on_lost,
+                                                         .on_lost = lost_nodes_tell,
                                                          .user = team->lost },
                                  &team->team, error);
     if (!status)

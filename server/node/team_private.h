@@ -3,6 +3,7 @@
 #define EP_TEAM_PRIVATE_H
 
 #include "ep_team.h"
+#include "nccl.h"
 
 /* Each is the function of ep_team.h that has its name. */
 struct ep_team_ops {
@@ -51,10 +52,24 @@ struct ep_executor {
     const struct ep_executor_ops *ops;
 };
 
-/* A team's network: one of host teams. */
+/* A team's network: of hosts, which with GPUs is for the news that a node is gone; and of GPUs. */
 struct ep_team_net {
+    struct ep_node *node;
     struct ep_host_net *host;
+    struct nccl_world *nccl; /* connected; NULL on the host backend */
+    uint32_t ranks, n_here;  /* of the team; on this node */
+    struct nccl_rank *here;  /* cuda: before it is connected */
 };
+
+/* ---- lost.c: nodes that are gone, from a net's thread to the loop's ---- */
+
+struct lost_nodes;
+ep_status lost_nodes_open(uv_loop_t *loop, const struct ep_team_span *span, struct lost_nodes **out,
+                          struct ep_error *error);
+/* The net's thread; user: the struct lost_nodes. */
+void lost_nodes_tell(uint32_t node, const char *why, void *user);
+/* The net's thread has ended.  Any thread: it is freed on the loop's. */
+void lost_nodes_close(struct lost_nodes *lost);
 
 ep_status ep_team_host_create(const struct ep_team_options *options, struct ep_team **out,
                               struct ep_error *error);

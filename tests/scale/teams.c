@@ -86,10 +86,31 @@ void teams_cut(uint32_t node)
 
 /* ---- network ------------------------------------------------------------------------------ */
 
-uint64_t ep_team_span_bytes(const struct ep_layout_map *map, uint32_t nodes, const uint32_t *node, uint32_t own)
+uint64_t ep_team_span_bytes(Ep__V1__Backend backend, const struct ep_layout_map *map, uint32_t nodes,
+                            const uint32_t *node, uint32_t own)
 {
-    (void)map, (void)node, (void)own;
+    (void)backend, (void)map, (void)node, (void)own;
     return 4096ull * nodes;
+}
+
+uint64_t ep_team_window_bytes(const struct ep_node *node, const struct ep_layout_map *map, bool spans)
+{
+    (void)node, (void)spans;
+    return map->total_bytes;
+}
+
+/* Of GPUs, which there are none of. */
+ep_status ep_team_net_lead(struct ep_team_net *net, struct ep_team_card *card, struct ep_error *error)
+{
+    (void)net, (void)card, (void)error;
+    return EP_OK;
+}
+
+ep_status ep_team_net_expect(struct ep_team_net *net, uint32_t ranks, const struct ep_team_net_rank *here, uint32_t n,
+                             struct ep_error *error)
+{
+    (void)net, (void)ranks, (void)here, (void)n, (void)error;
+    return EP_OK;
 }
 
 ep_status ep_team_net_listen(struct ep_node *node, struct ep_team_net **out, struct ep_team_card *card,

@@ -1,0 +1,387 @@
+/* Teams of GPUs of several nodes: what they write into states, and how ranks join.  Two nodes in this process, over a
+ * double of NCCL. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda_fixture.h"
+#include "ep_log.h"
+#include "ep_team.h"
+#include "team_cuda.h"
+
+enum { RANKS = 3, NODES = 2, BUILT_WITH = 22809, WIRE = 0x77697265, HOLD_MS = 20, LONG_MS = 60000 };
+
+static const uint32_t node_of[RANKS] = { 0, 1, 1 }, device_of[RANKS] = { 0, 0, 1 };
+
+struct fixture {
+    uv_loop_t loop;
+    struct ep_node *node;
+    struct ep_layout_map map;
+    struct ep_placement placement;
+    struct ep_team_net *net[NODES];
+    struct ep_team_card card[NODES];
+    struct ep_team *team[NODES];
+    struct ep_node_window *window[RANKS];
+    uint32_t lost;
+};
+
+/* ---- a cuda backend that NCCL can be used with ------------------------------------------------ */
+
+static struct ep_cuda_api api;
+static uint32_t built_with = BUILT_WITH;
+
+static uint32_t nccl_version(void)
+{
+    return built_with;
+}
+
+static ep_status nccl_bind(uint32_t device, struct ep_error *error)
+{
+    (void)device, (void)error;
+    return EP_OK;
+}
+
+static int nccl_device_open(void *create, void *comm, uint64_t *wire)
+{
+    assert_non_null(create);
+    assert_non_null(comm);
+    wire[0] = WIRE;
+    return 0;
+}
+
+static int nccl_device_close(void *destroy, void *comm, const uint64_t *wire)
+{
+    assert_non_null(destroy);
+    assert_non_null(comm);
+    assert_int_equal(wire[0], WIRE);
+    return 0;
+}
+
+/* ---- two nodes ---------------------------------------------------------------------------------- */
+
+struct connecting {
+    struct fixture *f;
+    uint32_t own;
+    ep_status status;
+};
+
+static void *connect_one(void *arg)
+{
+    struct connecting *c = arg;
+
+    c->status = ep_team_net_connect(c->f->net[c->own], c->f->card, NODES, c->own, 20000, NULL);
+    return NULL;
+}
+
+static void expect_windows(struct fixture *f, uint32_t own)
+{
+    struct ep_team_net_rank here[RANKS];
+    uint32_t n = 0;
+
+    for (uint32_t r = 0; r < RANKS; r++)
+        if (node_of[r] == own)
+            here[n++] = (struct ep_team_net_rank){ r, device_of[r], f->window[r] };
+    assert_int_equal(ep_team_net_expect(f->net[own], RANKS, here, n, NULL), EP_OK);
+}
+
+static void connect_both(struct fixture *f)
+{
+    struct connecting c[NODES];
+    pthread_t thread;
+
+    for (uint32_t n = 0; n < NODES; n++) {
+        c[n] = (struct connecting){ .f = f, .own = n };
+        assert_int_equal(ep_team_net_listen(f->node, &f->net[n], &f->card[n], NULL), EP_OK);
+        expect_windows(f, n);
+    }
+    assert_int_equal(ep_team_net_lead(f->net[0], &f->card[0], NULL), EP_OK);
+    assert_int_equal(pthread_create(&thread, NULL, connect_one, &c[1]), 0);
+    connect_one(&c[0]);
+    pthread_join(thread, NULL);
+    assert_int_equal(c[0].status, EP_OK);
+    assert_int_equal(c[1].status, EP_OK);
+}
+
+static void on_lost(uint32_t node, const char *why, void *user)
+{
+    (void)node;
+    assert_non_null(why);
+    ((struct fixture *)user)->lost++;
+}
+
+static void make_team(struct fixture *f, uint32_t own)
+{
+    const struct ep_team_span span = {
+        .nodes = NODES, .own = own, .node = node_of, .net = f->net[own], .on_lost = on_lost, .user = f
+    };
+    const struct ep_team_options options = { .node = f->node, .loop = &f->loop, .map = &f->map,
+                                             .placement = &f->placement, .devices = device_of, .epoch = 1,
+                                             .timeout_ms = 1000, .span = &span };
+
+    assert_int_equal(ep_team_create(&options, &f->team[own], NULL), EP_OK);
+    for (uint32_t r = 0; r < RANKS; r++)
+        if (node_of[r] == own)
+            assert_int_equal(ep_team_set_window(f->team[own], r, f->window[r], NULL), EP_OK);
+}
+
+static int setup(void **state)
+{
+    const struct ep_node_options options = { .name = "n1", .backend = EP_NODE_CUDA, .cuda = &api };
+    const struct ep_limits limits = { .ranks = RANKS, .experts = 6, .local_experts = 2, .top_k = 2, .hidden = 64,
+                                      .modes = 1u << EP_MODE_LL, .dtypes = 1u << EP_BF16, .ll_max_tokens = 8,
+                                      .ll_banks = 2, .arena_bytes = 1 << 20 };
+    struct fixture *f = calloc(1, sizeof *f);
+
+    setenv("EP_GIN_INTERFACE", "=lo", 0);
+    ep_log_configure(EP_LOG_OFF, EP_LOG_LOGFMT);
+    cuda_fixture_reset();
+    api = *cuda_fixture_api();
+    api.nccl_version = nccl_version;
+    api.nccl_bind = nccl_bind;
+    api.nccl_device_open = nccl_device_open;
+    api.nccl_device_close = nccl_device_close;
+    built_with = BUILT_WITH;
+    assert_int_equal(uv_loop_init(&f->loop), 0);
+    assert_int_equal(ep_node_open(&options, &f->node, NULL), EP_OK);
+    assert_int_equal(ep_layout_compute(&limits, &f->map, NULL), EP_OK);
+    assert_int_equal(ep_placement_contiguous(RANKS, 6, &f->placement, NULL), EP_OK);
+    for (uint32_t r = 0; r < RANKS; r++)
+        assert_int_equal(ep_node_window_create(f->node, device_of[r], "w", ep_team_window_bytes(f->node, &f->map, true),
+                                               &f->window[r], NULL), EP_OK);
+    connect_both(f);
+    make_team(f, 0);
+    make_team(f, 1);
+    *state = f;
+    return 0;
+}
+
+static void *destroy_one(void *team)
+{
+    if (team)
+        ep_team_destroy(team);
+    return NULL;
+}
+
+static int teardown(void **state)
+{
+    struct fixture *f = *state;
+    pthread_t thread;
+
+    for (uint32_t n = 0; n < NODES; n++) {
+        assert_int_equal(pthread_create(&thread, NULL, destroy_one, f->team[n]), 0);
+        pthread_join(thread, NULL);
+    }
+    for (uint32_t r = 0; r < RANKS; r++)
+        ep_node_window_destroy(f->window[r]);
+    ep_placement_free(&f->placement);
+    ep_node_close(f->node);
+    uv_run(&f->loop, UV_RUN_DEFAULT);
+    assert_int_equal(uv_loop_close(&f->loop), 0);
+    assert_int_equal(cuda_fixture.memories, 0);
+    free(f);
+    return 0;
+}
+
+static struct cuda_team *team_of(const struct fixture *f, uint32_t rank)
+{
+    return (struct cuda_team *)f->team[node_of[rank]];
+}
+
+static struct ep_device_state *state_of(const struct fixture *f, uint32_t rank)
+{
+    return cuda_fixture_host(cuda_state(team_of(f, rank), rank));
+}
+
+/* ---- states ----------------------------------------------------------------------------------- */
+
+static void states_know_who_is_far_and_what_leads_there(void **state)
+{
+    struct fixture *f = *state;
+
+    for (uint32_t r = 0; r < RANKS; r++) {
+        const struct ep_device_state *s = state_of(f, r);
+        const struct ep_device_net *net = cuda_fixture_host((void *)(uintptr_t)s->net);
+
+        assert_int_equal(net->far, r == 0 ? 6 : 1);
+        assert_int_equal(net->outbox, f->map.total_bytes);
+        assert_int_equal(net->window, (uintptr_t)ep_node_window_base(f->window[r]));
+        assert_int_equal(net->wire[0], WIRE);
+        assert_int_equal(net->told[0][0][0], 0);
+        for (uint32_t i = 0; i < RANKS; i++)
+            assert_int_equal(s->from[i], 1);
+    }
+}
+
+static void behind_a_window_is_room_for_what_goes_elsewhere(void **state)
+{
+    struct fixture *f = *state;
+
+    assert_int_equal(ep_team_window_bytes(f->node, &f->map, false), f->map.total_bytes);
+    assert_int_equal(ep_team_window_bytes(f->node, &f->map, true),
+                     f->map.total_bytes + f->map.limits.ll_banks * f->map.bank_bytes);
+    assert_int_equal(ep_team_span_bytes(EP__V1__BACKEND__BACKEND_CUDA, &f->map, NODES, node_of, 1),
+                     2ull * f->map.limits.ll_banks * f->map.bank_bytes);
+}
+
+static void who_leaves_is_absent_on_all_nodes_that_are_told(void **state)
+{
+    struct fixture *f = *state;
+
+    ep_team_leave(f->team[0], 2);
+    assert_int_equal(state_of(f, 0)->from[2], EP_DEVICE_NEVER);
+    assert_int_equal(state_of(f, 2)->from[2], 1);
+    assert_int_equal(state_of(f, 2)->from[0], 1);
+    ep_team_leave(f->team[1], 2);
+    assert_int_equal(state_of(f, 1)->from[2], EP_DEVICE_NEVER);
+    assert_int_equal(state_of(f, 2)->from[0], EP_DEVICE_NEVER); /* its own op ends */
+}
+
+/* ---- joining -------------------------------------------------------------------------------------- */
+
+static void ranks_join_at_agreed_numbers_only(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_error error = EP_ERROR_INIT;
+
+    assert_int_equal(ep_team_join(f->team[0], 0, &error), EP_FAILED_PRECONDITION);
+    assert_non_null(strstr(error.text, "held and admitted"));
+    assert_int_equal(ep_team_reset(f->team[0], &error), EP_FAILED_PRECONDITION);
+}
+
+static void a_rank_is_held_and_admitted_everywhere(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_team_numbers begun, from = { 0, 1 };
+    uint64_t hold[NODES];
+
+    for (uint32_t n = 0; n < NODES; n++)
+        ep_team_leave(f->team[n], 2);
+    state_of(f, 0)->begun = 41;
+    state_of(f, 1)->begun = 42;
+    for (uint32_t n = 0; n < NODES; n++) {
+        assert_int_equal(ep_team_hold(f->team[n], LONG_MS, &hold[n], &begun, NULL), EP_OK);
+        assert_int_equal(begun.ll, 41 + n);
+        from.ll = begun.ll + 1;
+    }
+    for (uint32_t r = 0; r < RANKS; r++)
+        assert_int_equal(state_of(f, r)->held, 1);
+    for (uint32_t n = NODES; n-- > 0;)
+        assert_int_equal(ep_team_admit(f->team[n], hold[n], 2, &from, NULL), EP_OK);
+    for (uint32_t r = 0; r < RANKS; r++) {
+        assert_int_equal(state_of(f, r)->from[2], 43);
+        assert_int_equal(state_of(f, r)->held, 0);
+    }
+    assert_int_equal(state_of(f, 2)->number, 42);
+    assert_int_equal(state_of(f, 2)->begun, 42);
+    assert_true(state_of(f, 2)->net != 0);
+    assert_int_equal(ep_team_first(f->team[0], 2).ll, 43);
+    assert_int_equal(ep_team_admit(f->team[0], hold[0], 2, &from, NULL), EP_ABORTED);
+}
+
+static void several_may_hold_at_a_time(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_team_numbers begun;
+    uint64_t first, second;
+
+    assert_int_equal(ep_team_hold(f->team[1], LONG_MS, &first, &begun, NULL), EP_OK);
+    assert_int_equal(ep_team_hold(f->team[1], LONG_MS, &second, &begun, NULL), EP_OK);
+    ep_team_unhold(f->team[1], first);
+    assert_true(state_of(f, 1)->held != 0);
+    ep_team_unhold(f->team[1], second);
+    ep_team_unhold(f->team[1], second);
+    assert_int_equal(state_of(f, 1)->held, 0);
+}
+
+static void a_hold_ends_by_itself(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_team_numbers begun;
+    uint64_t hold;
+
+    assert_int_equal(ep_team_hold(f->team[0], HOLD_MS, &hold, &begun, NULL), EP_OK);
+    while (state_of(f, 0)->held)
+        uv_run(&f->loop, UV_RUN_ONCE);
+    assert_int_equal(ep_team_admit(f->team[0], hold, 2, &begun, NULL), EP_ABORTED);
+    assert_int_equal(ep_team_hold(f->team[0], HOLD_MS, &hold, &begun, NULL), EP_OK); /* one that its team does not outlive */
+}
+
+/* ---- nodes ------------------------------------------------------------------------------------------ */
+
+static void a_node_that_is_cut_is_lost_to_both(void **state)
+{
+    struct fixture *f = *state;
+
+    ep_team_cut(f->team[0], 1);
+    while (f->lost < 2)
+        uv_run(&f->loop, UV_RUN_ONCE);
+}
+
+static int left(void)
+{
+    void *library = dlopen("libnccl.so.2", RTLD_NOW);
+    const int *count = dlsym(library, "nccl_double_left");
+
+    assert_non_null(count);
+    return __atomic_load_n(count, __ATOMIC_RELAXED);
+}
+
+/* NCCL would wait for streams that wait for workers. */
+static void communicators_stay_as_long_as_a_rank_is_served(void **state)
+{
+    struct fixture *f = *state;
+    const int before = left();
+
+    nccl_serve_begins();
+    nccl_serve_begins();
+    ep_team_destroy(f->team[1]);
+    f->team[1] = NULL;
+    assert_int_equal(left(), before);
+    nccl_serve_ends();
+    assert_int_equal(left(), before);
+    nccl_serve_ends();
+    assert_int_equal(left(), before + 2);
+    ep_team_destroy(f->team[0]);
+    f->team[0] = NULL;
+    assert_int_equal(left(), before + 3);
+}
+
+static void without_the_right_nccl_it_is_refused(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_team_net *net;
+    struct ep_team_card card;
+
+    built_with = 0;
+    assert_int_equal(ep_team_net_listen(f->node, &net, &card, &error), EP_UNIMPLEMENTED);
+    assert_non_null(strstr(error.text, "built without NCCL's headers"));
+    built_with = 23007;
+    assert_int_equal(ep_team_net_listen(f->node, &net, &card, &error), EP_UNAVAILABLE);
+    assert_non_null(strstr(error.text, "version 22809, the kernels were built for 23007"));
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(states_know_who_is_far_and_what_leads_there, setup, teardown),
+        cmocka_unit_test_setup_teardown(behind_a_window_is_room_for_what_goes_elsewhere, setup, teardown),
+        cmocka_unit_test_setup_teardown(who_leaves_is_absent_on_all_nodes_that_are_told, setup, teardown),
+        cmocka_unit_test_setup_teardown(ranks_join_at_agreed_numbers_only, setup, teardown),
+        cmocka_unit_test_setup_teardown(a_rank_is_held_and_admitted_everywhere, setup, teardown),
+        cmocka_unit_test_setup_teardown(several_may_hold_at_a_time, setup, teardown),
+        cmocka_unit_test_setup_teardown(a_hold_ends_by_itself, setup, teardown),
+        cmocka_unit_test_setup_teardown(a_node_that_is_cut_is_lost_to_both, setup, teardown),
+        cmocka_unit_test_setup_teardown(communicators_stay_as_long_as_a_rank_is_served, setup, teardown),
+        cmocka_unit_test_setup_teardown(without_the_right_nccl_it_is_refused, setup, teardown),
+    };
+
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
