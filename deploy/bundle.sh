@@ -60,6 +60,10 @@ cp "$root/build/lib/libep_cuda.so" "$root/build/lib/libnccl-net-ep.so" "$out/lib
 cp -P "$root"/build/client/lib/libepclient.so* "$out/lib/"
 cp "$root/tests/data/text.txt" "$out/data/"
 cp "$root"/tests/gpu/*.sh "$out/"
+# For nodes.sh, whose servers are a cluster; packed, as it is large.
+if etcd=$(command -v etcd); then
+    gzip -9 -c "$etcd" >"$out/etcd.gz"
+fi
 
 # ---- libraries ----
 mapfile -t needed < <(ldd "$out"/bin/* "$out"/lib/*.so | awk '$2 == "=>" && $3 ~ /^\// { print $1, $3 }' | sort -u)

@@ -1,0 +1,172 @@
+#!/usr/bin/env bash
+# A group on the GPUs of several nodes, which are servers of this machine with a share of its GPUs each: NCCL takes them
+# for hosts of their own. Runs from the tree and from the folder that deploy/bundle.sh makes.
+set -uo pipefail
+# shellcheck source-path=SCRIPTDIR
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+usage() {
+    cat <<'TEXT'
+usage: nodes.sh N [--gpus N] [--limit S] [--logs DIR]
+
+Starts N ep-servers on an etcd of their own, makes a group over all of them with a rank on each GPU, and runs verified
+dispatch and combine on it. Prints a line per step and, at the end, `N passed, N failed`. Exits with 77 where there is no
+GPU, no NCCL or no etcd. Servers share a GPU where there are fewer GPUs than nodes: slow, and right all the same.
+
+  --gpus N    use N GPUs (default: all that nvidia-smi lists)
+  --limit S   seconds for a step (default 120)
+  --logs DIR  keep complete output there
+TEXT
+}
+
+gpus='' logs='' limit_s=120 nodes=''
+while (($#)); do
+    case $1 in
+    --gpus) gpus=${2:?--gpus needs a number}; shift ;;
+    --limit) limit_s=${2:?--limit needs seconds}; shift ;;
+    --logs) logs=${2:?--logs needs a folder}; shift ;;
+    --help | -h) usage; exit 0 ;;
+    [1-8]) nodes=$1 ;;
+    *) usage >&2; exit 2 ;;
+    esac
+    shift
+done
+[[ -n $nodes ]] || { usage >&2; exit 2; }
+count_gpus
+need "$bin/ep-server" "$bin/ep-admin" "$bin/ep-bench"
+open_logs
+dir=$(mktemp -d)
+processes=()
+
+tear_down() {
+    ((${#processes[@]} == 0)) || kill -KILL "${processes[@]}" 2>/dev/null
+    wait 2>/dev/null
+    cp "$dir"/*.out "$logs/" 2>/dev/null
+    rm -rf "$dir"
+}
+trap tear_down EXIT
+
+# ---- etcd: the system's, or the one of the bundle, which is packed ---------------------------------
+
+etcd=$(command -v etcd) || etcd=''
+if [[ -z $etcd && -e $here/etcd.gz ]]; then
+    etcd=$dir/etcd
+    gzip -dc "$here/etcd.gz" >"$etcd" && chmod +x "$etcd"
+fi
+[[ -n $etcd ]] || { echo 'no etcd here: several servers need one'; exit 77; }
+
+free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
+
+start_etcd() {
+    local client peer
+    client=$(free_port) peer=$(free_port)
+    store=127.0.0.1:$client
+    "$etcd" --data-dir="$dir/etcd.d" --listen-client-urls="http://$store" --advertise-client-urls="http://$store" \
+        --listen-peer-urls="http://127.0.0.1:$peer" --initial-advertise-peer-urls="http://127.0.0.1:$peer" \
+        --initial-cluster="default=http://127.0.0.1:$peer" --unsafe-no-fsync --log-level=error >"$dir/etcd.out" 2>&1 &
+    processes+=("$!")
+}
+
+# ---- nodes ---------------------------------------------------------------------------------------------
+
+# share NODE: its GPUs.
+share() {
+    local node=$1 all first last
+    IFS=, read -ra all <<<"$CUDA_VISIBLE_DEVICES"
+    if ((gpus >= nodes)); then
+        first=$((node * gpus / nodes)) last=$(((node + 1) * gpus / nodes - 1))
+    else
+        first=$((node * gpus / nodes)) last=$first
+    fi
+    (IFS=,; echo "${all[*]:first:last-first+1}")
+}
+
+# For servers alone: workers with so many queues each find no more of them on a GPU that they share.
+of_nccl=(NCCL_NET_PLUGIN="${NCCL_NET_PLUGIN-$(realpath "$lib")/libnccl-net-ep.so}" NCCL_NET_PLUGIN_REF_COUNT=1
+    NCCL_GIN_ENABLE=1 NCCL_GIN_NCONTEXTS=1 NCCL_CUMEM_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MNNVL_ENABLE=0
+    CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32)
+
+start_nodes() {
+    local node i
+    for ((node = 0; node < nodes; node++)); do
+        mkdir -p "$dir/$node"
+        env "${of_nccl[@]}" NCCL_HOSTID="ep-node-$node" CUDA_VISIBLE_DEVICES="$(share "$node")" "$bin/ep-server" --backend=cuda --name="node-$node" \
+            --store="etcd://$store" --listen=127.0.0.1:0 --insecure --socket="$dir/$node/ep.sock" --lost-after=20s \
+            --state-dir="$dir/$node/state" --port-file="$dir/$node/ports" --log-level=info >"$dir/server-$node.out" 2>&1 &
+        processes+=("$!")
+        pids[node]=$!
+    done
+    for ((node = 0; node < nodes; node++)); do
+        for ((i = 0; i < 600; i++)); do
+            [[ -s $dir/$node/ports ]] && break
+            kill -0 "${pids[node]}" 2>/dev/null || return 1
+            sleep 0.1
+        done
+    done
+}
+
+admin() { timeout --kill-after=5 "$limit_s" "$bin/ep-admin" --timeout=40s "$@"; }
+
+# step NAME COMMAND [ARGUMENT...]
+step() {
+    local name=$1 log=$dir/${1//[^a-zA-Z0-9]/-}.out began=$EPOCHREALTIME code
+    shift
+    "$@" >"$log" 2>&1
+    code=$?
+    printf '%s %s (%.1f s)\n' "$( ((code == 0)) && echo 'ok  ' || echo FAIL)" "$name" \
+        "$(awk "BEGIN { print $EPOCHREALTIME - $began }")"
+    if ((code == 0)); then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+        tail -n 12 "$log" | cut -c 1-400 | sed 's/^/     /'
+        tail -qn 4 "$dir"/server-*.out | cut -c 1-400 | sed 's/^/     /'
+    fi
+    return "$code"
+}
+
+# refused TEXT COMMAND [ARGUMENT...]: it fails, and says so.
+refused() {
+    local text=$1 said
+    shift
+    said=$("$@" 2>&1) && { echo "not refused: $said"; return 1; }
+    echo "$said"
+    grep -qF -- "$text" <<<"$said"
+}
+
+ranks=$((gpus >= nodes ? gpus : nodes))
+group=(moe --ranks="$ranks" --experts=$((4 * ranks)) --hidden=1024 --top-k=4 --ll-max-tokens=32 --arena=32MiB
+    --timeout-ms=20000 --placement=spread)
+servers=()
+for ((node = 0; node < nodes; node++)); do
+    servers+=("--server=unix:$dir/$node/ep.sock")
+done
+export EP_SERVER=unix:$dir/0/ep.sock
+
+bench() {
+    timeout --kill-after=5 "$limit_s" "$bin/ep-bench" "${servers[@]}" --group=moe --backend=cuda --modes=ll --verify "$@"
+}
+
+declare -a pids
+start_etcd
+step "$nodes servers start" start_nodes || { closing_line; exit 1; }
+step 'HT is refused' refused 'modes has ht' admin group create "${group[@]}" --modes=ht,ll
+step 'a group over all of them' admin group create "${group[@]}" --modes=ll --wait=60s || { closing_line; exit 1; }
+step 'executor direct is refused' refused 'several nodes' bench --executor=direct --tokens=1 --iters=1 --layouts=packed
+step 'every layout, verified' bench --tokens=1,16 --iters=20
+step 'fp8' bench --tokens=16 --iters=10 --dtypes=fp8
+step 'a worker is killed and another comes' bench --tokens=16 --iters=20 --layouts=expert-major,packed \
+    --kill=$((ranks - 1))@0
+# NCCL asks the driver for much while streams of the same process wait for doorbells.
+beside() {
+    local work code
+    bench --soak=8 &
+    work=$!
+    sleep 3
+    admin group create beside "${group[@]:1}" --modes=ll --wait=40s && admin group delete beside
+    code=$?
+    wait "$work" && ((code == 0))
+}
+step 'a second group comes and goes while the first one works' beside
+step 'the group goes' admin group delete moe
+closing_line
