@@ -9,8 +9,8 @@
 
 enum {
     AT_ONCE_PERCENT = 40,
-    SOON_PERCENT = 57, /* and the rest late */
-    SOON_NS = 100000, LATE_NS = 4000000,
+    LATE_PERCENT = 3, OFTEN_LATE_PERCENT = 30, /* and the rest soon */
+    SOON_NS = 100000, LATE_MS = 4, /* at most */
     NAP_NS = 20000,
 };
 
@@ -37,6 +37,7 @@ struct item {
     uint32_t rank; /* to whom */
     uint8_t *to;
     const uint8_t *source; /* NULL: a signal */
+    uint8_t *read;         /* the source as it was when it was put; NULL: it is read when it lands */
     uint64_t *signal;
     uint64_t bytes, by, due_ns;
 };
@@ -45,6 +46,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct place *places;
 static struct item *first, **last = &first;
 static uint32_t chance = 0x2545f491;
+static uint32_t late_ns, late_percent;
 static bool running;
 
 /* ---- under way ------------------------------------------------------------------------------------ */
@@ -61,7 +63,7 @@ static uint64_t delay_ns(void)
 {
     const uint32_t kind = by_chance() % 100;
 
-    return kind < AT_ONCE_PERCENT ? 0 : by_chance() % (kind < AT_ONCE_PERCENT + SOON_PERCENT ? SOON_NS : LATE_NS);
+    return kind < AT_ONCE_PERCENT ? 0 : by_chance() % (kind < 100 - late_percent ? SOON_NS : late_ns);
 }
 
 /* A signal waits for the puts before it. */
@@ -81,7 +83,7 @@ static void land(const struct item *item)
     if (item->signal)
         __atomic_fetch_add(item->signal, item->by, __ATOMIC_SEQ_CST);
     else
-        memcpy(item->to, item->source, item->bytes);
+        memcpy(item->to, item->read ? item->read : item->source, item->bytes);
 }
 
 static void land_some(void)
@@ -100,6 +102,7 @@ static void land_some(void)
         *at = item->next;
         if (!item->next)
             last = at;
+        free(item->read);
         free(item);
     }
 }
@@ -129,6 +132,8 @@ static void send(const struct item *what)
 
     *item = *what;
     pthread_mutex_lock(&lock);
+    if (item->source && by_chance() % 2)
+        item->read = memcpy(allocated(malloc(item->bytes)), item->source, item->bytes);
     item->due_ns = ep_clock_ns() + delay_ns();
     item->next = NULL;
     *last = item;
@@ -211,8 +216,12 @@ static void start(void)
 {
     pthread_t thread;
 
+    const char *late = getenv("EP_CUDA_WIRE_LATE_MS");
+
     if (running)
         return;
+    late_ns = (late ? (uint32_t)strtoul(late, NULL, 10) : LATE_MS) * 1000000u;
+    late_percent = late ? OFTEN_LATE_PERCENT : LATE_PERCENT;
     if (pthread_create(&thread, NULL, run, NULL))
         abort();
     pthread_detach(thread);

@@ -2,8 +2,9 @@
  * wire.h: the network between ranks that are on other nodes, as kernels see it (kernels/cuda/gin.cuh), for tests.
  *
  * EP_CUDA_WIRE_NODES=N in the environment puts the ranks of a group on N nodes.  It is as bad a network as the rules
- * allow: a put takes from nothing to some ms, reads its source when it lands and not when it is put, and may land after
- * a later one.  A signal comes after all puts that its sender put to the same rank before.
+ * allow: a put takes from nothing to some ms, reads its source when it is put or not before it lands, and may land after
+ * a later one.  A signal comes after all puts that its sender put to the same rank before.  EP_CUDA_WIRE_LATE_MS=N: puts
+ * take up to so many ms, and often.
  */
 #ifndef CUDA_KERNELS_WIRE_H
 #define CUDA_KERNELS_WIRE_H
