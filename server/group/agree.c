@@ -22,7 +22,7 @@
 
 #define PREPARE_MS 10000u
 #define OFFER_MS   1000u /* what members had for the first plan is theirs again, and the store tells what they have */
-#define CONNECT_MS 27000u
+#define CONNECT_SLACK_MS 2000u /* beyond what a member takes at most */
 #define ABORT_MS   2000u
 #define SEE_MS     5000u
 #define SETTLE_MS  3000u
@@ -303,13 +303,14 @@ static void ask_all_to_prepare(struct change *change)
 static void ask_to_connect(struct change *change, const Ep__V1__ConnectRequest *request)
 {
     const uint32_t n = change->plan.n_nodes;
+    const uint32_t within_ms = epoch_connect_ms(change->status) + CONNECT_SLACK_MS;
     struct agreed *own = NULL;
 
     for (uint32_t i = 0; i < n; i++)
         if (is_own(&change->members[i]))
             own = &change->members[i];
         else
-            call(&change->members[i], "Connect", &request->base, CONNECT_MS, on_connected);
+            call(&change->members[i], "Connect", &request->base, within_ms, on_connected);
     if (own)
         ep_groups_connect(groups_of(change), request, on_connected, own);
 }

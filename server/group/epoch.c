@@ -7,7 +7,8 @@
 #include "ep_log.h"
 #include "group_private.h"
 
-#define CONNECT_MS 25000u /* NCCL takes some 5 s for a communicator, and more on a busy machine */
+#define CONNECT_MS      8000u
+#define CONNECT_GPUS_MS 25000u /* NCCL takes some 5 s for a communicator, and more on a busy machine */
 #define RENEW_MS   3000u /* so long claims wait for the leader to form anew what all have left */
 
 /* ---- windows ----------------------------------------------------------------------- */
@@ -236,6 +237,11 @@ static bool is_on_gpus(const struct epoch *epoch)
     return epoch->settled.spec->backend == EP__V1__BACKEND__BACKEND_CUDA;
 }
 
+uint32_t epoch_connect_ms(const Ep__V1__GroupStatus *record)
+{
+    return record->settled->spec->backend == EP__V1__BACKEND__BACKEND_CUDA ? CONNECT_GPUS_MS : CONNECT_MS;
+}
+
 uint64_t epoch_span_bytes(const struct ep_settled *settled, const struct ep_plan *plan, uint32_t node)
 {
     return ep_team_span_bytes(settled->spec->backend, &settled->map, plan->n_nodes, plan->node, node);
@@ -380,7 +386,8 @@ static void connect_net(uv_work_t *work)
 {
     struct connecting *c = work->data;
 
-    (void)ep_team_net_connect(c->epoch->net, c->cards, c->epoch->plan.n_nodes, c->epoch->own, CONNECT_MS, &c->error);
+    (void)ep_team_net_connect(c->epoch->net, c->cards, c->epoch->plan.n_nodes, c->epoch->own,
+                              is_on_gpus(c->epoch) ? CONNECT_GPUS_MS : CONNECT_MS, &c->error);
 }
 
 static void on_connected(uv_work_t *work, int status)

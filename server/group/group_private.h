@@ -543,6 +543,8 @@ ep_status epoch_prepare(struct epoch *epoch, struct ep_team_card *card, struct e
  */
 typedef void (*epoch_done_fn)(const struct ep_error *error, void *user);
 void epoch_connect(struct epoch *epoch, const struct ep_team_card *cards, epoch_done_fn done, void *user);
+/* How long that may take in a member, of an epoch with that record. */
+uint32_t epoch_connect_ms(const Ep__V1__GroupStatus *record);
 /* Memory of a node for the way to the others, beside windows. */
 uint64_t epoch_span_bytes(const struct ep_settled *settled, const struct ep_plan *plan, uint32_t node);
 static inline bool epoch_spans(const struct epoch *epoch)
