@@ -20,9 +20,12 @@
 #define LAST_PAUSE_MS  2000
 #define LIST_WITHIN_MS 5000
 
-/* So many changes in that time are a lot: what comes after them comes later by the pause, and by the 100 ms between two looks
- * of etcd at those who lag behind.  With few nodes there are never so many. */
-#define BURST     32
+/*
+ * So many changes in that time are a lot: what comes after them comes later by the pause, and by the 100 ms between two looks
+ * of etcd at those who lag behind.  Workers that go over to a new epoch may wait for one of them, so a cluster of some
+ * hundred nodes must not come so far: a change of a group is two to four records of each, and some may follow each other.
+ */
+#define BURST     512
 #define BURST_MS  1000
 #define GATHER_MS 200
 #define LULL      8    /* fewer came in one piece: it is over */

@@ -337,7 +337,7 @@ static void changes_during_a_break_come_afterwards(void **state)
 
 /* ---- many changes at once ------------------------------------------------------------ */
 
-#define MANY 40
+#define MANY 80
 #define EACH 64
 
 struct flood {
