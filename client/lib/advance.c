@@ -17,6 +17,7 @@
 
 #include "client_private.h"
 #include "ep_futex.h"
+#include "ep_thread.h"
 
 #define LOOK_NS (10 * EP_NS_PER_MS) /* between two looks at whether the rank is lost */
 
@@ -134,6 +135,7 @@ static void *run(void *arg)
     struct ep_client *client = arg;
     struct following *f = &client->following;
 
+    ep_thread_goes_behind(); /* ops of the epoch that runs come first */
     pthread_mutex_lock(&f->lock);
     while (!f->stop) {
         uint64_t when_ns;

@@ -5,6 +5,7 @@
 
 #include "ep_clock.h"
 #include "ep_log.h"
+#include "ep_thread.h"
 #include "group_private.h"
 
 #define CONNECT_MS      8000u
@@ -451,6 +452,7 @@ static void give_back(uv_work_t *work)
     struct epoch *epoch = work->data;
     const struct ranks here = epoch_ranks_of(epoch, epoch->own);
 
+    ep_thread_goes_behind();
     if (epoch->lost)
         return;
     if (epoch->team)
