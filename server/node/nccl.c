@@ -285,6 +285,7 @@ ep_status nccl_form(const struct ep_cuda_api *api, const uint8_t id[NCCL_ID_BYTE
                     struct ep_error *error)
 {
     struct nccl_world *world = make_world(api, id, ranks, here, n);
+    ep_status status;
 
     if (!world)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a communicator");
@@ -296,9 +297,9 @@ ep_status nccl_form(const struct ep_cuda_api *api, const uint8_t id[NCCL_ID_BYTE
 
         if (!member->error.status)
             continue;
-        (void)ep_error_set(error, member->error.status, "rank %u: %.340s", member->rank.rank, member->error.text);
+        status = ep_error_set(error, member->error.status, "rank %u: %.340s", member->rank.rank, member->error.text);
         nccl_leave(world);
-        return error->status;
+        return status;
     }
     *out = world;
     return EP_OK;

@@ -1,11 +1,11 @@
-/* A libnccl.so.2 that connects nobody, for programs that look it up at run time.  EP_NCCL_DOUBLE_VERSION: its version. */
+/* EP_NCCL_DOUBLE_VERSION: its version. */
+#include "nccl_double.h"
+
 #include <stdlib.h>
 #include <string.h>
 
 #include "nccl.h"
 
-/* Communicators that were left, ever. */
-extern int nccl_double_left;
 int nccl_double_left;
 
 typedef struct { char internal[NCCL_ID_BYTES]; } unique_id;
