@@ -41,8 +41,8 @@ while (($#)); do
     shift
 done
 
-for tool in patchelf strip ldd objdump; do
-    command -v "$tool" >/dev/null || die "$tool is missing: apt-get install patchelf binutils libc-bin"
+for tool in patchelf strip ldd objdump xz; do
+    command -v "$tool" >/dev/null || die "$tool is missing: apt-get install patchelf binutils libc-bin xz-utils"
 done
 if ((build)); then
     cmake -S "$root" --preset release >/dev/null
@@ -62,7 +62,7 @@ cp "$root/tests/data/text.txt" "$out/data/"
 cp "$root"/tests/gpu/*.sh "$out/"
 # For nodes.sh, whose servers are a cluster; packed, as it is large.
 if etcd=$(command -v etcd); then
-    gzip -9 -c "$etcd" >"$out/etcd.gz"
+    xz -c "$etcd" >"$out/etcd.xz"
 fi
 
 # ---- libraries ----

@@ -49,9 +49,9 @@ trap tear_down EXIT
 # ---- etcd: the system's, or the one of the bundle, which is packed ---------------------------------
 
 etcd=$(command -v etcd) || etcd=''
-if [[ -z $etcd && -e $here/etcd.gz ]]; then
+if [[ -z $etcd && -e $here/etcd.xz ]]; then
     etcd=$dir/etcd
-    gzip -dc "$here/etcd.gz" >"$etcd" && chmod +x "$etcd"
+    xz -dc "$here/etcd.xz" >"$etcd" && chmod +x "$etcd"
 fi
 [[ -n $etcd ]] || { echo 'no etcd here: several servers need one'; exit 77; }
 
