@@ -567,7 +567,9 @@ static struct pools pools_of(const struct ep_settled *settled, const struct ep_p
     for (uint32_t i = 0; i < plan->n_nodes; i++)
         if (pools.first[i + 1] > pools.first[i])
             fill_pools(pools.list + pools.first[i], find_node(nodes, n, plan->name[i]),
-                       plan->n_nodes > 1 ? ep_team_span_bytes(settled->spec->backend, &settled->map, plan->n_nodes, plan->node, i) : 0);
+                       plan->n_nodes > 1 ? ep_team_span_bytes(settled->spec->backend, &settled->map, plan->n_nodes,
+                                                              plan->node, i)
+                                         : 0);
     for (uint32_t r = 0; r < plan->n_ranks; r++)
         count_rank(&pools, plan, r);
     return pools;
