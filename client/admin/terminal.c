@@ -32,6 +32,7 @@ static void enter(void)
     struct termios raw = before;
 
     raw.c_lflag &= ~(tcflag_t)(ICANON | ECHO);
+    raw.c_lflag |= NOFLSH; /* Ctrl-C does not throw away half of what is being drawn */
     raw.c_cc[VMIN] = 0;
     raw.c_cc[VTIME] = 0;
     tcsetattr(STDIN_FILENO, TCSADRAIN, &raw);
@@ -46,9 +47,11 @@ static void leave(void)
     fflush(stdout);
 }
 
+/* Writes go on after them, polls do not. */
 static void catch_signals(void)
 {
-    struct sigaction end = { .sa_handler = on_end }, stop = { .sa_handler = on_stop };
+    struct sigaction end = { .sa_handler = on_end, .sa_flags = SA_RESTART };
+    struct sigaction stop = { .sa_handler = on_stop, .sa_flags = SA_RESTART };
     static const int numbers[] = { SIGINT, SIGTERM, SIGHUP };
 
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
