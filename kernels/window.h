@@ -267,7 +267,7 @@ struct ep_op {
 };
 EP_STATIC_ASSERT(sizeof(struct ep_op) == 48 + 14 * 16 + 16, "ep_op is part of the protocol");
 
-/* Where a received row comes from. */
+/* Where a received row comes from; EP_NO_RANK, EP_NO_TOKEN. */
 struct ep_source {
     uint32_t rank, token;
 };

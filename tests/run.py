@@ -369,6 +369,10 @@ def gpu_tasks(quick):
     yield Task("gpu/kernels-on-cpus",
                [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", "2", "--filter", "T=33", "--timeout-ms", "60000"],
                GPU_S, on_cpus("kernels"), parse_lines)
+    # Both modes: results, of those that stay, of ops that a rank leaves.
+    yield Task("gpu/kernels-on-cpus-members",
+               [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", "3", "--filter", "a rank leaves", "--timeout-ms", "60000"],
+               GPU_S, on_cpus("kernels"), parse_lines)
     # LL, with the ranks on two nodes: formats and layouts; ranks that are absent, leave and join.  Not "a rank's ... is late":
     # then all others have to be done within 200 ms, and kernels on CPUs have no time that they keep.
     for cases in ("T=33", "a rank "):

@@ -32,10 +32,17 @@ static bool bit(const uint64_t *mask, uint32_t rank)
     return mask[rank / 64] >> rank % 64 & 1;
 }
 
-bool verify_arrived(struct verifier *verifier, const uint64_t *arrived)
+bool verify_arrived(struct verifier *verifier, const uint64_t *arrived, const ep_source_row *sources, uint64_t rows)
 {
-    for (uint32_t r = 0; r < verifier->inputs->config->ranks; r++)
+    const uint32_t ranks = verifier->inputs->config->ranks;
+
+    for (uint32_t r = 0; r < ranks; r++) {
         verifier->inputs->rank[r].present = bit(arrived, r);
+        verifier->inputs->rank[r].announced = false;
+    }
+    for (uint64_t i = 0; sources && i < rows; i++)
+        if (sources[i].rank < ranks && !bit(arrived, sources[i].rank))
+            verifier->inputs->rank[sources[i].rank].announced = true;
     if (verifier->inputs->rank[verifier->rank].present)
         return true;
     verify_mismatch(verifier->verdict, 1, "the dispatch says that its own rank %u did not arrive",
@@ -80,10 +87,11 @@ static void check_source(struct verifier *verifier, const struct ep_ref_row *row
                          const ep_source_row *sources)
 {
     const ep_source_row *got = &sources[row->position];
+    const uint32_t token = row->missing ? EP_NO_TOKEN : row->token;
 
-    verify_mismatch(verifier->verdict, got->rank != row->source || got->token != row->token,
+    verify_mismatch(verifier->verdict, got->rank != row->source || got->token != token,
                     "sources[%llu] is token %u of rank %u, must be token %u of rank %u",
-                    (unsigned long long)row->position, got->token, got->rank, row->token, row->source);
+                    (unsigned long long)row->position, got->token, got->rank, token, row->source);
 }
 
 static void check_info(struct verifier *verifier, const struct received *received,
@@ -121,16 +129,15 @@ static void check_same(struct verifier *verifier, const struct ep_ref_row *row, 
                     a[first], b[first]);
 }
 
-static void check_padding(struct verifier *verifier, const struct received *received,
-                          const struct ep_ref_row *row)
+static void check_zero(struct verifier *verifier, const struct received *received, const struct ep_ref_row *row)
 {
     const char *got = received_row(received, row->position);
     uint64_t different = 0;
 
     for (uint64_t i = 0; i < received->row_bytes; i++)
         different += got[i] != 0;
-    verify_mismatch(verifier->verdict, different, "padding row %llu is not zero",
-                    (unsigned long long)row->position);
+    verify_mismatch(verifier->verdict, different, "row %llu, %s, is not zero", (unsigned long long)row->position,
+                    row->padding ? "padding" : "which was announced and not sent");
 }
 
 /* In UE8M0 there is one right code. */
@@ -187,8 +194,8 @@ struct scratch {
 static void check_row(struct verifier *verifier, const struct received *received,
                       const struct ep_ref_row *row, const struct scratch *scratch)
 {
-    if (row->padding) {
-        check_padding(verifier, received, row);
+    if (row->padding || row->missing) {
+        check_zero(verifier, received, row);
         return;
     }
     if (bench_quantised(verifier->inputs->of.dtype)) {

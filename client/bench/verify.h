@@ -19,8 +19,9 @@ struct verifier {
     bool changing;      /* somebody may have gone while the op ran: perhaps its rows came, and ours found nobody */
 };
 
-/* Marks in `inputs` who arrived; false, and a mismatch, when our own rank did not. */
-bool verify_arrived(struct verifier *verifier, const uint64_t *arrived);
+/* Marks in `inputs` who arrived, and (HT) whose places are there without: sources is of the `rows` rows that came, or
+ * NULL.  False, and a mismatch, when our own rank did not arrive. */
+bool verify_arrived(struct verifier *verifier, const uint64_t *arrived, const ep_source_row *sources, uint64_t rows);
 
 /* sources: of each row by position.  info: of the dispatch. */
 ep_status verify_dispatch(struct verifier *verifier, const struct received *received,

@@ -7,7 +7,7 @@
 
 /* ---- preparing --------------------------------------------------------------------- */
 
-ep_status worker_plan(struct worker *worker, struct ep_ref_dispatch *plan, struct ep_error *error)
+static ep_status make_plan(struct worker *worker, struct ep_ref_dispatch *plan, struct ep_error *error)
 {
     uint32_t max_tokens = worker->of.mode == EP_MODE_LL ? worker->info.group.ll_max_tokens : 0;
 
@@ -20,7 +20,7 @@ ep_status worker_plan(struct worker *worker, struct ep_ref_dispatch *plan, struc
 ep_status worker_open_memory(struct worker *worker, struct ep_error *error)
 {
     struct ep_ref_dispatch plan;
-    ep_status status = worker_plan(worker, &plan, error);
+    ep_status status = make_plan(worker, &plan, error);
 
     if (status != EP_OK)
         return status;
@@ -139,6 +139,19 @@ static ep_status keep_or_use(struct worker *worker, const struct ep_ref_dispatch
     return EP_OK;
 }
 
+ep_status worker_expect(struct worker *worker, struct verifier *verifier, const ep_op_info *info,
+                        struct ep_ref_dispatch *plan, struct ep_error *error)
+{
+    const uint64_t room = worker->sizes.sources / sizeof(ep_source_row);
+    const bool ht = worker->of.mode == EP_MODE_HT;
+    ep_status status = memory_receive_tables(worker, error);
+
+    if (status != EP_OK)
+        return status;
+    verify_arrived(verifier, info->arrived, ht ? worker->own.sources : NULL, info->rows < room ? info->rows : room);
+    return make_plan(worker, plan, error);
+}
+
 ep_status worker_receive(struct worker *worker, struct verifier *verifier, const struct ep_ref_dispatch *plan,
                          const ep_op_info *info, bool in_place, const void **rows, uint64_t *hash,
                          struct ep_error *error)
@@ -213,8 +226,7 @@ static ep_status run_pass(struct worker *worker, uint32_t run, uint64_t *hash, s
         status = dispatched(worker, &info, error);
     if (status != EP_OK)
         return status;
-    verify_arrived(&verifier, info.arrived);
-    status = worker_plan(worker, &plan, error);
+    status = worker_expect(worker, &verifier, &info, &plan, error);
     if (status != EP_OK)
         return status;
     status = run_with_plan(worker, &verifier, &plan, &info, run, hash, error);

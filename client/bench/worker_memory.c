@@ -267,8 +267,8 @@ ep_status memory_pull_result(struct worker *worker, struct ep_error *error)
                            : status;
 }
 
-/* What describes the rows: all of it, as it is small. */
-static ep_status pull_tables(struct worker *worker, struct ep_error *error)
+/* All of it, as it is small. */
+ep_status memory_receive_tables(struct worker *worker, struct ep_error *error)
 {
     const struct buffer_sizes *s = &worker->sizes;
     const struct buffers *b = &worker->buffers, *o = &worker->own;
@@ -394,9 +394,7 @@ ep_status memory_receive(struct worker *worker, const struct ep_ref_dispatch *pl
     const struct rows own_scales = { writable(received->scale_base), received->scale_stride,
                                      received->scale_row };
 
-    status = pull_tables(worker, error);
-    if (status == EP_OK)
-        status = copy_rows(worker, plan, &there, &own, false, error);
+    status = copy_rows(worker, plan, &there, &own, false, error);
     if (status == EP_OK && received->scale_base)
         status = copy_rows(worker, plan, &there_scales, &own_scales, false, error);
     return status;

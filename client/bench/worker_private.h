@@ -101,7 +101,8 @@ ep_status memory_poison(struct worker *worker, struct ep_error *error); /* all o
 ep_status memory_push_inputs(struct worker *worker, uint32_t first, struct ep_error *error);
 ep_status memory_pull_result(struct worker *worker, struct ep_error *error);
 
-/* What a dispatch brought, as far as the plan says that something is there. */
+/* What describes the rows that a dispatch brought; then these, as far as the plan says that something is there. */
+ep_status memory_receive_tables(struct worker *worker, struct ep_error *error);
 ep_status memory_receive(struct worker *worker, const struct ep_ref_dispatch *plan, const ep_op_info *info,
                          struct received *received, struct ep_error *error);
 /* Keeps what was received until the backward pass, and what that is then. */
@@ -136,7 +137,9 @@ ep_status worker_hash_result(struct worker *worker, uint64_t *hash, struct ep_er
 
 /* Steps of a case, for those who take them in another order.  Memory has room for what the inputs bring. */
 ep_status worker_open_memory(struct worker *worker, struct ep_error *error);
-ep_status worker_plan(struct worker *worker, struct ep_ref_dispatch *plan, struct ep_error *error);
+/* Who is in what a dispatch brought, and so what that must be. */
+ep_status worker_expect(struct worker *worker, struct verifier *verifier, const ep_op_info *info,
+                        struct ep_ref_dispatch *plan, struct ep_error *error);
 /* Checks what came (verifier NULL: not), and lets the experts work: in place where that is possible, or not.  rows:
  * for the combine; hash: goes on with what came. */
 ep_status worker_receive(struct worker *worker, struct verifier *verifier, const struct ep_ref_dispatch *plan,

@@ -180,11 +180,10 @@ static ep_status look_at_dispatch(struct soak *soak, struct lane *lane, const ep
     ep_status status;
 
     dawdle(lane);
-    verify_arrived(&verifier, info->arrived);
     verifier.changing = may_be_changing(lane, info);
     soak->present = info->arrived[0];
     count_dispatch(lane, info);
-    if (worker_plan(&lane->worker, &plan, error) != EP_OK)
+    if (worker_expect(&lane->worker, &verifier, info, &plan, error) != EP_OK)
         return error->status;
     status = worker_receive(&lane->worker, &verifier, &plan, info, lane->step.in_place, &lane->rows, &hash, error);
     ep_ref_dispatch_free(&plan);

@@ -325,7 +325,7 @@ EP_API void ep_handle_destroy(ep_handle *handle); /* NULL is allowed */
 
 /* ---- dispatch ----------------------------------------------------------------- */
 
-/* Where a received row comes from. */
+/* Where a received row comes from: EP_NO_TOKEN of a rank that fell out before it sent the row. */
 typedef struct ep_source_row {
     uint32_t rank, token;
 } ep_source_row;
@@ -436,7 +436,7 @@ typedef struct ep_op_info {
     uint64_t view_stride;     /* bytes */
     const void *scales_view;  /* fp8: scales of that row at + r*scales_view_stride + i*scales_row_stride bytes */
     uint64_t scales_view_stride, scales_row_stride;
-    uint64_t arrived[EP_MASK_WORDS]; /* bit r: rank r's part is in the result */
+    uint64_t arrived[EP_MASK_WORDS]; /* bit r: rank r's part is in the result, all of it */
 } ep_op_info;
 
 EP_API ep_status ep_dispatch_info(const ep_handle *handle, ep_op_info *info);

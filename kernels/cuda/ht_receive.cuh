@@ -87,7 +87,7 @@ __device__ inline void write_flat(const ep_ht_args &a, const Arrival &row)
     if (lane < a.top_k && a.out_weights)
         a.out_weights[at] = row.weight;
     if (lane == 0 && a.sources)
-        a.sources[row.i] = { row.s, row.there ? row.token : kAll };
+        a.sources[row.i] = { row.s, row.there ? row.token : EP_NO_TOKEN };
 }
 
 /* For the combine. */
@@ -131,8 +131,8 @@ __device__ inline void copy_to_experts(const ep_ht_args &a, const Arrival &row)
 
 /* ---- rows that nobody sends ---------------------------------------------------------------------- */
 
-/* A warp. */
-__device__ inline void zero_row(const ep_ht_args &a, uint64_t at)
+/* A warp; from no token of this rank (EP_NO_RANK: padding). */
+__device__ inline void zero_row(const ep_ht_args &a, uint32_t source, uint64_t at)
 {
     const uint32_t lane = threadIdx.x % 32;
     const Vec zero = { { 0, 0, 0, 0 } };
@@ -142,7 +142,7 @@ __device__ inline void zero_row(const ep_ht_args &a, uint64_t at)
     for (uint32_t i = lane; i < a.row_scales; i += 32)
         store_scale(a, a.out_scales + at * a.row_scales * a.scale_bytes, i, 0);
     if (lane == 0 && a.sources)
-        a.sources[at] = { kAll, kAll };
+        a.sources[at] = { source, EP_NO_TOKEN };
 }
 
 /* A warp's share of what lies between the rows of one expert and the next one's. */
@@ -150,7 +150,7 @@ __device__ inline void zero_padding(const ep_ht_args &a, uint32_t part, uint32_t
 {
     for (uint32_t l = part; l < a.local_experts; l += parts)
         for (uint64_t at = (uint64_t)a.starts_in[l] + (uint32_t)a.counts[l]; at < a.starts_in[l + 1]; at++)
-            zero_row(a, at);
+            zero_row(a, EP_NO_RANK, at);
 }
 
 /* A warp's share of the rows of source s, which were not all sent: as if none had been. */
@@ -165,7 +165,7 @@ __device__ inline void zero_source(const ep_ht_args &a, uint32_t s, uint64_t row
         keep_places(a, none);
         if (a.layout == EP_LAYOUT_PACKED || !room)
             continue;
-        zero_row(a, none.i);
+        zero_row(a, s, none.i);
         __syncwarp();
         write_flat(a, none);
     }
@@ -173,7 +173,7 @@ __device__ inline void zero_source(const ep_ht_args &a, uint32_t s, uint64_t row
         return;
     for (uint32_t l = part; l < a.local_experts; l += parts)
         for (uint32_t i = 0; i < a.counts_in[s * a.local_experts + l]; i++)
-            zero_row(a, (uint64_t)a.bases_in[s * a.local_experts + l] + i);
+            zero_row(a, s, (uint64_t)a.bases_in[s * a.local_experts + l] + i);
 }
 
 /* ---- all rows ------------------------------------------------------------------------------------- */

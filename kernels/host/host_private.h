@@ -365,8 +365,9 @@ void ep_host_write_expert_sources(struct ep_host_call *call, const struct ep_op 
 /* counts and offsets of this rank. */
 void ep_host_write_counts(struct ep_host_call *call, const struct ep_op *op, const uint32_t *counts,
                           uint32_t n, const uint32_t *offsets);
-/* Zeroes rows [first, last) of out and its scales. */
-void ep_host_zero_rows(struct ep_host_call *call, const struct ep_op *op, uint64_t first, uint64_t last);
+/* Zeroes rows [first, last) of out and its scales: from no token of this rank (EP_NO_RANK: padding). */
+void ep_host_zero_rows(struct ep_host_call *call, const struct ep_op *op, uint32_t source, uint64_t first,
+                       uint64_t last);
 /* Partial of row i as the handle's layout has it: fills rows and weights, returns how many. */
 uint32_t ep_host_partial_terms(const struct ep_host_team *team, const struct ep_host_handle *handle,
                                uint32_t i, const uint8_t *x, uint32_t row_bytes, const void **rows,

@@ -116,7 +116,7 @@ static bool token_of(const struct summing *m, uint32_t r, uint32_t *token)
 {
     const struct ep_host_handle *handle = handle_of(m, r);
 
-    while (m->next[r] < handle->source_first[m->s + 1] && handle->arrived_token[m->next[r]] == UINT32_MAX)
+    while (m->next[r] < handle->source_first[m->s + 1] && handle->arrived_token[m->next[r]] == EP_NO_TOKEN)
         m->next[r]++;
     if (m->next[r] == handle->source_first[m->s + 1])
         return false;

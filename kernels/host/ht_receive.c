@@ -11,7 +11,7 @@ static struct ep_host_arrived *arrived_at(const struct ht *h, uint32_t i)
 /* A row that never came. */
 static void mark_missing(struct ht *h, uint32_t i)
 {
-    h->handle->arrived_token[i] = UINT32_MAX;
+    h->handle->arrived_token[i] = EP_NO_TOKEN;
     for (uint32_t j = 0; j < h->call->team->map.limits.top_k; j++)
         arrived_at(h, i)[j] = (struct ep_host_arrived){ .local = -1 };
 }
@@ -72,7 +72,7 @@ static void number_rows(struct ht *h, bool zero)
         for (uint32_t i = h->handle->source_first[s]; i < h->handle->source_first[s + 1]; i++)
             number_token(h, i, next, end);
         for (uint32_t l = 0; zero && l < local; l++)
-            ep_host_zero_rows(h->call, h->op, next[l], end[l]);
+            ep_host_zero_rows(h->call, h->op, s, next[l], end[l]);
     }
 }
 
@@ -149,7 +149,7 @@ static ep_status give_packed(struct ht *h)
             ep_host_write_expert_sources(h->call, h->op, h->handle, s, i);
         }
     for (uint32_t l = 0; l < ht_local(h); l++)
-        ep_host_zero_rows(h->call, h->op, (uint64_t)me->expert_offset[l] + me->expert_count[l],
+        ep_host_zero_rows(h->call, h->op, EP_NO_RANK, (uint64_t)me->expert_offset[l] + me->expert_count[l],
                           me->expert_offset[l + 1]);
     return EP_OK;
 }
@@ -164,7 +164,7 @@ static ep_status give_flat(struct ht *h)
         return overflow(h);
     for (uint32_t s = 0; s < ht_ranks(h); s++) {
         if (!ep_mask_test(h->arrived, s))
-            ep_host_zero_rows(h->call, h->op, first[s], first[s + 1]);
+            ep_host_zero_rows(h->call, h->op, s, first[s], first[s + 1]);
         for (uint32_t i = first[s]; i < first[s + 1]; i++)
             ep_host_write_tables(h->call, h->op, h->handle, s, i, i);
     }

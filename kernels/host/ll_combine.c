@@ -58,7 +58,7 @@ static bool return_here(struct ep_host_call *call, const struct ep_host_handle *
     for (; slot < count && !ep_host_is_absent(call->team, s); slot++) {
         uint32_t token = handle->arrived_token[handle->source_first[s] + slot];
 
-        if (token != UINT32_MAX) /* else its header was overwritten: nobody knows whose row it is */
+        if (token != EP_NO_TOKEN) /* else its header was overwritten: nobody knows whose row it is */
             sum_partial(call, handle, p, s, slot, window + region + (uint64_t)token * p->row_bytes);
     }
     if (slot == count)

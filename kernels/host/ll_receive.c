@@ -154,7 +154,7 @@ static void zero_padding(struct ep_host_call *call, const struct ep_op *op)
     const uint32_t *count = call->me->expert_count, *offset = call->me->expert_offset;
 
     for (uint32_t e = 0; e < call->team->map.limits.local_experts; e++)
-        ep_host_zero_rows(call, op, (uint64_t)offset[e] + count[e], offset[e + 1]);
+        ep_host_zero_rows(call, op, EP_NO_RANK, (uint64_t)offset[e] + count[e], offset[e + 1]);
 }
 
 static ep_status give_by_expert(struct ep_host_call *call, const struct ep_op *op, struct ep_host_handle *handle)

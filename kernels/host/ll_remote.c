@@ -158,7 +158,7 @@ static bool place_partials(const struct ep_host_team *team, const struct ep_host
     for (uint32_t i = 0; i < head->count; i++) {
         uint32_t token = ((const uint32_t *)(const void *)payload)[i];
 
-        if (token == UINT32_MAX)
+        if (token == EP_NO_TOKEN)
             continue;
         if (token >= map->limits.ll_max_tokens)
             return false;

@@ -172,7 +172,7 @@ void ep_host_header_read(struct ep_host_call *call, struct ep_host_handle *handl
     struct ep_host_arrived *arrived = handle->arrived + (uint64_t)i * top_k;
     uint32_t token = __atomic_load_n(&at->token, __ATOMIC_RELAXED);
 
-    handle->arrived_token[i] = token < max_tokens ? token : UINT32_MAX;
+    handle->arrived_token[i] = token < max_tokens ? token : EP_NO_TOKEN;
     for (uint32_t j = 0; j < top_k; j++) {
         int32_t local = __atomic_load_n(&at->route[j].expert, __ATOMIC_RELAXED);
         bool here = token < max_tokens && local >= 0 && local < (int32_t)local_experts;
@@ -252,7 +252,8 @@ void ep_host_write_counts(struct ep_host_call *call, const struct ep_op *op, con
         out_offsets[i] = (int32_t)offsets[i];
 }
 
-void ep_host_zero_rows(struct ep_host_call *call, const struct ep_op *op, uint64_t first, uint64_t last)
+void ep_host_zero_rows(struct ep_host_call *call, const struct ep_op *op, uint32_t source, uint64_t first,
+                       uint64_t last)
 {
     uint32_t hidden = call->team->map.limits.hidden;
     uint64_t row_bytes = (uint64_t)hidden * ep_dtype_bytes((ep_dtype)op->wire_dtype);
@@ -267,7 +268,7 @@ void ep_host_zero_rows(struct ep_host_call *call, const struct ep_op *op, uint64
     if (scales)
         memset(scales + first * scale_bytes, 0, (last - first) * scale_bytes);
     for (uint64_t row = first; sources && row < last; row++)
-        sources[row] = (struct ep_source){ UINT32_MAX, UINT32_MAX }; /* from nobody */
+        sources[row] = (struct ep_source){ source, EP_NO_TOKEN };
 }
 
 uint32_t ep_host_partial_terms(const struct ep_host_team *team, const struct ep_host_handle *handle,

@@ -189,8 +189,15 @@ uint64_t ep_ref_remote_rows(const struct ep_ref_routing *routing, const uint32_t
  */
 struct arrival {
     uint32_t source, token;
+    bool missing;
     int32_t local[EP_MAX_TOP_K];
 };
+
+/* Has it places at the rank that receives? */
+static bool has_places(const struct ep_ref_rank *rank)
+{
+    return rank->present || rank->announced;
+}
 
 static bool arrivals_at(const struct ep_ref_routing *routing, uint32_t rank, struct arrival **list,
                         uint64_t *n)
@@ -198,17 +205,18 @@ static bool arrivals_at(const struct ep_ref_routing *routing, uint32_t rank, str
     uint64_t most = 0;
 
     for (uint32_t s = 0; s < routing->ranks; s++)
-        most += routing->rank[s].present ? routing->rank[s].tokens : 0;
+        most += has_places(&routing->rank[s]) ? routing->rank[s].tokens : 0;
     *n = 0;
     *list = malloc((most + 1) * sizeof **list);
     if (!*list)
         return false;
     for (uint32_t s = 0; s < routing->ranks; s++)
-        for (uint32_t t = 0; routing->rank[s].present && t < routing->rank[s].tokens; t++) {
+        for (uint32_t t = 0; has_places(&routing->rank[s]) && t < routing->rank[s].tokens; t++) {
             struct arrival *a = &(*list)[*n];
 
             a->source = s;
             a->token = t;
+            a->missing = !routing->rank[s].present;
             if (choices_at(routing, rank, s, t, a->local))
                 (*n)++;
         }
@@ -225,8 +233,8 @@ static bool names(const struct arrival *a, uint32_t top_k, uint32_t expert)
 
 static void add_row(struct ep_ref_dispatch *out, uint64_t position, const struct arrival *a, int32_t expert)
 {
-    out->rows[out->n_rows++] =
-        (struct ep_ref_row){ .position = position, .source = a->source, .token = a->token, .expert = expert };
+    out->rows[out->n_rows++] = (struct ep_ref_row){ .position = position, .source = a->source, .token = a->token,
+                                                    .expert = expert, .missing = a->missing };
 }
 
 /* By expert, each block at a fixed place of stride rows, or (stride 0) one after the other,
@@ -265,10 +273,12 @@ static void fill_by_source(const struct ep_ref_routing *routing, struct ep_ref_d
         uint32_t s = list[i].source;
         uint64_t slot = (uint64_t)out->counts[s]++;
 
-        memcpy(out->topk + out->n_rows * k, list[i].local, k * sizeof *out->topk);
-        for (uint32_t j = 0; j < k; j++)
-            out->weights[out->n_rows * k + j] =
-                list[i].local[j] < 0 ? 0.0f : (float)weight(routing, s, list[i].token, j);
+        for (uint32_t j = 0; j < k; j++) {
+            int32_t local = list[i].missing ? -1 : list[i].local[j];
+
+            out->topk[out->n_rows * k + j] = local;
+            out->weights[out->n_rows * k + j] = local < 0 ? 0.0f : (float)weight(routing, s, list[i].token, j);
+        }
         add_row(out, max_tokens ? (uint64_t)s * max_tokens + slot : out->n_rows, &list[i], -1);
     }
     out->positions = max_tokens ? (uint64_t)routing->ranks * max_tokens : n;

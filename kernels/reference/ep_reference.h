@@ -15,7 +15,8 @@
  *     the expert, and one row per (token, rank) in rank-major and flat.  Each of its choices counts
  *     in the combine, so an expert that is named twice is added twice, each time with that
  *     choice's weight.
- *   - A rank that is not present sends no rows, and nothing that was routed to it comes back.
+ *   - A rank that is not present sends no rows, and nothing that was routed to it comes back.  Places of rows that it
+ *     had announced (HT) are there: rows like others, but zero, from no token and for no expert.
  *   - A cached pass has the choices and weights of the dispatch that it repeats, and other rows.
  *
  * ## The error bound of a combine
@@ -105,6 +106,7 @@ struct ep_ref_rank {
     uint32_t tokens;
     const int64_t *topk;  /* [tokens, k] */
     const float *weights; /* [tokens, k]; NULL: 1 */
+    bool announced;       /* to the rank that receives, and then it was not present */
 };
 
 struct ep_ref_routing {
@@ -136,6 +138,7 @@ struct ep_ref_row {
     uint32_t source, token;
     int32_t expert; /* local one, in expert-major and packed; else -1 */
     bool padding;   /* packed: all zero, from nobody */
+    bool missing;   /* HT: all zero, announced by `source`; token is the one that it was to be */
 };
 
 struct ep_ref_dispatch {

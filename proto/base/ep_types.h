@@ -71,6 +71,14 @@ typedef enum ep_layout {
     EP_LAYOUT_FLAT = 4
 } ep_layout;
 
+/*
+ * Who and which where a row comes from nobody (padding), or from no token: an HT dispatch places rows as their sources
+ * announced them, and a source that falls out before it has sent them leaves its places behind.  They count as rows, are
+ * zero, and name no expert; that rank has not arrived.
+ */
+#define EP_NO_RANK UINT32_MAX
+#define EP_NO_TOKEN UINT32_MAX
+
 /* Bits of `flags` of a dispatch or combine. */
 enum {
     EP_OP_SEND_ONLY = 1u << 0, /* LL: push and return; ep_complete() receives */

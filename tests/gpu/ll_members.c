@@ -202,7 +202,7 @@ static ep_status ask_record(struct ll_passes *passes, struct pass *pass, uint32_
         status = world_record(pass->rank, pass->handle, part, &record, error);
     *in = record.arrived >> odd_one(passes) & 1;
     pass->expected = *in ? world_all(passes->world) : others(passes);
-    pass->changing = !*in || passes->shape->ht; /* HT: rows that it announced and did not send are counted, and zero */
+    pass->changing = !*in || passes->shape->ht; /* HT: its rows may be here, and ours not there */
     return status;
 }
 
@@ -216,9 +216,7 @@ static ep_status dispatch_or_leave(struct ll_passes *passes, uint32_t rank, stru
         return leave_by_chance(passes, rank, error);
     if (status == EP_OK)
         status = ask_record(passes, pass, EP_DEVICE_DISPATCH, &in, error);
-    if (status == EP_OK && (in || !passes->shape->ht))
-        status = pass_received(pass, error);
-    return status;
+    return status == EP_OK ? pass_received(pass, error) : status;
 }
 
 static ep_status combine_or_leave(struct ll_passes *passes, uint32_t rank, struct ep_error *error)

@@ -285,6 +285,15 @@ static ep_status copy_rows(struct pass *pass, struct ep_error *error)
     return status;
 }
 
+/* HT: of all rows, before it is known whose they must be.  LL: of none. */
+static ep_status copy_sources(struct pass *pass, uint64_t *rows, struct ep_error *error)
+{
+    const uint64_t room = pass->at.sources.bytes / sizeof(struct ep_source);
+
+    *rows = !pass->shape->ht ? 0 : pass->dispatched.rows < room ? pass->dispatched.rows : room;
+    return world_get(pass->rank, pass->at.sources.offset, pass->sources, *rows * sizeof(struct ep_source), error);
+}
+
 static ep_status copy_counts(struct pass *pass, struct ep_error *error)
 {
     ep_status status =
@@ -393,9 +402,12 @@ static ep_status check_dispatch(struct pass *pass, struct ep_error *error)
 {
     struct verifier verifier = verifier_of(pass);
     const ep_op_info info = info_of(pass, &pass->dispatched);
-    ep_status status;
+    uint64_t rows;
+    ep_status status = copy_sources(pass, &rows, error);
 
-    if (!verify_arrived(&verifier, info.arrived))
+    if (status != EP_OK)
+        return status;
+    if (!verify_arrived(&verifier, info.arrived, pass->sources, rows))
         return verdict_of(pass, "dispatch", error);
     if (!ep_ref_dispatch(&pass->inputs.routing, pass->rank->rank, pass->shape->layout, pass->config.alignment,
                          shape_most_tokens(limits_of(pass), pass->shape), &pass->plan))

@@ -124,6 +124,103 @@ static void leave_before(ep_mode mode, ep_layout layout)
 static void peers_go_on_without_a_rank_ll(void **s) { (void)s; leave_before(EP_MODE_LL, EP_LAYOUT_PACKED); }
 static void peers_go_on_without_a_rank_ht(void **s) { (void)s; leave_before(EP_MODE_HT, EP_LAYOUT_PACKED); }
 
+/* Rank 1's row for a token of rank 0, which announced it: zero, from no token, for no expert. */
+static void check_missing(struct fixture *f, const struct ep_op *op, uint64_t row)
+{
+    const struct ep_source *source = (const struct ep_source *)at(f, 1, op->sources) + row;
+    const uint8_t *bytes = (const uint8_t *)at(f, 1, op->out) + row * row_bytes(EP_BF16);
+
+    CHECK(source->rank == 0 && source->token == EP_NO_TOKEN, "row %llu is token %u of rank %u", (unsigned long long)row,
+          source->token, source->rank);
+    for (uint32_t i = 0; i < row_bytes(EP_BF16); i++)
+        CHECK(bytes[i] == 0, "row %llu is not zero", (unsigned long long)row);
+    for (uint32_t j = 0; op->out_topk.bytes && j < op->top_k; j++)
+        CHECK(((const int32_t *)at(f, 1, op->out_topk))[row * op->top_k + j] == -1, "row %llu has an expert",
+              (unsigned long long)row);
+}
+
+/* Rows of rank 0 at rank 1, in order; how many are missing. */
+static uint32_t missing_rows(struct fixture *f, const struct config *c, const struct ep_op *op)
+{
+    const int32_t *counts = at(f, 1, op->counts), *offsets = op->offsets.bytes ? at(f, 1, op->offsets) : NULL;
+    uint32_t missing = 0;
+
+    for (uint32_t l = 0; l < (offsets ? f->L : 1); l++) {
+        uint64_t row = offsets ? (uint64_t)offsets[l] : 0, end = row + (uint64_t)counts[l];
+
+        for (; row < end && ((const struct ep_source *)at(f, 1, op->sources))[row].rank == 0; row++, missing++)
+            check_missing(f, op, row);
+        for (; row < end; row++)
+            CHECK(((const struct ep_source *)at(f, 1, op->sources))[row].token < c->in.tokens[1], "row %llu",
+                  (unsigned long long)row);
+    }
+    return missing;
+}
+
+/* How many of rank 0's rows go to rank 1. */
+static uint32_t rows_announced(struct fixture *f, const struct config *c)
+{
+    uint32_t n = 0;
+
+    for (uint32_t t = 0; t < c->in.tokens[0]; t++) {
+        uint32_t rank, local, last = UINT32_MAX;
+
+        for (uint32_t j = 0; j < c->in.k; j++)
+            if (home(f, &c->in, 0, t, j, &rank, &local) && rank == 1) {
+                n += c->layout == EP_LAYOUT_PACKED ? local != last : last == UINT32_MAX;
+                last = local;
+            }
+    }
+    return n;
+}
+
+/* Rank 0 announces its rows and leaves while rank 1, which knows of them, still waits for rank 2's. */
+static uint32_t leave_between(struct fixture *f, struct config *c)
+{
+    struct one_op one[3];
+    struct thread threads[3];
+    uint32_t missing;
+
+    build_all(f, c, 0);
+    memset(one, 0, sizeof one);
+    for (uint32_t r = 0; r < 3; r++) {
+        one[r].op = c->dispatch[r];
+        if (r == 2) {
+            nanosleep(&(struct timespec){ .tv_nsec = 2000000 }, NULL); /* they have begun, most of the time */
+            ep_host_team_leave(f->team, 0);
+        }
+        start(&threads[r], f, r, run_one, &one[r]);
+    }
+    for (uint32_t r = 0; r < 3; r++)
+        pthread_join(threads[r].id, NULL);
+    assert_int_equal(one[0].result.status, EP_DETACHED);
+    assert_int_equal(one[1].result.status, EP_OK);
+    assert_false(in_arrived(&one[1].result, 0));
+    missing = missing_rows(f, c, &one[1].op);
+    assert_true(missing == 0 || missing == rows_announced(f, c));
+    memset(f->window[0], 0, f->map.total_bytes);
+    ep_host_team_join(f->team, 0);
+    parallel(f, pass, c);
+    return missing;
+}
+
+static void rows_that_never_come_are_zero(void **s)
+{
+    struct fixture *f = fixture_new(3, false, 20000);
+    struct config *c = calloc(1, sizeof *c);
+    uint32_t seen = 0;
+
+    (void)s;
+    for (int layout = EP_LAYOUT_PACKED; layout <= EP_LAYOUT_FLAT; layout++, seen = 0) {
+        simple_config(c, f, EP_MODE_HT, (ep_layout)layout, 4);
+        for (int i = 0; i < 100 && seen < 5; i++)
+            seen += leave_between(f, c) > 0;
+        assert_true(seen > 0);
+    }
+    free(c);
+    fixture_free(f);
+}
+
 /* A rank that waits for peers leaves: its op ends as detached. */
 static void own_op_ends(ep_mode mode, ep_layout layout)
 {
@@ -530,6 +627,7 @@ int main(void)
         cmocka_unit_test(a_late_rank_is_named_ht),
         cmocka_unit_test(peers_go_on_without_a_rank_ll),
         cmocka_unit_test(peers_go_on_without_a_rank_ht),
+        cmocka_unit_test(rows_that_never_come_are_zero),
         cmocka_unit_test(own_op_ends_when_its_rank_leaves),
         cmocka_unit_test(combine_without_a_peer),
         cmocka_unit_test(a_rank_comes_and_goes),

@@ -263,8 +263,8 @@ static struct ep_ref_rank example_ranks[2];
 
 static struct ep_ref_routing example(bool present1)
 {
-    example_ranks[0] = (struct ep_ref_rank){ true, 3, topk0, weights0 };
-    example_ranks[1] = (struct ep_ref_rank){ present1, 2, topk1, weights1 };
+    example_ranks[0] = (struct ep_ref_rank){ true, 3, topk0, weights0, false };
+    example_ranks[1] = (struct ep_ref_rank){ present1, 2, topk1, weights1, false };
     return (struct ep_ref_routing){ .ranks = 2, .experts = 4, .top_k = 2, .rank = example_ranks };
 }
 
@@ -274,6 +274,7 @@ static void check_rows(const struct ep_ref_dispatch *d, const struct ep_ref_row 
     for (size_t i = 0; i < n; i++) {
         assert_int_equal(d->rows[i].position, expected[i].position);
         assert_int_equal(d->rows[i].padding, expected[i].padding);
+        assert_int_equal(d->rows[i].missing, expected[i].missing);
         assert_int_equal(d->rows[i].source, expected[i].source);
         assert_int_equal(d->rows[i].token, expected[i].token);
         assert_int_equal(d->rows[i].expert, expected[i].expert);
@@ -284,11 +285,11 @@ static void expert_major_by_hand(void **state)
 {
     struct ep_ref_routing routing = example(true);
     struct ep_ref_dispatch d;
-    static const struct ep_ref_row rows0[] = { { 0, 0, 0, 0, false },
-                                               { 1, 1, 1, 0, false },
-                                               { 8, 0, 1, 1, false } };
+    static const struct ep_ref_row rows0[] = { { 0, 0, 0, 0, false, false },
+                                               { 1, 1, 1, 0, false, false },
+                                               { 8, 0, 1, 1, false, false } };
     static const struct ep_ref_row rows1[] = {
-        { 0, 0, 0, 0, false }, { 1, 1, 0, 0, false }, { 8, 0, 2, 1, false }, { 9, 1, 0, 1, false }
+        { 0, 0, 0, 0, false, false }, { 1, 1, 0, 0, false, false }, { 8, 0, 2, 1, false, false }, { 9, 1, 0, 1, false, false }
     };
     (void)state;
 
@@ -308,12 +309,12 @@ static void packed_by_hand(void **state)
 {
     struct ep_ref_routing routing = example(true);
     struct ep_ref_dispatch d;
-    static const struct ep_ref_row rows0[] = { { 0, 0, 0, 0, false }, { 1, 1, 1, 0, false },
-                                               { 2, 0, 0, -1, true }, { 3, 0, 0, -1, true },
-                                               { 4, 0, 1, 1, false }, { 5, 0, 0, -1, true },
-                                               { 6, 0, 0, -1, true }, { 7, 0, 0, -1, true } };
+    static const struct ep_ref_row rows0[] = { { 0, 0, 0, 0, false, false }, { 1, 1, 1, 0, false, false },
+                                               { 2, 0, 0, -1, true, false }, { 3, 0, 0, -1, true, false },
+                                               { 4, 0, 1, 1, false, false }, { 5, 0, 0, -1, true, false },
+                                               { 6, 0, 0, -1, true, false }, { 7, 0, 0, -1, true, false } };
     static const struct ep_ref_row rows1[] = {
-        { 0, 0, 0, 0, false }, { 1, 1, 0, 0, false }, { 2, 0, 2, 1, false }, { 3, 1, 0, 1, false }
+        { 0, 0, 0, 0, false, false }, { 1, 1, 0, 0, false, false }, { 2, 0, 2, 1, false, false }, { 3, 1, 0, 1, false, false }
     };
     (void)state;
 
@@ -329,16 +330,40 @@ static void packed_by_hand(void **state)
     ep_ref_dispatch_free(&d);
 }
 
+/* Rank 1 told rank 0 what would come, and was gone. */
+static void rows_that_were_announced_and_not_sent(void **state)
+{
+    struct ep_ref_routing routing = example(false);
+    struct ep_ref_dispatch d;
+    static const struct ep_ref_row packed[] = { { 0, 0, 0, 0, false, false },
+                                                { 1, 1, 1, 0, false, true },
+                                                { 2, 0, 1, 1, false, false } };
+    (void)state;
+
+    example_ranks[1].announced = true;
+    assert_true(ep_ref_dispatch(&routing, 0, EP_LAYOUT_PACKED, 1, 0, &d));
+    check_rows(&d, packed, COUNT(packed));
+    assert_memory_equal(d.counts, ((int32_t[]){ 2, 1 }), 8);
+    ep_ref_dispatch_free(&d);
+    assert_true(ep_ref_dispatch(&routing, 0, EP_LAYOUT_FLAT, 1, 0, &d));
+    assert_memory_equal(d.counts, ((int32_t[]){ 2, 1 }), 8);
+    assert_int_equal(d.n_rows, 3);
+    assert_true(d.rows[2].missing);
+    assert_memory_equal(d.topk, ((int32_t[]){ 0, -1, 1, 1, -1, -1 }), 24);
+    assert_memory_equal(d.weights, ((float[]){ 0.5f, 0, 1, 2, 0, 0 }), 24);
+    ep_ref_dispatch_free(&d);
+}
+
 static void rank_major_and_flat_by_hand(void **state)
 {
     struct ep_ref_routing routing = example(true);
     struct ep_ref_dispatch d;
-    static const struct ep_ref_row slots[] = { { 0, 0, 0, -1, false },
-                                               { 1, 0, 1, -1, false },
-                                               { 4, 1, 1, -1, false } };
-    static const struct ep_ref_row flat[] = { { 0, 0, 0, -1, false },
-                                              { 1, 0, 1, -1, false },
-                                              { 2, 1, 1, -1, false } };
+    static const struct ep_ref_row slots[] = { { 0, 0, 0, -1, false, false },
+                                               { 1, 0, 1, -1, false, false },
+                                               { 4, 1, 1, -1, false, false } };
+    static const struct ep_ref_row flat[] = { { 0, 0, 0, -1, false, false },
+                                              { 1, 0, 1, -1, false, false },
+                                              { 2, 1, 1, -1, false, false } };
     static const int32_t topk[] = { 0, -1, 1, 1, -1, 0 };
     static const float weights[] = { 0.5f, 0, 1, 2, 0, 128 };
     (void)state;
@@ -362,7 +387,7 @@ static void an_absent_rank_sends_nothing_and_gets_nothing(void **state)
 {
     struct ep_ref_routing routing = example(false);
     struct ep_ref_dispatch d;
-    static const struct ep_ref_row rows0[] = { { 0, 0, 0, 0, false }, { 8, 0, 1, 1, false } };
+    static const struct ep_ref_row rows0[] = { { 0, 0, 0, 0, false, false }, { 8, 0, 1, 1, false, false } };
     (void)state;
 
     assert_true(ep_ref_dispatch(&routing, 0, EP_LAYOUT_EXPERT_MAJOR, 1, 4, &d));
@@ -425,7 +450,7 @@ static void a_nodes_parts_are_summed_up_there(void **state)
 {
     static const int64_t topk[4] = { 0, 2, 4, 6 };
     static const uint32_t node[4] = { 0, 0, 1, 1 };
-    const struct ep_ref_rank ranks[4] = { { true, 1, topk, NULL }, { .present = true }, { .present = true },
+    const struct ep_ref_rank ranks[4] = { { true, 1, topk, NULL, false }, { .present = true }, { .present = true },
                                           { .present = true } };
     const struct ep_ref_routing routing = { .ranks = 4, .experts = 8, .top_k = 4, .rank = ranks };
     struct ep_ref_combine combine = { .dtype = EP_BF16, .hidden = 3, .node = node, .expert = toy_expert };
@@ -491,7 +516,7 @@ static void the_bound_holds_for_fp32_sums(void **state)
     enum { EXPERTS = 8, CHOICES = 8 };
     int64_t topk[CHOICES];
     float weights[CHOICES];
-    struct ep_ref_rank ranks[4] = { { true, 1, topk, weights } };
+    struct ep_ref_rank ranks[4] = { { true, 1, topk, weights, false } };
     struct ep_ref_routing routing = { .ranks = 4, .experts = EXPERTS, .top_k = CHOICES, .rank = ranks };
     struct ep_ref_combine combine = { .dtype = EP_BF16, .hidden = 3, .expert = toy_expert };
     double value[3], bound[3];
@@ -561,6 +586,7 @@ int main(void)
         cmocka_unit_test(replicas_are_taken_in_turn),
         cmocka_unit_test(expert_major_by_hand),
         cmocka_unit_test(packed_by_hand),
+        cmocka_unit_test(rows_that_were_announced_and_not_sent),
         cmocka_unit_test(rank_major_and_flat_by_hand),
         cmocka_unit_test(an_absent_rank_sends_nothing_and_gets_nothing),
         cmocka_unit_test(combine_by_hand),
