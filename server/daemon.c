@@ -386,12 +386,12 @@ static struct ep_rpc_tls tls_of(const struct ep_options *o)
     return (struct ep_rpc_tls){ .ca = *o->tls_ca ? o->tls_ca : NULL, .cert = o->tls_cert, .key = o->tls_key };
 }
 
-static void describe_node(Ep__V1__NodeInfo *info, void *user)
+static void leave_to_reports(Ep__V1__NodeInfo *info, void *user)
 {
     const struct daemon *d = user;
 
-    if (d->api)
-        ep_api_describe_node(d->api, info);
+    if (d->groups)
+        ep_groups_untell(d->groups, info);
 }
 
 static ep_status open_cluster(struct daemon *d, struct ep_error *error)
@@ -401,7 +401,7 @@ static ep_status open_cluster(struct daemon *d, struct ep_error *error)
         .loop = &d->loop, .rpc = d->rpc, .store = d->store, .node = d->node,
         .tls = *d->options->tls_cert ? &tls : NULL,
         .ttl_ms = d->options->lost_after,
-        .describe = describe_node, .on_ready = on_cluster_ready, .user = d,
+        .describe = leave_to_reports, .on_ready = on_cluster_ready, .user = d,
     };
 
     return ep_cluster_open(&options, &d->cluster, error);

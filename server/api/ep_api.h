@@ -31,9 +31,6 @@ ep_status ep_api_add_admin(struct ep_api *api, struct ep_rpc_server *server, str
 ep_status ep_api_add_attach(struct ep_api *api, struct ep_rpc_server *server, struct ep_error *error);
 ep_status ep_api_add_node(struct ep_api *api, struct ep_rpc_server *server, struct ep_error *error);
 
-/* Adds what the node's groups have to what the node itself knows. */
-void ep_api_describe_node(struct ep_api *api, Ep__V1__NodeInfo *info);
-
 /* Ends the watches, so that a drain can finish. */
 void ep_api_end_streams(struct ep_api *api);
 

@@ -13,32 +13,6 @@
 
 /* ---- this node -------------------------------------------------------------------------- */
 
-static bool is_on(const Ep__V1__Group *group, const char *node, const char *device)
-{
-    for (size_t i = 0; i < group->status->n_ranks; i++)
-        if (!strcmp(group->status->ranks[i]->node, node) && !strcmp(group->status->ranks[i]->device, device))
-            return true;
-    return false;
-}
-
-/* A group counts once on a device, however many of its ranks are there. */
-static void count_groups(const Ep__V1__Group *group, Ep__V1__NodeInfo *info)
-{
-    for (size_t d = 0; d < info->n_devices; d++)
-        info->devices[d]->groups += is_on(group, info->name, info->devices[d]->name);
-}
-
-void ep_api_describe_node(struct ep_api *api, Ep__V1__NodeInfo *info)
-{
-    struct ep_groups *groups = api->options.groups;
-
-    info->attachments = ep_groups_attachments(groups);
-    for (size_t d = 0; d < info->n_devices; d++)
-        info->devices[d]->sms_held = ep_groups_sms(groups, (uint32_t)d);
-    for (size_t i = 0; i < ep_groups_count(groups); i++)
-        count_groups(ep_groups_at(groups, i), info);
-}
-
 static bool is_leader(const struct ep_api *api, const char *name)
 {
     const char *leader = ep_cluster_leader(api->options.cluster);
@@ -53,7 +27,7 @@ static void fill_own(struct ep_api *api, Ep__V1__NodeInfo *info)
     char *text;
 
     ep_node_info(api->options.node, info);
-    ep_api_describe_node(api, info);
+    ep_groups_describe_own(api->options.groups, info);
     info->leader = is_leader(api, info->name);
     if (ep_store_health(api->options.store, &store) != EP_OK && (text = strdup(store.text))) {
         free(info->store_error);
@@ -68,23 +42,56 @@ static bool is_own(const struct ep_api *api, const char *name)
 
 /* ---- any node --------------------------------------------------------------------------- */
 
-/* Another one, as the table has it: a view whose texts are the table's, to be packed and not freed. */
-static Ep__V1__NodeInfo view_of(const struct ep_api *api, const struct ep_cluster_node *node)
+/* Devices of its own, in one piece, with the table's texts. */
+static bool copy_devices(Ep__V1__NodeInfo *view)
+{
+    const size_t n = view->n_devices;
+    Ep__V1__Device **list = calloc(n + 1, sizeof *list + sizeof **list), *copies = (Ep__V1__Device *)(list + n);
+
+    for (size_t d = 0; list && d < n; d++) {
+        copies[d] = *view->devices[d];
+        list[d] = &copies[d];
+    }
+    view->devices = list;
+    return list != NULL;
+}
+
+static void set_state(const struct ep_cluster_node *node, Ep__V1__NodeInfo *view)
+{
+    if (!node->alive)
+        view->state = NODE_STATE(LOST);
+    else if (node->cordoned && view->state == NODE_STATE(READY))
+        view->state = NODE_STATE(CORDONED);
+    if (view->state != NODE_STATE(STOPPING))
+        view->reason = (char *)(uintptr_t)node->reason;
+}
+
+/* Another one: a view whose texts are the table's, to be packed; its devices are to be freed.  False: no memory. */
+static bool view_of(const struct ep_api *api, const struct ep_cluster_node *node, Ep__V1__NodeInfo *view)
 {
     const Ep__V1__NodeInfo *said = ep_cluster_info(api->options.cluster, node);
-    Ep__V1__NodeInfo info = EP__V1__NODE_INFO__INIT;
 
+    ep__v1__node_info__init(view);
     if (said)
-        info = *said;
-    info.name = (char *)(uintptr_t)node->name;
-    info.leader = is_leader(api, node->name);
-    if (!node->alive)
-        info.state = NODE_STATE(LOST);
-    else if (node->cordoned && info.state == NODE_STATE(READY))
-        info.state = NODE_STATE(CORDONED);
-    if (info.state != NODE_STATE(STOPPING))
-        info.reason = (char *)(uintptr_t)node->reason;
-    return info;
+        *view = *said;
+    if (!copy_devices(view))
+        return false;
+    view->name = (char *)(uintptr_t)node->name;
+    view->leader = is_leader(api, node->name);
+    set_state(node, view);
+    ep_groups_describe_other(api->options.groups, node->name, view);
+    return true;
+}
+
+static void reply_view(struct ep_rpc_call *call, const Ep__V1__NodeInfo *view)
+{
+    struct ep_error error = { EP_NO_MEMORY, "out of memory" };
+
+    if (view->devices)
+        ep_rpc_reply(call, &view->base);
+    else
+        ep_rpc_fail(call, &error);
+    free(view->devices);
 }
 
 static const struct ep_cluster_node *look_up(const struct ep_api *api, const char *name, struct ep_error *error)
@@ -123,22 +130,34 @@ struct listing {
     size_t n;
 };
 
-static void list_all(struct ep_api *api, struct listing *l)
+/* False: no memory. */
+static bool list_all(struct ep_api *api, struct listing *l)
 {
     struct ep_cluster *cluster = api->options.cluster;
-    bool found = false;
+    bool found = false, made = true;
 
-    for (size_t i = 0; i < ep_cluster_count(cluster); i++) {
+    for (size_t i = 0; made && i < ep_cluster_count(cluster); i++) {
         const struct ep_cluster_node *node = ep_cluster_at(cluster, i);
         bool own = is_own(api, node->name);
 
         if (!own)
-            l->views[i] = view_of(api, node);
+            made = view_of(api, node, &l->views[i]);
         l->list[l->n++] = own ? &l->own : &l->views[i];
         found = found || own;
     }
     if (!found) /* not registered yet */
         l->list[l->n++] = &l->own;
+    return made;
+}
+
+static void listing_clear(struct listing *l, size_t room)
+{
+    for (size_t i = 0; l->views && i < room; i++)
+        free(l->views[i].devices);
+    if (l->own.name)
+        ep_node_info_clear(&l->own);
+    free(l->views);
+    free(l->list);
 }
 
 void api_list_nodes(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
@@ -151,18 +170,16 @@ void api_list_nodes(struct ep_rpc_call *call, const ProtobufCMessage *message, v
 
     (void)message;
     api->requests++;
-    if (l.views && l.list) {
+    if (l.views && l.list)
         fill_own(api, &l.own);
-        list_all(api, &l);
+    if (l.own.name && list_all(api, &l)) {
         reply.nodes = l.list;
         reply.n_nodes = l.n;
         ep_rpc_reply(call, &reply.base);
-        ep_node_info_clear(&l.own);
     } else {
         ep_rpc_fail(call, &error);
     }
-    free(l.views);
-    free(l.list);
+    listing_clear(&l, room);
 }
 
 /* ---- get -------------------------------------------------------------------------------- */
@@ -182,12 +199,12 @@ static void reply_look(const struct look *look, const struct ep_error *error, bo
 
     if (!node)
         return;
-    info = view_of(look->api, node);
+    (void)view_of(look->api, node, &info);
     if (error->status)
         info.unreachable = (char *)(uintptr_t)error->text;
     else if (same_boot)
         info.round_trip_us = (ep_clock_ns() - look->began_ns) / EP_NS_PER_US + 1;
-    ep_rpc_reply(look->call, &info.base);
+    reply_view(look->call, &info);
 }
 
 static void on_pong(const struct ep_error *error, const ProtobufCMessage *reply, void *user)
@@ -276,8 +293,10 @@ static void reply_changed(struct ep_api *api, struct ep_rpc_call *call, char *na
     info.name = name;
     info.state = NODE_STATE(LOST);
     if (node)
-        info = view_of(api, node);
-    ep_rpc_reply(call, &info.base);
+        (void)view_of(api, node, &info);
+    else
+        (void)copy_devices(&info);
+    reply_view(call, &info);
 }
 
 static void on_changed(const struct ep_error *error, void *user)

@@ -41,7 +41,7 @@ struct ep_cluster_options {
     struct ep_node *node;
     const struct ep_rpc_tls *tls; /* to call others; copied; NULL: plaintext */
     uint64_t ttl_ms;              /* a server that was not heard of for so long is gone */
-    /* Adds what the floors above know to what ep_node_info() has filled in; may be NULL. */
+    /* What of ep_node_info() is to be registered: the floors above know what is told elsewhere; may be NULL. */
     void (*describe)(Ep__V1__NodeInfo *info, void *user);
     /*
      * Once: this node and all others are in the table and somebody leads; or why that cannot be.  A store that is away

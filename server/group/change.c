@@ -55,6 +55,7 @@ static void change_free(struct change *change)
         ep__v1__group_status__free_unpacked(change->status, NULL);
     ep_plan_clear(&change->plan);
     ep__v1__group_change__free_unpacked(change->entry, NULL);
+    free(change->span_bytes);
     free(change->members);
     free(change);
 }
@@ -150,6 +151,17 @@ static void mark_absent(const struct group *group, Ep__V1__GroupStatus *record)
             status_begin_absent(record, i);
 }
 
+static void note_bytes(struct change *change, const struct ep_settled *settled)
+{
+    const struct ep_plan *plan = &change->plan;
+
+    free(change->span_bytes);
+    change->rank_bytes = settled->rank_bytes;
+    change->span_bytes = group_allocate(plan->n_nodes, sizeof *change->span_bytes);
+    for (uint32_t i = 0; plan->n_nodes > 1 && i < plan->n_nodes; i++)
+        change->span_bytes[i] = epoch_span_bytes(settled, plan, i);
+}
+
 /* Both are taken over. */
 static void take_plan(struct change *change, struct ep_settled *settled, struct ep_plan *plan)
 {
@@ -157,6 +169,7 @@ static void take_plan(struct change *change, struct ep_settled *settled, struct 
     const uint64_t last = group->epoch_number > group->tried ? group->epoch_number : group->tried;
 
     change->plan = *plan;
+    note_bytes(change, settled);
     change->entry->epoch_after = last + 1;
     history_nodes(change->entry, group->epoch ? &group->epoch->plan : NULL, plan);
     change->status = status_record(settled, plan, last + 1, group->created_us,

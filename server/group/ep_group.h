@@ -132,6 +132,15 @@ uint32_t ep_groups_attachments(const struct ep_groups *groups);
 /* Multiprocessors of a GPU that are held by ranks whose ops the server runs. */
 uint32_t ep_groups_sms(const struct ep_groups *groups, uint32_t device);
 
+/*
+ * What groups take of a node is told by its reports of them; what it registers is only the rest.
+ * untell: takes off what this node's reports tell, for its registration.
+ * describe_own, describe_other: add what groups take to what ep_node_info(), or the node's registration, says.
+ */
+void ep_groups_untell(const struct ep_groups *groups, Ep__V1__NodeInfo *info);
+void ep_groups_describe_own(const struct ep_groups *groups, Ep__V1__NodeInfo *info);
+void ep_groups_describe_other(const struct ep_groups *groups, const char *node, Ep__V1__NodeInfo *info);
+
 /* ---- other servers ------------------------------------------------------------------ */
 
 /*

@@ -219,11 +219,10 @@ static ep_status find_device(const struct ep_node *node, struct rank *rank, stru
 /* Windows are symmetric, so what fits one rank must fit all. */
 static ep_status reserve(struct epoch *epoch, struct rank *rank, struct ep_error *error)
 {
-    struct ep_node *node = epoch->group->groups->node;
-    ep_status status = find_device(node, rank, error);
+    ep_status status = find_device(epoch->group->groups->node, rank, error);
 
     if (!status)
-        status = ep_node_reserve(node, rank->device, epoch->settled.rank_bytes, error);
+        status = share_reserve(epoch->group, rank->device, epoch->settled.rank_bytes, error);
     rank->reserved = !status;
     return status;
 }
@@ -252,7 +251,7 @@ static ep_status prepare_span(struct epoch *epoch, struct ep_team_card *card, st
 {
     struct ep_node *node = epoch->group->groups->node;
     const uint64_t bytes = epoch_span_bytes(&epoch->settled, &epoch->plan, epoch->own);
-    ep_status status = ep_node_reserve(node, first_here(epoch)->device, bytes, error);
+    ep_status status = share_reserve(epoch->group, first_here(epoch)->device, bytes, error);
 
     if (status)
         return status;
@@ -280,8 +279,21 @@ ep_status epoch_prepare(struct epoch *epoch, struct ep_team_card *card, struct e
         status = prepare_span(epoch, card, error);
     if (!status)
         epoch->part = EPOCH_PREPARED;
-    ep_cluster_refresh(epoch->group->groups->cluster);
     return status;
+}
+
+uint64_t epoch_reserved(const struct epoch *epoch, uint32_t device)
+{
+    const struct ranks here = epoch_ranks_of(epoch, epoch->own);
+    uint64_t bytes = 0;
+
+    for (uint32_t i = 0; i < here.n; i++) {
+        const struct rank *rank = &epoch->ranks[here.number[i]];
+
+        if (rank->reserved && rank->device == device)
+            bytes += epoch->settled.rank_bytes;
+    }
+    return epoch->span_bytes && first_here(epoch)->device == device ? bytes + epoch->span_bytes : bytes;
 }
 
 /* ---- formed: connected, with windows and a team --------------------------------------------- */
@@ -470,14 +482,14 @@ static void forget(struct epoch *epoch)
         struct rank *rank = &epoch->ranks[i];
 
         if (rank->reserved)
-            ep_node_release(epoch->group->groups->node, rank->device, epoch->settled.rank_bytes);
+            share_release(epoch->group, rank->device, epoch->settled.rank_bytes);
         worker_clear(&rank->claimant);
         worker_clear(&rank->worker);
         free(rank->reason);
         free(rank->counters);
     }
     if (epoch->span_bytes)
-        ep_node_release(epoch->group->groups->node, first_here(epoch)->device, epoch->span_bytes);
+        share_release(epoch->group, first_here(epoch)->device, epoch->span_bytes);
     ep_plan_clear(&epoch->plan);
     ep_settled_clear(&epoch->settled);
     free(epoch->by_node);
@@ -506,7 +518,8 @@ static void given_back(uv_work_t *work, int status)
     else
         forget(epoch);
     group->freeing--;
-    ep_cluster_refresh(group->groups->cluster); /* memory is free again */
+    if (share_is_news(group))
+        report_changed(group);
     group_later(group->groups);
 }
 

@@ -197,6 +197,14 @@ void executor_take(struct rank *rank, Ep__V1__Executor executor)
     rank->sms = takes_share(rank, executor) ? share_of(rank) : 0;
 }
 
+uint32_t executor_sms(const struct group *group, uint32_t device)
+{
+    struct held held = { 0 };
+
+    add_group(group, device, &held);
+    return held.sms;
+}
+
 uint32_t ep_groups_sms(const struct ep_groups *groups, uint32_t device)
 {
     return held_of(groups, device).sms;

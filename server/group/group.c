@@ -50,6 +50,7 @@ struct group *group_new(struct ep_groups *groups, const char *name)
     if (!list || !(group->name = strdup(name)))
         abort();
     group->groups = groups;
+    share_open(group);
     group->phase = EP_PHASE(PENDING);
     group->created_us = group->updated_us = ep_clock_wall_us();
     groups->list = list;
@@ -85,6 +86,7 @@ static void free_group(struct group *group)
     arena_clear(&group->arena);
     report_forget(group);
     history_forget(group);
+    share_close(group);
     free(group->retired);
     free(group->name);
     free(group);
@@ -568,15 +570,20 @@ void ep_groups_announce_drain(struct ep_groups *groups, const char *reason)
     }
 }
 
+uint32_t group_attachments(const struct group *group)
+{
+    uint32_t n = group->epoch ? group->epoch->attached : 0;
+
+    for (const struct epoch *epoch = group->older; epoch; epoch = epoch->next)
+        n += epoch->attached;
+    return n;
+}
+
 uint32_t ep_groups_attachments(const struct ep_groups *groups)
 {
     uint32_t n = 0;
 
-    for (size_t i = 0; i < groups->n; i++) {
-        if (groups->list[i]->epoch)
-            n += groups->list[i]->epoch->attached;
-        for (const struct epoch *epoch = groups->list[i]->older; epoch; epoch = epoch->next)
-            n += epoch->attached;
-    }
+    for (size_t i = 0; i < groups->n; i++)
+        n += group_attachments(groups->list[i]);
     return n;
 }

@@ -4,6 +4,7 @@
  *   group.c    opening and closing, the list of groups, what is put off to the next turn of the loop
  *   spec*.c    from what is asked to what is settled;  plan.c: on which nodes;  group_phase.c: the state machines
  *   nodes.c    the nodes that can be planned on, as the cluster knows them;  negotiate.c: what they have, what is asked
+ *   share.c    what groups have of each node
  *
  *   preview.c  what a change would do;  balance.c: homes of experts by their loads
  *
@@ -241,6 +242,8 @@ struct group {
     struct retired *retired; /* [n_retired] sums of epochs that are gone, of ranks that were here */
     uint32_t n_retired;
     uint32_t freeing;   /* epochs whose memory is on its way back */
+    uint64_t *reserved; /* [devices] bytes here, of all epochs until they are given back */
+    uint64_t *told;     /* [devices] of it, as the last report has it */
     struct arena arena; /* the last message made; older ones of this turn are in ep_groups.stale */
 };
 
@@ -317,6 +320,8 @@ void group_after(struct ep_groups *groups, uint64_t ms);
 /* Its records are gone: workers are told, and when they have let go, so is the group. */
 void group_remove(struct group *group);
 uint64_t group_now(const struct ep_groups *groups); /* loop time, ms */
+uint32_t group_attachments(const struct group *group); /* workers here, of all epochs */
+bool group_is_listed(const struct group *group);       /* operators see it */
 
 /* ---- nodes.c ------------------------------------------------------------------ */
 
@@ -325,7 +330,7 @@ struct node_table {
     struct ep_plan_node *nodes;
     size_t n;
 };
-struct node_table nodes_table(const struct ep_groups *groups);
+struct node_table nodes_table(const struct ep_groups *groups, const struct group *group); /* for a plan of this group */
 struct node_table nodes_own(const struct ep_groups *groups); /* this one alone, if it is there */
 void nodes_clear(struct node_table *table);
 const char *nodes_self(const struct ep_groups *groups);
@@ -333,6 +338,26 @@ const char *nodes_self(const struct ep_groups *groups);
  * different releases form no group: nothing says that they would understand each other. */
 bool nodes_release_differs(const Ep__V1__Version *theirs, char *text, size_t size);
 bool nodes_alive(const struct ep_groups *groups, const char *name);
+
+/* ---- share.c ------------------------------------------------------------------ */
+
+void share_open(struct group *group);
+void share_close(struct group *group);
+/* As ep_node_reserve() and ep_node_release(), for the group. */
+ep_status share_reserve(struct group *group, uint32_t device, uint64_t bytes, struct ep_error *error);
+void share_release(struct group *group, uint32_t device, uint64_t bytes);
+/* Into a report of this node's; it is written; what it would tell now is something else. */
+void share_report(struct arena *arena, const struct group *group, Ep__V1__GroupStatus *report);
+void share_note(struct group *group);
+bool share_is_news(const struct group *group);
+
+/* What groups have of another node, which has said `of` of itself: by its reports, and by changes under way here, but
+ * not by one of `but`.  The caller frees `device`, [of->n_devices]. */
+struct share_told {
+    uint64_t all, *device;
+};
+struct share_told share_told(const struct ep_groups *groups, const struct group *but, const Ep__V1__NodeInfo *of,
+                               const char *node);
 
 /* ---- negotiate.c --------------------------------------------------------------- */
 
@@ -357,6 +382,7 @@ struct change {
     Ep__V1__GroupSpec *asked;   /* to be stored; NULL: a deletion */
     Ep__V1__GroupStatus *status; /* the same; own message */
     struct ep_plan plan;        /* of a new epoch */
+    uint64_t rank_bytes, *span_bytes; /* that takes for each rank, and beside them on each of its nodes; NULL: no new epoch */
     enum { AGREE_BEGIN, AGREE_PREPARE, AGREE_OFFER, AGREE_CONNECT, AGREE_COMMIT, AGREE_SEE, AGREE_SETTLE } step;
     struct agreed *members;
     Ep__V1__GroupChange *entry; /* of the history */
@@ -471,6 +497,7 @@ void report_write(struct group *group);    /* if that is due; the group is not f
 /* Another node's record; NULL: it is gone. */
 void report_read(struct group *group, const char *node, const struct ep_record *record);
 void report_forget(struct group *group); /* all */
+const struct report *report_of(const struct group *group, const char *node); /* NULL: there is none */
 void report_alive(struct ep_groups *groups, const char *node, bool alive); /* it has come, or gone */
 /* A node is not there any more, or not to be reached: nobody waits for its ranks. */
 void report_lost(struct ep_groups *groups, const char *node);
@@ -547,6 +574,7 @@ void epoch_connect(struct epoch *epoch, const struct ep_team_card *cards, epoch_
 uint32_t epoch_connect_ms(const Ep__V1__GroupStatus *record);
 /* Memory of a node for the way to the others, beside windows. */
 uint64_t epoch_span_bytes(const struct ep_settled *settled, const struct ep_plan *plan, uint32_t node);
+uint64_t epoch_reserved(const struct epoch *epoch, uint32_t device); /* bytes of it here */
 static inline bool epoch_spans(const struct epoch *epoch)
 {
     return epoch->plan.n_nodes > 1;
@@ -627,6 +655,8 @@ void executor_take(struct rank *rank, Ep__V1__Executor executor);
 /* Multiprocessors for a rank whose worker launches its ops; 0: all.  Ranks of a group that share a GPU have equal
  * parts: with MPS their kernels run at once, and all blocks of each have to, as they wait for the others'. */
 uint32_t executor_direct_sms(const struct rank *rank);
+/* Multiprocessors of a GPU here that the group's ranks hold. */
+uint32_t executor_sms(const struct group *group, uint32_t device);
 
 /* ---- status.c ----------------------------------------------------------------- */
 

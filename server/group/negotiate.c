@@ -1,8 +1,9 @@
 /*
  * From what is asked to what the nodes have: who of them can be a member, where the ranks go, which sizes and modes.
  *
- * What a node offers is in its registration: free memory of each device, modes, dtypes, release.  That may be a moment
- * old, so the last word is the member's, when it is asked to prepare its part (part.c).
+ * What a node offers is in its registration: memory of each device, modes, dtypes, release; what is taken of the memory
+ * is known of the groups (share.c).  That may be a moment old, so the last word is the member's, when it is asked to
+ * prepare its part (part.c).
  */
 #include <stdio.h>
 #include <string.h>
@@ -135,7 +136,7 @@ static void say_beside(const struct group *group, struct ep_error *error)
 ep_status negotiate(const struct group *group, const Ep__V1__GroupSpec *asked, bool stay, struct ep_settled *settled,
                     struct ep_plan *plan, struct ep_error *error)
 {
-    struct node_table table = nodes_table(group->groups);
+    struct node_table table = nodes_table(group->groups, group);
     struct ep_plan_lowered lowered;
     ep_status status = settle_and_place(group, asked, stay, &table, settled, plan, &lowered, error);
 

@@ -59,20 +59,20 @@ static void fill_offer(struct ep_plan_node *node, const Ep__V1__NodeInfo *info)
         abort(); /* as in arena.c */
 }
 
-/* What it has of devices, as it said last; this node is asked itself. */
-static void fill_told(struct ep_plan_node *node, const Ep__V1__NodeInfo *info)
+/* What it has of devices, as it and its reports said last; this node is asked itself. */
+static void fill_told(struct ep_plan_node *node, const Ep__V1__NodeInfo *info, const struct share_told *told)
 {
     const char **names = group_allocate(info->n_devices, sizeof *names);
     uint64_t *left = group_allocate(info->n_devices, sizeof *left);
 
     for (size_t i = 0; i < info->n_devices; i++) {
         names[i] = info->devices[i]->name;
-        left[i] = left_of(info->devices[i]->memory_bytes, info->devices[i]->used_bytes);
+        left[i] = left_of(info->devices[i]->memory_bytes, info->devices[i]->used_bytes + told->device[i]);
         node->has.backend = info->devices[i]->backend;
     }
     node->device = names;
     node->has.devices = (uint32_t)info->n_devices;
-    node->has.memory_left = left_of(info->memory_budget_bytes, info->memory_used_bytes);
+    node->has.memory_left = left_of(info->memory_budget_bytes, info->memory_used_bytes + told->all);
     node->has.device_left = left;
 }
 
@@ -104,7 +104,18 @@ static void share_memory(struct ep_plan_node *node)
     node->has.device_left = NULL;
 }
 
-static void add(struct node_table *table, const struct ep_groups *groups, const struct ep_cluster_node *from)
+static void fill_other(struct ep_plan_node *node, const struct ep_groups *groups, const struct group *group,
+                       const Ep__V1__NodeInfo *info)
+{
+    struct share_told told = share_told(groups, group, info, node->has.node);
+
+    fill_told(node, info, &told);
+    fill_offer(node, info);
+    free(told.device);
+}
+
+static void add(struct node_table *table, const struct ep_groups *groups, const struct group *group,
+                const struct ep_cluster_node *from)
 {
     const bool own = !strcmp(from->name, nodes_self(groups));
     const Ep__V1__NodeInfo *info = from->alive && !own ? ep_cluster_info(groups->cluster, from) : NULL;
@@ -114,23 +125,21 @@ static void add(struct node_table *table, const struct ep_groups *groups, const 
         return;
     node->has.node = from->name;
     node->cordoned = own ? ep_node_cordoned(groups->node, NULL) : from->cordoned;
-    if (own) {
+    if (own)
         fill_own(node, groups);
-    } else {
-        fill_told(node, info);
-        fill_offer(node, info);
-    }
+    else
+        fill_other(node, groups, group, info);
     share_memory(node);
     table->n++;
 }
 
-struct node_table nodes_table(const struct ep_groups *groups)
+struct node_table nodes_table(const struct ep_groups *groups, const struct group *group)
 {
     const size_t n = ep_cluster_count(groups->cluster);
     struct node_table table = { .nodes = group_allocate(n, sizeof *table.nodes) };
 
     for (size_t i = 0; i < n; i++)
-        add(&table, groups, ep_cluster_at(groups->cluster, i));
+        add(&table, groups, group, ep_cluster_at(groups->cluster, i));
     return table;
 }
 
@@ -140,7 +149,7 @@ struct node_table nodes_own(const struct ep_groups *groups)
     struct node_table table = { .nodes = group_allocate(1, sizeof *table.nodes) };
 
     if (own)
-        add(&table, groups, own);
+        add(&table, groups, NULL, own);
     return table;
 }
 

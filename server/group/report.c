@@ -68,6 +68,7 @@ static void write_part(struct group *group, struct ep_session *session)
     struct arena arena = { 0 };
 
     group->reported = EP_STORE_ANY; /* whatever becomes of it */
+    share_note(group);
     records_report(group, status_report(&arena, group), EP_STORE_ANY, session, on_written, group);
     arena_clear(&arena);
 }
@@ -217,6 +218,11 @@ static struct report *find(const struct group *group, const char *node)
     const size_t at = place_of(group, node);
 
     return at < group->n_reports && !strcmp(group->reports[at].node, node) ? &group->reports[at] : NULL;
+}
+
+const struct report *report_of(const struct group *group, const char *node)
+{
+    return find(group, node);
 }
 
 static void clear(struct report *report)

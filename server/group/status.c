@@ -445,6 +445,7 @@ const Ep__V1__GroupStatus *status_report(struct arena *arena, const struct group
     message->phase = epoch_whole(epoch) ? EP_PHASE(READY) : EP_PHASE(PENDING);
     message->reason = arena_strdup(arena, epoch->torn);
     fill_turn(arena, group, message);
+    share_report(arena, group, message);
     return message;
 }
 
@@ -470,7 +471,7 @@ const Ep__V1__Group *ep_groups_get(struct ep_groups *groups, const char *name, s
     return group ? status_message(group) : NULL;
 }
 
-static bool is_listed(const struct group *group)
+bool group_is_listed(const struct group *group)
 {
     return group->visible && !group->dead && !group->replaced;
 }
@@ -480,14 +481,14 @@ size_t ep_groups_count(const struct ep_groups *groups)
     size_t n = 0;
 
     for (size_t i = 0; i < groups->n; i++)
-        n += is_listed(groups->list[i]);
+        n += group_is_listed(groups->list[i]);
     return n;
 }
 
 const Ep__V1__Group *ep_groups_at(struct ep_groups *groups, size_t index)
 {
     for (size_t i = 0; i < groups->n; i++)
-        if (is_listed(groups->list[i]) && index-- == 0)
+        if (group_is_listed(groups->list[i]) && index-- == 0)
             return status_message(groups->list[i]);
     return NULL;
 }
@@ -720,7 +721,7 @@ void ep_groups_stats(struct ep_groups *groups, const char *name, bool experts, E
     for (size_t i = 0; i < groups->n; i++) {
         const struct group *group = groups->list[i];
 
-        if (!is_listed(group) || (name && strcmp(name, group->name)))
+        if (!group_is_listed(group) || (name && strcmp(name, group->name)))
             continue;
         refresh_group(group);
         if (group->epoch)

@@ -28,11 +28,19 @@ static void on_groups_ready(const struct ep_error *error, void *user)
     node->groups_ready = true;
 }
 
+static void leave_to_reports(Ep__V1__NodeInfo *info, void *user)
+{
+    const struct sim_node *node = user;
+
+    if (node->groups)
+        ep_groups_untell(node->groups, info);
+}
+
 static void open_cluster(struct sim_node *node)
 {
     const struct ep_cluster_options options = {
         .loop = &sim.loop, .store = node->store, .node = node->node, .ttl_ms = sim.ttl_ms,
-        .on_ready = on_cluster_ready, .user = node,
+        .describe = leave_to_reports, .on_ready = on_cluster_ready, .user = node,
     };
     struct ep_error error = EP_ERROR_INIT;
 

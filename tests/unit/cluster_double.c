@@ -306,6 +306,8 @@ static const struct ep_cluster_node *look(struct ep_cluster *cluster)
         if (cluster->info.name)
             ep_node_info_clear(&cluster->info);
         ep_node_info(cluster->node, &cluster->info);
+        if (cluster->groups)
+            ep_groups_untell(cluster->groups, &cluster->info);
         cluster->entry.cordoned = ep_node_cordoned(cluster->node, NULL);
     }
     cluster->entry.alive = cluster->alive;

@@ -406,6 +406,99 @@ static void a_plan_by_an_offer_that_is_out_of_date_is_made_again(void **state)
     assert_true(steps > 2); /* one of the two was in the first plan */
 }
 
+static void count_prepare(struct world *world, const char *kind, void *user)
+{
+    struct fixture *f = user;
+
+    (void)world;
+    f->steps += !strcmp(kind, "Prepare");
+}
+
+/* A node has room for one of these groups, and no report tells of them before they are formed. */
+static void changes_at_once_do_not_plan_on_the_same_memory(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_groups *leader = f->servers[span_leader(f)].groups;
+    Ep__V1__GroupSpec spec = span_spec(OLD, 1);
+    struct answer answers[SERVERS] = { 0 };
+    bool taken[SERVERS] = { false };
+
+    spec.arena_bytes = BUDGET / 10 * 6;
+    f->steps = 0;
+    world_on_step(f->world, count_prepare, f);
+    for (uint32_t i = 0; i < SERVERS; i++)
+        ep_groups_create(leader, span_names[i], &spec, false, NULL, span_on_answer, &answers[i]);
+    for (uint32_t i = 0; i < SERVERS; i++)
+        WAIT(f, answers[i].done);
+    world_on_step(f->world, NULL, NULL);
+    assert_int_equal(f->steps, SERVERS - 1); /* the leader's own part, and no plan was made again */
+    for (uint32_t i = 0; i < SERVERS; i++) {
+        const char *node = ep_groups_get(leader, span_names[i], NULL)->status->ranks[0]->node;
+
+        assert_string_equal(answers[i].error.text, "");
+        for (uint32_t n = 0; n < SERVERS; n++)
+            if (!strcmp(node, span_names[n])) {
+                assert_false(taken[n]);
+                taken[n] = true;
+            }
+    }
+    for (uint32_t i = 0; i < SERVERS; i++) {
+        struct answer gone = { 0 };
+
+        ep_groups_delete(leader, span_names[i], false, NULL, span_on_answer, &gone);
+        WAIT(f, gone.done);
+        assert_string_equal(gone.error.text, "");
+    }
+    for (uint32_t i = 0; i < SERVERS; i++)
+        WAIT(f, used_at(f, i) == 0);
+}
+
+static Ep__V1__NodeInfo told_of(struct fixture *f, uint32_t by, uint32_t node)
+{
+    Ep__V1__NodeInfo info;
+
+    ep_node_info(f->servers[node].node, &info);
+    ep_groups_untell(f->servers[node].groups, &info);
+    ep_groups_describe_other(f->servers[by].groups, span_names[node], &info);
+    return info;
+}
+
+/* Server `by` knows of the memory that node `node` has in use. */
+static bool knows_memory(struct fixture *f, uint32_t by, uint32_t node)
+{
+    Ep__V1__NodeInfo info = told_of(f, by, node);
+    const bool known = info.memory_used_bytes == used_at(f, node) &&
+                       info.devices[0]->used_bytes + info.devices[1]->used_bytes == used_at(f, node);
+
+    ep_node_info_clear(&info);
+    return known;
+}
+
+static bool all_know_memory(struct fixture *f)
+{
+    for (uint32_t by = 0; by < SERVERS; by++)
+        for (uint32_t node = 0; node < SERVERS; node++)
+            if (by != node && !knows_memory(f, by, node))
+                return false;
+    return true;
+}
+
+static void all_servers_know_what_groups_take_of_each_node(void **state)
+{
+    struct fixture *f = *state;
+    struct answer answer = { 0 };
+
+    create(f, OLD);
+    assert_true(used_at(f, 0) > 0);
+    WAIT(f, all_know_memory(f));
+    begin(f, UPDATE, &answer); /* the old epoch's is given back, later than its report may be written */
+    WAIT(f, answer.done && all_look(f, NEW, PHASE(READY)));
+    WAIT(f, all_know_memory(f));
+    clear(f);
+    WAIT(f, all_know_memory(f));
+    assert_int_equal(used_at(f, 0), 0);
+}
+
 static struct usage learn_usage(struct fixture *f)
 {
     struct answer answer = { 0 };
@@ -756,6 +849,8 @@ int main(void)
         TEST(a_change_waits_until_somebody_leads),
         TEST(a_member_that_cannot_take_part_refuses_for_all),
         TEST(a_plan_by_an_offer_that_is_out_of_date_is_made_again),
+        TEST(changes_at_once_do_not_plan_on_the_same_memory),
+        TEST(all_servers_know_what_groups_take_of_each_node),
         TEST(whoever_ends_at_whatever_step_of_a_creation),
         TEST(whoever_ends_at_whatever_step_of_an_update),
         TEST(whoever_ends_at_whatever_step_of_a_deletion),
