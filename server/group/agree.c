@@ -319,25 +319,18 @@ static void ask_all_to_connect(struct change *change)
 {
     const uint32_t n = change->plan.n_nodes;
     Ep__V1__ConnectRequest request = EP__V1__CONNECT_REQUEST__INIT;
-    Ep__V1__Card *cards = group_allocate(n, sizeof *cards), **list = group_allocate(n, sizeof *list);
+    struct ep_team_card *cards = group_allocate(n, sizeof *cards);
 
     enter(change, AGREE_CONNECT);
     change->waiting = n;
-    for (uint32_t i = 0; i < n; i++) {
-        ep__v1__card__init(&cards[i]);
-        cards[i].node = change->plan.name[i];
-        cards[i].card = (ProtobufCBinaryData){ .data = change->members[i].card.bytes,
-                                               .len = sizeof change->members[i].card.bytes };
-        list[i] = &cards[i];
-    }
+    for (uint32_t i = 0; i < n; i++)
+        cards[i] = change->members[i].card;
     request.group = change->group->name;
     request.epoch = change->status->epoch;
     request.fence = change->fence;
-    request.cards = list;
-    request.n_cards = n;
+    request.cards = (ProtobufCBinaryData){ .data = cards->bytes, .len = n * sizeof *cards };
     ask_to_connect(change, &request);
     free(cards);
-    free(list);
 }
 
 void agree_begin(struct change *change)

@@ -532,13 +532,13 @@ static void count_epoch(const struct epoch *epoch, struct workers *workers)
         const bool elsewhere = !rank->here && rank->state == EP_RANK_STATE(ATTACHED);
         const size_t used = strlen(workers->text);
 
-        workers->quarantined += rank->here ? rank->quarantined != NULL : rank->state == EP_RANK_STATE(QUARANTINED);
-        if (!rank->member && !elsewhere)
+        workers->quarantined += rank->here ? rank->own->quarantined != NULL : rank->state == EP_RANK_STATE(QUARANTINED);
+        if (!rank->own->member && !elsewhere)
             continue;
         workers->members++;
         if (used + 48 < sizeof workers->text)
             snprintf(workers->text + used, sizeof workers->text - used, "%srank %u (pid %d)", used ? ", " : "", i,
-                     (int)(rank->here ? rank->claimant.pid : rank->worker.pid));
+                     (int)(rank->here ? rank->own->claimant.pid : rank->worker.pid));
     }
 }
 

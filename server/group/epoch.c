@@ -21,8 +21,8 @@ static ep_status create_window(struct epoch *epoch, struct rank *rank, struct ep
 
     snprintf(name, sizeof name, "%s/%llu/%u", epoch->group->name, (unsigned long long)epoch->number,
              rank->number);
-    return ep_node_window_create(node, rank->device, name,
-                                 ep_team_window_bytes(node, &epoch->settled.map, epoch_spans(epoch)), &rank->window,
+    return ep_node_window_create(node, rank->own->device, name,
+                                 ep_team_window_bytes(node, &epoch->settled.map, epoch_spans(epoch)), &rank->own->window,
                                  error);
 }
 
@@ -31,7 +31,7 @@ static ep_status map_window(struct epoch *epoch, struct rank *rank, struct ep_er
     ep_status status = create_window(epoch, rank, error);
 
     if (!status)
-        status = ep_team_set_window(epoch->team, rank->number, rank->window, error);
+        status = ep_team_set_window(epoch->team, rank->number, rank->own->window, error);
     return status;
 }
 
@@ -69,12 +69,12 @@ static void renew_window(struct rank *rank)
     struct dropped *old = group_allocate(1, sizeof *old);
     struct ep_error error = EP_ERROR_INIT;
 
-    *old = (struct dropped){ .epoch = epoch, .window = rank->window };
+    *old = (struct dropped){ .epoch = epoch, .window = rank->own->window };
     old->work.data = old;
     if (map_window(epoch, rank, &error)) {
         EP_ERROR("group", "no fresh window: the next worker gets the old one",
                  EP_S("group", epoch->group->name), EP_U("rank", rank->number), EP_S("error", error.text));
-        rank->window = old->window;
+        rank->own->window = old->window;
         free(old);
         return;
     }
@@ -118,10 +118,21 @@ static void sort_ranks(struct epoch *epoch)
     free(next);
 }
 
+static void init_own_ranks(struct epoch *epoch)
+{
+    const struct ranks here = epoch_ranks_of(epoch, epoch->own);
+
+    epoch->own_ranks = group_allocate(here.n, sizeof *epoch->own_ranks);
+    for (uint32_t i = 0; i < here.n; i++) {
+        epoch->own_ranks[i].counters = group_allocate(1, sizeof(struct ep_rank_counters));
+        epoch->ranks[here.number[i]].own = &epoch->own_ranks[i];
+    }
+}
+
 static void init_ranks(struct epoch *epoch, const Ep__V1__GroupStatus *record)
 {
+    static const struct own_rank elsewhere;
     const uint64_t now = ep_clock_wall_us();
-    struct ranks here;
 
     epoch->n_ranks = epoch->plan.n_ranks;
     epoch->ranks = group_allocate(epoch->n_ranks, sizeof *epoch->ranks);
@@ -133,12 +144,11 @@ static void init_ranks(struct epoch *epoch, const Ep__V1__GroupStatus *record)
             .here = epoch->plan.node[i] == epoch->own,
             .state = EP_RANK_STATE(EXPECTED),
             .since_us = now,
+            .own = (struct own_rank *)(uintptr_t)&elsewhere, /* which nobody writes */
         };
     epoch->in_state[EP_RANK_STATE(EXPECTED)] = epoch->n_ranks;
     sort_ranks(epoch);
-    here = epoch_ranks_of(epoch, epoch->own);
-    for (uint32_t i = 0; i < here.n; i++)
-        epoch->ranks[here.number[i]].counters = group_allocate(1, sizeof(struct ep_rank_counters));
+    init_own_ranks(epoch);
     for (size_t i = 0; i < record->n_absent; i++)
         if (record->absent[i] < epoch->n_ranks && !epoch->ranks[record->absent[i]].began_absent)
             begin_absent(&epoch->ranks[record->absent[i]]);
@@ -209,7 +219,7 @@ static ep_status find_device(const struct ep_node *node, struct rank *rank, stru
 
     for (uint32_t i = 0; i < ep_node_devices(node); i++)
         if (!strcmp(ep_node_device_name(node, i), name)) {
-            rank->device = i;
+            rank->own->device = i;
             return EP_OK;
         }
     return ep_error_set(error, EP_FAILED_PRECONDITION, "rank %u is on %.80s of node %s, which has no such device",
@@ -222,8 +232,8 @@ static ep_status reserve(struct epoch *epoch, struct rank *rank, struct ep_error
     ep_status status = find_device(epoch->group->groups->node, rank, error);
 
     if (!status)
-        status = share_reserve(epoch->group, rank->device, epoch->settled.rank_bytes, error);
-    rank->reserved = !status;
+        status = share_reserve(epoch->group, rank->own->device, epoch->settled.rank_bytes, error);
+    rank->own->reserved = !status;
     return status;
 }
 
@@ -251,7 +261,7 @@ static ep_status prepare_span(struct epoch *epoch, struct ep_team_card *card, st
 {
     struct ep_node *node = epoch->group->groups->node;
     const uint64_t bytes = epoch_span_bytes(&epoch->settled, &epoch->plan, epoch->own);
-    ep_status status = share_reserve(epoch->group, first_here(epoch)->device, bytes, error);
+    ep_status status = share_reserve(epoch->group, first_here(epoch)->own->device, bytes, error);
 
     if (status)
         return status;
@@ -290,10 +300,10 @@ uint64_t epoch_reserved(const struct epoch *epoch, uint32_t device)
     for (uint32_t i = 0; i < here.n; i++) {
         const struct rank *rank = &epoch->ranks[here.number[i]];
 
-        if (rank->reserved && rank->device == device)
+        if (rank->own->reserved && rank->own->device == device)
             bytes += epoch->settled.rank_bytes;
     }
-    return epoch->span_bytes && first_here(epoch)->device == device ? bytes + epoch->span_bytes : bytes;
+    return epoch->span_bytes && first_here(epoch)->own->device == device ? bytes + epoch->span_bytes : bytes;
 }
 
 /* ---- formed: connected, with windows and a team --------------------------------------------- */
@@ -333,7 +343,7 @@ static ep_status make_team(struct epoch *epoch, struct ep_error *error)
     ep_status status;
 
     for (uint32_t i = 0; i < epoch->n_ranks; i++)
-        devices[i] = epoch->ranks[i].device;
+        devices[i] = epoch->ranks[i].own->device;
     status = ep_team_create(&options, &epoch->team, error);
     free(devices);
     if (!status)
@@ -344,9 +354,9 @@ static ep_status make_team(struct epoch *epoch, struct ep_error *error)
 /* With a span of GPUs it is there already. */
 static ep_status set_window(struct epoch *epoch, struct rank *rank, struct ep_error *error)
 {
-    if (!rank->window)
+    if (!rank->own->window)
         return map_window(epoch, rank, error);
-    return ep_team_set_window(epoch->team, rank->number, rank->window, error);
+    return ep_team_set_window(epoch->team, rank->number, rank->own->window, error);
 }
 
 static ep_status make_team_and_windows(struct epoch *epoch, struct ep_error *error)
@@ -377,7 +387,7 @@ static ep_status make_windows_known(struct epoch *epoch, struct ep_error *error)
         struct rank *rank = &epoch->ranks[here.number[i]];
 
         status = create_window(epoch, rank, error);
-        list[i] = (struct ep_team_net_rank){ rank->number, rank->device, rank->window };
+        list[i] = (struct ep_team_net_rank){ rank->number, rank->own->device, rank->own->window };
     }
     if (!status)
         status = ep_team_net_expect(epoch->net, epoch->n_ranks, list, here.n, error);
@@ -472,24 +482,35 @@ static void give_back(uv_work_t *work)
     if (epoch->net)
         ep_team_net_close(epoch->net);
     for (uint32_t i = 0; i < here.n; i++)
-        if (epoch->ranks[here.number[i]].window)
-            ep_node_window_destroy(epoch->ranks[here.number[i]].window);
+        if (epoch->ranks[here.number[i]].own->window)
+            ep_node_window_destroy(epoch->ranks[here.number[i]].own->window);
+}
+
+static void forget_own_ranks(struct epoch *epoch)
+{
+    const struct ranks here = epoch_ranks_of(epoch, epoch->own);
+
+    if (epoch->span_bytes)
+        share_release(epoch->group, first_here(epoch)->own->device, epoch->span_bytes);
+    for (uint32_t i = 0; i < here.n; i++) {
+        struct own_rank *own = &epoch->own_ranks[i];
+
+        if (own->reserved)
+            share_release(epoch->group, own->device, epoch->settled.rank_bytes);
+        worker_clear(&own->claimant);
+        free(own->counters);
+    }
+    free(epoch->own_ranks);
 }
 
 static void forget(struct epoch *epoch)
 {
+    if (epoch->own_ranks)
+        forget_own_ranks(epoch);
     for (uint32_t i = 0; i < epoch->n_ranks; i++) {
-        struct rank *rank = &epoch->ranks[i];
-
-        if (rank->reserved)
-            share_release(epoch->group, rank->device, epoch->settled.rank_bytes);
-        worker_clear(&rank->claimant);
-        worker_clear(&rank->worker);
-        free(rank->reason);
-        free(rank->counters);
+        worker_clear(&epoch->ranks[i].worker);
+        free(epoch->ranks[i].reason);
     }
-    if (epoch->span_bytes)
-        share_release(epoch->group, first_here(epoch)->device, epoch->span_bytes);
     ep_plan_clear(&epoch->plan);
     ep_settled_clear(&epoch->settled);
     free(epoch->by_node);
@@ -598,8 +619,8 @@ void epoch_tell(struct epoch *epoch, const struct rank *but, bool attached_only,
     for (uint32_t i = 0; i < here.n; i++) {
         const struct rank *to = &epoch->ranks[here.number[i]];
 
-        if (to->member && to != but && (to->member->attached || !attached_only))
-            to->member->on_event(event, rank, number, text, to->member->user);
+        if (to->own->member && to != but && (to->own->member->attached || !attached_only))
+            to->own->member->on_event(event, rank, number, text, to->own->member->user);
     }
 }
 

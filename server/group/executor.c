@@ -72,7 +72,7 @@ static uint32_t sharers(const struct rank *rank)
     uint32_t n = 0;
 
     for (uint32_t i = 0; i < epoch->n_ranks; i++)
-        n += epoch->ranks[i].here && epoch->ranks[i].device == rank->device;
+        n += epoch->ranks[i].here && epoch->ranks[i].own->device == rank->own->device;
     return n;
 }
 
@@ -80,7 +80,7 @@ static uint32_t sharers(const struct rank *rank)
 static uint32_t share_of(const struct rank *rank)
 {
     const struct ep_node *node = rank->epoch->group->groups->node;
-    uint32_t share = ep_node_sms(node, rank->device) / sharers(rank);
+    uint32_t share = ep_node_sms(node, rank->own->device) / sharers(rank);
 
     if (share > ep_node_sms_per_rank(node))
         share = ep_node_sms_per_rank(node);
@@ -91,7 +91,7 @@ uint32_t executor_direct_sms(const struct rank *rank)
 {
     const uint32_t n = sharers(rank);
 
-    return n > 1 ? ep_node_sms(rank->epoch->group->groups->node, rank->device) / n : 0;
+    return n > 1 ? ep_node_sms(rank->epoch->group->groups->node, rank->own->device) / n : 0;
 }
 
 /* What is held of a GPU. */
@@ -110,21 +110,23 @@ static bool gives_to_successor(const struct rank *rank)
                                   ? &newest->ranks[rank->number]
                                   : NULL;
 
-    return next && next->here && next->device == rank->device && next->sms && next->member &&
-           next->member->after == rank->epoch->number;
+    return next && next->here && next->own->device == rank->own->device && next->own->sms && next->own->member &&
+           next->own->member->after == rank->epoch->number;
 }
 
 static void add_epoch(const struct epoch *epoch, uint32_t device, struct held *held, uint32_t *sms, uint32_t *ranks)
 {
-    for (uint32_t i = 0; epoch && i < epoch->n_ranks; i++) {
-        const struct rank *rank = &epoch->ranks[i];
+    const struct ranks here = epoch ? epoch_ranks_of(epoch, epoch->own) : (struct ranks){ 0 };
 
-        if (!rank->here || rank->device != device || !rank->sms || gives_to_successor(rank))
+    for (uint32_t i = 0; i < here.n; i++) {
+        const struct rank *rank = &epoch->ranks[here.number[i]];
+
+        if (rank->own->device != device || !rank->own->sms || gives_to_successor(rank))
             continue;
-        *sms += rank->sms;
+        *sms += rank->own->sms;
         *ranks += 1;
-        if (!rank->member && !ep_team_stuck(epoch->team, (int32_t)i))
-            held->leaving += rank->sms;
+        if (!rank->own->member && !ep_team_stuck(epoch->team, (int32_t)rank->number))
+            held->leaving += rank->own->sms;
     }
 }
 
@@ -156,8 +158,8 @@ static struct held held_of(const struct ep_groups *groups, uint32_t device)
 static ep_status refuse(const struct rank *rank, uint32_t share, const struct held *held, struct ep_error *error)
 {
     const struct ep_node *node = rank->epoch->group->groups->node;
-    const uint32_t total = ep_node_sms(node, rank->device);
-    const char *gpu = ep_node_device_name(node, rank->device);
+    const uint32_t total = ep_node_sms(node, rank->own->device);
+    const char *gpu = ep_node_device_name(node, rank->own->device);
 
     if (held->sms - held->leaving + share <= total)
         return ep_error_set(error, EP_UNAVAILABLE,
@@ -173,7 +175,7 @@ static ep_status refuse(const struct rank *rank, uint32_t share, const struct he
 
 static bool takes_share(const struct rank *rank, Ep__V1__Executor executor)
 {
-    return executor == EXECUTOR(SERVER) && ep_node_sms(rank->epoch->group->groups->node, rank->device) > 0;
+    return executor == EXECUTOR(SERVER) && ep_node_sms(rank->epoch->group->groups->node, rank->own->device) > 0;
 }
 
 ep_status executor_fits(const struct rank *rank, const struct rank *before, Ep__V1__Executor executor,
@@ -184,17 +186,17 @@ ep_status executor_fits(const struct rank *rank, const struct rank *before, Ep__
 
     if (!takes_share(rank, executor))
         return EP_OK;
-    held = held_of(groups, rank->device);
-    if (before && before->device == rank->device)
-        held.sms -= before->sms;
-    return held.sms + share_of(rank) <= ep_node_sms(groups->node, rank->device)
+    held = held_of(groups, rank->own->device);
+    if (before && before->own->device == rank->own->device)
+        held.sms -= before->own->sms;
+    return held.sms + share_of(rank) <= ep_node_sms(groups->node, rank->own->device)
                ? EP_OK
                : refuse(rank, share_of(rank), &held, error);
 }
 
 void executor_take(struct rank *rank, Ep__V1__Executor executor)
 {
-    rank->sms = takes_share(rank, executor) ? share_of(rank) : 0;
+    rank->own->sms = takes_share(rank, executor) ? share_of(rank) : 0;
 }
 
 uint32_t executor_sms(const struct group *group, uint32_t device)

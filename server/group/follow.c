@@ -41,7 +41,7 @@ struct epoch *follow_epoch(const struct group *group)
 
 static bool follows(const struct rank *rank)
 {
-    return rank->member && rank->member->attached && rank->member->on_turn;
+    return rank->own->member && rank->own->member->attached && rank->own->member->on_turn;
 }
 
 /* Only ranks that are here have members: of many nodes these are few. */
@@ -57,7 +57,7 @@ static bool all_follow(const struct epoch *epoch)
     const struct rank *rank;
 
     for (uint32_t i = 0; (rank = rank_here(epoch, i)); i++)
-        if (rank->member && rank->member->attached && !follows(rank))
+        if (rank->own->member && rank->own->member->attached && !follows(rank))
             return false;
     return true;
 }
@@ -126,7 +126,8 @@ static bool waits_for_rank(const struct rank *rank, char waits[static REASON_MAX
 {
     const struct rank *place = place_of(rank);
 
-    if (!rank->member || !rank->member->attached || !place || (place->member && place->member->attached))
+    if (!rank->own->member || !rank->own->member->attached || !place ||
+        (place->own->member && place->own->member->attached))
         return false;
     snprintf(waits, REASON_MAX, "epoch %" PRIu64 " waits for rank %u on node %s to attach", place->epoch->number,
              rank->number, nodes_self(rank->epoch->group->groups));
@@ -172,7 +173,7 @@ void follow_part(const struct group *group, char waits[static REASON_MAX], Ep__V
 
 static void tell(struct rank *rank, const struct ep_group_turn *turn)
 {
-    struct ep_membership *member = rank->member;
+    struct ep_membership *member = rank->own->member;
 
     if (member && member->attached && member->on_turn)
         member->on_turn(turn, member->user);
@@ -183,8 +184,8 @@ static void forget_asked(const struct epoch *epoch)
     const struct rank *rank;
 
     for (uint32_t i = 0; (rank = rank_here(epoch, i)); i++)
-        if (rank->member)
-            rank->member->asked = 0;
+        if (rank->own->member)
+            rank->own->member->asked = 0;
 }
 
 /* NULL: all have answered. */
@@ -245,7 +246,7 @@ static void ask_rank(struct rank *rank, uint64_t to, uint64_t at)
 
     if (!++groups->asks)
         groups->asks++; /* 0 is none */
-    turn.number = rank->member->asked = groups->asks;
+    turn.number = rank->own->member->asked = groups->asks;
     tell(rank, &turn);
 }
 
@@ -392,7 +393,7 @@ static void tell_epoch(struct epoch *epoch)
     const struct rank *rank;
 
     for (uint32_t i = 0; (rank = rank_here(epoch, i)); i++) {
-        struct ep_membership *member = follows(rank) ? rank->member : NULL;
+        struct ep_membership *member = follows(rank) ? rank->own->member : NULL;
 
         if (member)
             member->on_event(EP_GROUP_EPOCH, 0, epoch->group->epoch_number, "a newer epoch is there", member->user);
@@ -416,7 +417,7 @@ static bool goes_on(const struct epoch *from)
     for (uint32_t i = 0; i < from->n_ranks; i++) {
         const struct rank *rank = &from->ranks[i];
 
-        if (rank->here ? rank->member && rank->member->attached
+        if (rank->here ? rank->own->member && rank->own->member->attached
                        : !rank->away && rank->state != EP_RANK_STATE(ABSENT) && rank->state != EP_RANK_STATE(QUARANTINED))
             return true;
     }
@@ -440,7 +441,7 @@ static void lose_successor(struct rank *rank)
     if (rank->epoch == rank->epoch->group->epoch || rank->epoch->turn_to || rank->epoch->detached || !rank->follows || !place ||
         place->state != EP_RANK_STATE(EXPECTED) || !goes_on(rank->epoch))
         return;
-    if (place->member)
+    if (place->own->member)
         place->forsaken = true;
     else
         forsake(place);
@@ -500,8 +501,8 @@ static void welcome_all(struct epoch *epoch)
     const struct rank *rank;
 
     for (uint32_t i = 0; (rank = rank_here(epoch, i)); i++)
-        if (rank->member && rank->member->welcome_by && is_welcome(epoch, rank->member))
-            welcome(rank->member);
+        if (rank->own->member && rank->own->member->welcome_by && is_welcome(epoch, rank->own->member))
+            welcome(rank->own->member);
 }
 
 static void end_ask(struct group *group)
@@ -513,7 +514,7 @@ static void end_ask(struct group *group)
     if (!ask->done || group_now(group->groups) < ask->until)
         return;
     for (uint32_t i = 0; (rank = rank_here(ask->from, i)); i++) {
-        if (!rank->member || !rank->member->asked)
+        if (!rank->own->member || !rank->own->member->asked)
             continue;
         snprintf(text, sizeof text, "rank %u on node %s (pid %d) does not say when it can go over", rank->number,
                  nodes_self(group->groups), (int)rank->worker.pid);

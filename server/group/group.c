@@ -260,7 +260,7 @@ static void tell_epoch(struct group *group)
         const struct ranks here = epoch_ranks_of(epoch, epoch->own);
 
         for (uint32_t i = 0; i < here.n; i++) {
-            struct ep_membership *member = epoch->ranks[here.number[i]].member;
+            struct ep_membership *member = epoch->ranks[here.number[i]].own->member;
 
             if (!member || !member->tell_epoch)
                 continue;
@@ -466,9 +466,11 @@ static void on_sweep(uv_timer_t *sweep)
 
 static void orphan(struct epoch *epoch)
 {
+    const struct ranks here = epoch_ranks_of(epoch, epoch->own);
+
     epoch_detach(epoch, "the server is stopping");
-    for (uint32_t i = 0; i < epoch->n_ranks; i++)
-        rank_orphan(&epoch->ranks[i], "the server is stopping");
+    for (uint32_t i = 0; i < here.n; i++)
+        rank_orphan(&epoch->ranks[here.number[i]], "the server is stopping");
     epoch->members = epoch->quarantined = 0;
 }
 

@@ -68,9 +68,23 @@ struct worker {
     char *name;
 };
 
+/* Of a rank that is here. */
+struct own_rank {
+    uint32_t device; /* of this node */
+    uint32_t sms;    /* of its GPU, held for what the server runs for it: from the claim to the executor's end */
+    struct ep_membership *member;      /* who has claimed it; NULL: nobody */
+    struct ep_membership *quarantined; /* who may still write its window */
+    uint64_t claimed_us;
+    struct worker claimant;            /* of member */
+    struct ep_executor *executor;      /* not NULL until it has stopped */
+    struct ep_rank_counters *counters;
+    struct ep_node_window *window;
+    bool reserved;
+};
+
 /*
- * One rank of one epoch.  Of one on another node, state, since_us, reason and worker are as that node told them last;
- * what comes after them but `counted` is not used.  Every node has all ranks of a group: they are kept small.
+ * One rank of one epoch.  Of one on another node, state, since_us, reason and worker are as that node told them last.
+ * Every node has all ranks of a group: they are kept small.
  */
 struct rank {
     struct epoch *epoch;
@@ -84,18 +98,9 @@ struct rank {
     uint64_t since_us; /* of the last change of state.  It grows with each, so that it orders what others hear */
     uint64_t hold;     /* on another node: it joins, and holds the team here; 0: no */
     struct { uint64_t ops, timeouts, dropped_routes; } counted;
-    uint32_t device; /* of this node */
     char *reason;   /* why it is absent or quarantined; NULL: "" */
-    struct ep_membership *member;      /* who has claimed it; NULL: nobody */
-    struct ep_membership *quarantined; /* who may still write its window */
-    uint64_t claimed_us;
-    struct worker claimant;   /* of member */
     struct worker worker;     /* the attached or last one */
-    struct ep_executor *executor; /* not NULL until it has stopped */
-    uint32_t sms; /* of its GPU, held for what the server runs for it: from the claim to the executor's end */
-    struct ep_rank_counters *counters; /* NULL: of another node */
-    struct ep_node_window *window;
-    bool reserved;
+    struct own_rank *own;     /* of another node: one that has nothing */
 };
 
 /* How far a node's part of an epoch has come. */
@@ -124,6 +129,7 @@ struct epoch {
     uint64_t empty_since;  /* loop time, ms, since when no rank of several nodes is attached; 0: one is */
     struct ep_team *team;
     struct rank *ranks;
+    struct own_rank *own_ranks; /* of those that are here, in their order */
     uint32_t n_ranks;
     uint32_t *by_node, *first_of; /* numbers of the ranks, by node of the plan; where those of a node begin */
     uint32_t in_state[RANK_STATES]; /* so many ranks */

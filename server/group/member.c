@@ -86,14 +86,14 @@ const char *rank_reason(const struct rank *rank)
 
 static ep_status refuse_held(const struct rank *rank, struct ep_error *error)
 {
-    const struct worker *worker = &rank->claimant;
+    const struct worker *worker = &rank->own->claimant;
     uint64_t now = ep_clock_wall_us();
 
     return ep_error_set(error, EP_ALREADY_EXISTS,
                         "rank %u of group %s is held by pid %d (uid %u, worker \"%.64s\"), %s for %.1f s",
                         rank->number, rank->epoch->group->name, (int)worker->pid, (unsigned)worker->uid,
-                        worker_name(worker), rank->member->attached ? "attached" : "claimed",
-                        now > rank->claimed_us ? (double)(now - rank->claimed_us) / 1e6 : 0.0);
+                        worker_name(worker), rank->own->member->attached ? "attached" : "claimed",
+                        now > rank->own->claimed_us ? (double)(now - rank->own->claimed_us) / 1e6 : 0.0);
 }
 
 static ep_status refuse_elsewhere(const struct rank *rank, struct ep_error *error)
@@ -135,9 +135,9 @@ static ep_status check_free(const struct rank *rank, struct ep_error *error)
         return refuse_elsewhere(rank, error);
     if (!epoch_served(rank->epoch))
         return refuse_unserved(rank, error);
-    if (rank->member)
+    if (rank->own->member)
         return refuse_held(rank, error);
-    if (rank->quarantined)
+    if (rank->own->quarantined)
         return ep_error_set(
             error, EP_UNAVAILABLE,
             "rank %u of group %s is quarantined: pid %d (uid %u, worker \"%.64s\") may still write its "
@@ -149,7 +149,7 @@ static ep_status check_free(const struct rank *rank, struct ep_error *error)
                             "rank %u of group %s is lost: what the server ran for its last worker has not ended and "
                             "may still use its memory; make the group anew, or restart the server",
                             rank->number, group);
-    if (rank->executor || epoch_resetting(rank->epoch))
+    if (rank->own->executor || epoch_resetting(rank->epoch))
         return ep_error_set(error, EP_UNAVAILABLE, "rank %u of group %s is being released: try again",
                             rank->number, group);
     return EP_OK;
@@ -159,7 +159,7 @@ ep_status rank_claimable(const struct rank *rank, struct ep_error *error)
 {
     const struct rank *before = rank->here ? follow_before(rank) : NULL;
 
-    return before && !rank->member ? refuse_kept(rank, before, error) : check_free(rank, error);
+    return before && !rank->own->member ? refuse_kept(rank, before, error) : check_free(rank, error);
 }
 
 static ep_status check_rank(const struct rank *rank, Ep__V1__Executor executor, struct ep_error *error)
@@ -257,7 +257,8 @@ static struct rank *find_held(const struct group *group, int32_t number, const s
     if (epoch && number >= 0 && (uint32_t)number < epoch->n_ranks) {
         struct rank *rank = &epoch->ranks[number];
 
-        if (rank->member && rank->member->attached && rank->worker.pid == worker->pid && rank->worker.uid == worker->uid)
+        if (rank->own->member && rank->own->member->attached && rank->worker.pid == worker->pid &&
+            rank->worker.uid == worker->uid)
             return rank;
     }
     ep_error_set(error, EP_FAILED_PRECONDITION, "after is %" PRIu64 ": pid %d does not hold rank %d of group %s in that epoch, "
@@ -319,9 +320,9 @@ ep_status ep_groups_claim(struct ep_groups *groups, const char *name, int32_t nu
     *member = (struct ep_membership){ .rank = rank, .executor = executor, .on_event = on_event, .user = user,
                                       .on_turn = worker->on_turn, .after = worker->after };
     executor_take(rank, executor);
-    worker_set(&rank->claimant, worker);
-    rank->claimed_us = ep_clock_wall_us();
-    rank->member = member;
+    worker_set(&rank->own->claimant, worker);
+    rank->own->claimed_us = ep_clock_wall_us();
+    rank->own->member = member;
     rank->epoch->members++;
     *out = member;
     return EP_OK;
@@ -349,8 +350,8 @@ void ep_membership_info(const struct ep_membership *member, struct ep_membership
     info->spec = rank->epoch->settled.spec;
     info->window_bytes = rank->epoch->settled.map.total_bytes;
     info->executor = member->executor;
-    info->device_uuid = ep_node_device_uuid(rank->epoch->group->groups->node, rank->device);
-    info->mps = ep_node_device_mps(rank->epoch->group->groups->node, rank->device);
+    info->device_uuid = ep_node_device_uuid(rank->epoch->group->groups->node, rank->own->device);
+    info->mps = ep_node_device_mps(rank->epoch->group->groups->node, rank->own->device);
     if (member->attached)
         info->position = position_of(rank);
     info->memories = 1;
@@ -380,7 +381,7 @@ ep_status ep_membership_memory(const struct ep_membership *member, uint32_t inde
     out->kind = index == 0 ? EP_MEMORY_OWN_WINDOW : EP_MEMORY_PEER_WINDOW;
     out->rank = whose;
     out->bytes = epoch->settled.map.total_bytes;
-    return ep_node_window_export(epoch->ranks[whose].window, &out->fd, error);
+    return ep_node_window_export(epoch->ranks[whose].own->window, &out->fd, error);
 }
 
 /* ---- attach ------------------------------------------------------------------- */
@@ -396,33 +397,33 @@ static void on_failed(const struct ep_error *why, void *user)
     struct rank *rank = user;
     char text[REASON_MAX];
 
-    if (!rank->member)
+    if (!rank->own->member)
         return;
     snprintf(text, sizeof text, "the server cannot run its ops any more: %.200s", why->text);
-    rank->member->on_event(EP_GROUP_DETACHED, rank->number, rank->epoch->number, text, rank->member->user);
+    rank->own->member->on_event(EP_GROUP_DETACHED, rank->number, rank->epoch->number, text, rank->own->member->user);
 }
 
 static ep_status start_executor(struct rank *rank, struct ep_error *error)
 {
     const struct ep_executor_options options = {
         .rank = rank->number,
-        .direct = rank->member->executor == EP__V1__EXECUTOR__EXECUTOR_DIRECT,
-        .max_sms = rank->sms,
-        .counters = rank->counters,
+        .direct = rank->own->member->executor == EP__V1__EXECUTOR__EXECUTOR_DIRECT,
+        .max_sms = rank->own->sms,
+        .counters = rank->own->counters,
         .on_timeout = on_timeout,
         .on_failed = on_failed,
         .user = rank,
     };
 
-    return ep_executor_start(rank->epoch->team, &options, &rank->executor, error);
+    return ep_executor_start(rank->epoch->team, &options, &rank->own->executor, error);
 }
 
 static void count_in(struct rank *rank)
 {
     struct epoch *epoch = rank->epoch;
 
-    rank->member->attached = true;
-    rank->follows = rank->member->on_turn != NULL;
+    rank->own->member->attached = true;
+    rank->follows = rank->own->member->on_turn != NULL;
     rank->forsaken = false;
     rank_set_reason(rank, "");
     epoch->used = true;
@@ -430,7 +431,7 @@ static void count_in(struct rank *rank)
     epoch->executors++;
     rank_set_state(rank, EP_RANK_ATTACH);
     if (epoch != epoch->group->epoch) {
-        rank->member->tell_epoch = true; /* from the loop: its worker has not been welcomed yet */
+        rank->own->member->tell_epoch = true; /* from the loop: its worker has not been welcomed yet */
         group_later(epoch->group->groups);
     }
 }
@@ -527,7 +528,7 @@ static struct ep_executor *executor_of(const struct ep_membership *member, ep_re
     struct ep_error error = EP_ERROR_INIT;
 
     if (member->rank && member->attached && !member->released)
-        return member->rank->executor;
+        return member->rank->own->executor;
     (void)ep_error_set(&error, EP_DETACHED, "the rank is not attached any more");
     on_done(&error, user);
     return NULL;
@@ -557,7 +558,7 @@ void ep_membership_unregister(struct ep_membership *member, uint32_t number, ep_
 /* As soon as neither its worker nor anything of ours touches its window, the next worker may have it. */
 static void vacate(struct rank *rank)
 {
-    if (!rank->executor && !rank->quarantined && rank->epoch == rank->epoch->group->epoch &&
+    if (!rank->own->executor && !rank->own->quarantined && rank->epoch == rank->epoch->group->epoch &&
         !rank->epoch->detached)
         epoch_clean_window(rank);
 }
@@ -567,12 +568,12 @@ static void on_executor_stopped(void *user)
     struct rank *rank = user;
     struct group *group = rank->epoch->group;
 
-    rank->executor = NULL;
+    rank->own->executor = NULL;
     rank->epoch->executors--;
     if (rank->epoch != group->epoch)
         report_changed(group); /* the epoch may be over here */
     if (!ep_team_stuck(rank->epoch->team, (int32_t)rank->number)) {
-        rank->sms = 0;
+        rank->own->sms = 0;
         vacate(rank);
     }
     group_later(group->groups);
@@ -597,7 +598,7 @@ static void leave(struct rank *rank, const char *reason, bool writer_alive, bool
     rank_set_state(rank, writer_alive ? EP_RANK_LEFT_ALIVE : EP_RANK_LEFT);
     if (!done)
         join_tell_left(rank);
-    ep_executor_stop(rank->executor, on_executor_stopped, rank);
+    ep_executor_stop(rank->own->executor, on_executor_stopped, rank);
 }
 
 void ep_membership_release(struct ep_membership *member, const char *reason, bool writer_alive)
@@ -613,16 +614,16 @@ void ep_membership_release(struct ep_membership *member, const char *reason, boo
     if (rank) {
         epoch = rank->epoch;
         done = !writer_alive && is_done(rank, member);
-        rank->member = NULL;
+        rank->own->member = NULL;
         epoch->members--;
         if (writer_alive) {
-            rank->quarantined = member;
+            rank->own->quarantined = member;
             epoch->quarantined++;
         }
         if (attached)
             leave(rank, reason, writer_alive, done);
         else
-            rank->sms = 0;
+            rank->own->sms = 0;
         follow_left(member);
         if (attached && !epoch->detached && !done)
             epoch_tell(epoch, rank, true, EP_GROUP_RANK_LOST, rank->number, epoch->number, rank_reason(rank));
@@ -644,7 +645,7 @@ void ep_membership_writer_gone(struct ep_membership *member)
     struct rank *rank = member->rank;
 
     if (rank) {
-        rank->quarantined = NULL;
+        rank->own->quarantined = NULL;
         rank->epoch->quarantined--;
         rank_set_state(rank, EP_RANK_WRITER_GONE);
         vacate(rank);
@@ -657,13 +658,13 @@ void ep_membership_writer_gone(struct ep_membership *member)
 
 void rank_orphan(struct rank *rank, const char *reason)
 {
-    struct ep_membership *member = rank->member ? rank->member : rank->quarantined;
+    struct ep_membership *member = rank->own->member ? rank->own->member : rank->own->quarantined;
 
-    if (rank->member && rank->member->join)
-        join_cancel(rank->member);
-    if (rank->member && rank->member->attached)
+    if (rank->own->member && rank->own->member->join)
+        join_cancel(rank->own->member);
+    if (rank->own->member && rank->own->member->attached)
         leave(rank, reason, false, false);
     if (member)
         member->rank = NULL;
-    rank->member = rank->quarantined = NULL;
+    rank->own->member = rank->own->quarantined = NULL;
 }

@@ -198,24 +198,14 @@ static void on_connected(const struct ep_error *error, void *user)
     asked.done(error, error->status ? NULL : &reply.base, asked.user);
 }
 
-/* In the order of the plan. */
-static ep_status read_cards(const struct epoch *part, const Ep__V1__ConnectRequest *request, struct ep_team_card *cards,
-                            struct ep_error *error)
+static ep_status check_cards(const struct epoch *part, const Ep__V1__ConnectRequest *request, struct ep_error *error)
 {
-    if (!epoch_spans(part))
-        return EP_OK;
-    if (request->n_cards != part->plan.n_nodes)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "cards has %zu: the epoch has %u members", request->n_cards,
-                            part->plan.n_nodes);
-    for (uint32_t i = 0; i < part->plan.n_nodes; i++) {
-        const Ep__V1__Card *card = request->cards[i];
+    const size_t must = (size_t)part->plan.n_nodes * sizeof(struct ep_team_card);
 
-        if (strcmp(card->node, part->plan.name[i]) || card->card.len != sizeof cards[i].bytes)
-            return ep_error_set(error, EP_INVALID_ARGUMENT, "cards[%u] must be of node %s and have %u bytes", i,
-                                part->plan.name[i], EP_TEAM_CARD_BYTES);
-        memcpy(cards[i].bytes, card->card.data, sizeof cards[i].bytes);
-    }
-    return EP_OK;
+    if (!epoch_spans(part) || request->cards.len == must)
+        return EP_OK;
+    return ep_error_set(error, EP_INVALID_ARGUMENT, "cards has %zu bytes: the epoch has %u members, of %zu bytes each",
+                        request->cards.len, part->plan.n_nodes, sizeof(struct ep_team_card));
 }
 
 static ep_status check_connect(struct ep_groups *groups, const Ep__V1__ConnectRequest *request, struct epoch **part,
@@ -228,29 +218,23 @@ static ep_status check_connect(struct ep_groups *groups, const Ep__V1__ConnectRe
     if (!status && ((*part)->fence != request->fence || (*part)->part != EPOCH_PREPARED))
         status = ep_error_set(error, EP_FAILED_PRECONDITION, "epoch %llu of group %s was prepared for somebody else, "
                               "or is connected already", (unsigned long long)request->epoch, request->group);
-    return status;
+    return status ? status : check_cards(*part, request, error);
 }
 
 void ep_groups_connect(struct ep_groups *groups, const Ep__V1__ConnectRequest *request, ep_cluster_done_fn done,
                        void *user)
 {
     struct ep_error error = EP_ERROR_INIT;
-    struct ep_team_card *cards = NULL;
-    struct asked *asked;
     struct epoch *part = NULL;
+    struct asked *asked;
 
-    if (!check_connect(groups, request, &part, &error)) {
-        cards = group_allocate(part->plan.n_nodes, sizeof *cards);
-        (void)read_cards(part, request, cards, &error);
-    }
-    if (error.status) {
+    if (check_connect(groups, request, &part, &error)) {
         done(&error, NULL, user);
-    } else {
-        asked = group_allocate(1, sizeof *asked);
-        *asked = (struct asked){ done, user };
-        epoch_connect(part, cards, on_connected, asked);
+        return;
     }
-    free(cards);
+    asked = group_allocate(1, sizeof *asked);
+    *asked = (struct asked){ done, user };
+    epoch_connect(part, (const struct ep_team_card *)request->cards.data, on_connected, asked);
 }
 
 /* ---- Abort --------------------------------------------------------------------------------------- */

@@ -42,8 +42,8 @@ static void add_counters(struct ep_rank_counters *sum, const struct ep_rank_coun
 /* Where kernels count, what they counted is fetched when somebody asks. */
 static void refresh_rank(const struct epoch *epoch, uint32_t rank)
 {
-    if (rank < epoch->n_ranks && epoch->ranks[rank].executor)
-        ep_executor_refresh(epoch->ranks[rank].executor);
+    if (rank < epoch->n_ranks && epoch->ranks[rank].own->executor)
+        ep_executor_refresh(epoch->ranks[rank].own->executor);
 }
 
 static void refresh_epoch(const struct epoch *epoch)
@@ -88,7 +88,7 @@ void status_retire_counters(struct epoch *epoch)
     for (uint32_t i = 0; i < here.n; i++) {
         struct ep_rank_counters *sum = find_retired(epoch->group, here.number[i]);
 
-        add_counters(sum ? sum : add_retired(epoch->group, here.number[i]), epoch->ranks[here.number[i]].counters);
+        add_counters(sum ? sum : add_retired(epoch->group, here.number[i]), epoch->ranks[here.number[i]].own->counters);
     }
 }
 
@@ -97,7 +97,7 @@ static bool add_epoch_rank(const struct epoch *epoch, uint32_t rank, struct ep_r
     if (!epoch || rank >= epoch->n_ranks || !epoch->ranks[rank].here)
         return false;
     refresh_rank(epoch, rank);
-    add_counters(sum, epoch->ranks[rank].counters);
+    add_counters(sum, epoch->ranks[rank].own->counters);
     return true;
 }
 
@@ -188,13 +188,13 @@ static void fill_counted(const struct rank *rank, Ep__V1__RankStatus *message)
     message->ops = rank->counted.ops;
     message->timeouts = rank->counted.timeouts;
     message->dropped_routes = rank->counted.dropped_routes;
-    if (!rank->counters)
+    if (!rank->own->counters)
         return;
     for (int i = 0; i < EP_OP_CLASSES; i++) {
-        message->ops += load(&rank->counters->op[i].count);
-        message->timeouts += load(&rank->counters->op[i].timeouts);
+        message->ops += load(&rank->own->counters->op[i].count);
+        message->timeouts += load(&rank->own->counters->op[i].timeouts);
     }
-    message->dropped_routes += load(&rank->counters->dropped_routes);
+    message->dropped_routes += load(&rank->own->counters->dropped_routes);
 }
 
 static void fill_rank(struct arena *arena, const struct rank *rank, Ep__V1__RankStatus *message)
@@ -686,7 +686,7 @@ static Ep__V1__RankStats *rank_stats(const struct rank *rank, bool experts)
     stats->state = rank->state;
     stats->ops = group_allocate(EP_OP_CLASSES, sizeof *stats->ops);
     for (int i = 0; i < EP_OP_CLASSES; i++)
-        stats->ops[stats->n_ops++] = op_stats((enum ep_op_class)i, &rank->counters->op[i]);
+        stats->ops[stats->n_ops++] = op_stats((enum ep_op_class)i, &rank->own->counters->op[i]);
     stats->peers = group_allocate(rank->epoch->n_ranks, sizeof *stats->peers);
     for (uint32_t peer = 0; peer < rank->epoch->n_ranks; peer++) {
         Ep__V1__PeerWait *wait = peer != rank->number ? peer_wait(rank, peer) : NULL;
@@ -694,8 +694,8 @@ static Ep__V1__RankStats *rank_stats(const struct rank *rank, bool experts)
         if (wait)
             stats->peers[stats->n_peers++] = wait;
     }
-    stats->dropped_routes = load(&rank->counters->dropped_routes);
-    stats->bad_descriptors = load(&rank->counters->bad_descriptors);
+    stats->dropped_routes = load(&rank->own->counters->dropped_routes);
+    stats->bad_descriptors = load(&rank->own->counters->bad_descriptors);
     if (experts)
         fill_expert_rows(rank, stats);
     return stats;
