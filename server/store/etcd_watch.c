@@ -22,12 +22,12 @@
 
 /*
  * So many changes in that time are a lot: what comes after them comes later by the pause, and by the 100 ms between two looks
- * of etcd at those who lag behind.  Workers that go over to a new epoch may wait for one of them, so a cluster of some
- * hundred nodes must not come so far: a change of a group is two to four records of each, and some may follow each other.
+ * of etcd at those who lag behind.  Workers that go over to a new epoch may wait for one of them, so a small cluster must
+ * not come so far, even one that changes all the time: a change of a group is one to three records of each node.
  */
-#define BURST     512
+#define BURST     128
 #define BURST_MS  1000
-#define GATHER_MS 200
+#define GATHER_MS 50
 #define LULL      8    /* fewer came in one piece: it is over */
 #define PLACES    1000 /* on one stream: etcd 3.4 keeps until its end what it had not sent of those given up */
 
