@@ -31,6 +31,7 @@ a machine may stand still for seconds.
 import collections
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -355,9 +356,15 @@ class TestCase(unittest.TestCase):
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Below those that connections are made from: else one may have it while a server that was stopped is started."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 30000)
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                pass
 
 
 class Etcd:

@@ -17,6 +17,7 @@ between the steps; repeats that, each time with a new etcd, and prints medians:
 import argparse
 import json
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -39,9 +40,15 @@ METRICS = {"puts": "etcd_debugging_mvcc_put_total", "deletes": "etcd_debugging_m
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Below those that connections are made from: else one may have it while a server that was stopped is started."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 30000)
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                pass
 
 
 class Etcd:

@@ -306,7 +306,7 @@ static const struct ep_cluster_node *look(struct ep_cluster *cluster)
         if (cluster->info.name)
             ep_node_info_clear(&cluster->info);
         ep_node_info(cluster->node, &cluster->info);
-        if (cluster->groups)
+        if (cluster->groups && cluster->alive)
             ep_groups_untell(cluster->groups, &cluster->info);
         cluster->entry.cordoned = ep_node_cordoned(cluster->node, NULL);
     }
