@@ -55,7 +55,6 @@ static void change_free(struct change *change)
         ep__v1__group_status__free_unpacked(change->status, NULL);
     ep_plan_clear(&change->plan);
     ep__v1__group_change__free_unpacked(change->entry, NULL);
-    free(change->span_bytes);
     free(change->members);
     free(change);
 }
@@ -153,13 +152,10 @@ static void mark_absent(const struct group *group, Ep__V1__GroupStatus *record)
 
 static void note_bytes(struct change *change, const struct ep_settled *settled)
 {
-    const struct ep_plan *plan = &change->plan;
+    const struct ep_team_beside beside = epoch_beside(settled, &change->plan);
 
-    free(change->span_bytes);
-    change->rank_bytes = settled->rank_bytes;
-    change->span_bytes = group_allocate(plan->n_nodes, sizeof *change->span_bytes);
-    for (uint32_t i = 0; plan->n_nodes > 1 && i < plan->n_nodes; i++)
-        change->span_bytes[i] = epoch_span_bytes(settled, plan, i);
+    change->rank_bytes = settled->rank_bytes + beside.rank;
+    change->node_bytes = beside.node;
 }
 
 /* Both are taken over. */

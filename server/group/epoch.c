@@ -232,7 +232,7 @@ static ep_status reserve(struct epoch *epoch, struct rank *rank, struct ep_error
     ep_status status = find_device(epoch->group->groups->node, rank, error);
 
     if (!status)
-        status = share_reserve(epoch->group, rank->own->device, epoch->settled.rank_bytes, error);
+        status = share_reserve(epoch->group, rank->own->device, epoch->each_bytes, error);
     rank->own->reserved = !status;
     return status;
 }
@@ -252,15 +252,15 @@ uint32_t epoch_connect_ms(const Ep__V1__GroupStatus *record)
     return record->settled->spec->backend == EP__V1__BACKEND__BACKEND_CUDA ? CONNECT_GPUS_MS : CONNECT_MS;
 }
 
-uint64_t epoch_span_bytes(const struct ep_settled *settled, const struct ep_plan *plan, uint32_t node)
+struct ep_team_beside epoch_beside(const struct ep_settled *settled, const struct ep_plan *plan)
 {
-    return ep_team_span_bytes(settled->spec->backend, &settled->map, plan->n_nodes, plan->node, node);
+    return ep_team_beside(settled->spec->backend, &settled->map, plan->n_nodes);
 }
 
 static ep_status prepare_span(struct epoch *epoch, struct ep_team_card *card, struct ep_error *error)
 {
     struct ep_node *node = epoch->group->groups->node;
-    const uint64_t bytes = epoch_span_bytes(&epoch->settled, &epoch->plan, epoch->own);
+    const uint64_t bytes = epoch_beside(&epoch->settled, &epoch->plan).node;
     ep_status status = share_reserve(epoch->group, first_here(epoch)->own->device, bytes, error);
 
     if (status)
@@ -283,6 +283,7 @@ ep_status epoch_prepare(struct epoch *epoch, struct ep_team_card *card, struct e
     if (epoch->settled.spec->backend != ep_node_backend(node))
         return ep_error_set(error, EP_FAILED_PRECONDITION, "node %s runs with another backend than the group's",
                             ep_node_name(node));
+    epoch->each_bytes = epoch->settled.rank_bytes + epoch_beside(&epoch->settled, &epoch->plan).rank;
     for (uint32_t i = 0; !status && i < here.n; i++)
         status = reserve(epoch, &epoch->ranks[here.number[i]], error);
     if (!status && epoch_spans(epoch))
@@ -301,7 +302,7 @@ uint64_t epoch_reserved(const struct epoch *epoch, uint32_t device)
         const struct rank *rank = &epoch->ranks[here.number[i]];
 
         if (rank->own->reserved && rank->own->device == device)
-            bytes += epoch->settled.rank_bytes;
+            bytes += epoch->each_bytes;
     }
     return epoch->span_bytes && first_here(epoch)->own->device == device ? bytes + epoch->span_bytes : bytes;
 }
@@ -496,7 +497,7 @@ static void forget_own_ranks(struct epoch *epoch)
         struct own_rank *own = &epoch->own_ranks[i];
 
         if (own->reserved)
-            share_release(epoch->group, own->device, epoch->settled.rank_bytes);
+            share_release(epoch->group, own->device, epoch->each_bytes);
         worker_clear(&own->claimant);
         free(own->counters);
     }

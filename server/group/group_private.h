@@ -123,7 +123,8 @@ struct epoch {
     uint64_t expires;     /* loop time, ms: when it goes, if it is not decided on by then */
     struct ep_team_net *net;  /* of several nodes; the team's once that is there */
     struct ep_team_span span;
-    uint64_t span_bytes;  /* reserved for it */
+    uint64_t each_bytes;  /* reserved for each rank here */
+    uint64_t span_bytes;  /* and beside them, with the first one's */
     struct connecting *connecting;
     char torn[REASON_MAX]; /* why not all its members are connected any more; empty: they are */
     uint64_t empty_since;  /* loop time, ms, since when no rank of several nodes is attached; 0: one is */
@@ -388,7 +389,7 @@ struct change {
     Ep__V1__GroupSpec *asked;   /* to be stored; NULL: a deletion */
     Ep__V1__GroupStatus *status; /* the same; own message */
     struct ep_plan plan;        /* of a new epoch */
-    uint64_t rank_bytes, *span_bytes; /* that takes for each rank, and beside them on each of its nodes; NULL: no new epoch */
+    uint64_t rank_bytes, node_bytes; /* that takes for each rank, and beside them on each of its nodes */
     enum { AGREE_BEGIN, AGREE_PREPARE, AGREE_OFFER, AGREE_CONNECT, AGREE_COMMIT, AGREE_SEE, AGREE_SETTLE } step;
     struct agreed *members;
     Ep__V1__GroupChange *entry; /* of the history */
@@ -578,8 +579,8 @@ typedef void (*epoch_done_fn)(const struct ep_error *error, void *user);
 void epoch_connect(struct epoch *epoch, const struct ep_team_card *cards, epoch_done_fn done, void *user);
 /* How long that may take in a member, of an epoch with that record. */
 uint32_t epoch_connect_ms(const Ep__V1__GroupStatus *record);
-/* Memory of a node for the way to the others, beside windows. */
-uint64_t epoch_span_bytes(const struct ep_settled *settled, const struct ep_plan *plan, uint32_t node);
+/* Memory for the way to other nodes, beside windows. */
+struct ep_team_beside epoch_beside(const struct ep_settled *settled, const struct ep_plan *plan);
 uint64_t epoch_reserved(const struct epoch *epoch, uint32_t device); /* bytes of it here */
 static inline bool epoch_spans(const struct epoch *epoch)
 {

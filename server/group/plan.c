@@ -319,14 +319,15 @@ struct shares {
 };
 
 static void shares_init(struct shares *s, const struct ep_settled *settled, const struct ep_plan_node *nodes, size_t n,
-                        bool mind_memory, uint64_t beside)
+                        bool mind_memory, struct ep_team_beside beside)
 {
     *s = (struct shares){ .nodes = nodes, .n = n, .wanted = settled->spec->ranks, .left = settled->spec->ranks };
     s->room = allocate(n, sizeof *s->room);
     s->ranks = allocate(n, sizeof *s->ranks);
     for (size_t i = 0; i < n; i++)
         if (serves(&nodes[i], settled->spec, settled->spec->backend, false))
-            s->room[i] = room_of(&nodes[i].has, s->wanted, mind_memory ? settled->rank_bytes : 0, beside);
+            s->room[i] = room_of(&nodes[i].has, s->wanted, mind_memory ? settled->rank_bytes + beside.rank : 0,
+                                 beside.node);
 }
 
 static void shares_clear(struct shares *s)
@@ -401,7 +402,7 @@ static void number(const struct shares *s, struct ep_plan *out)
 
 /* False: there is no room for all of them. */
 static bool share_out(const struct ep_settled *settled, const struct ep_plan_node *nodes, size_t n, bool mind_memory,
-                      uint64_t beside, struct ep_plan *out)
+                      struct ep_team_beside beside, struct ep_plan *out)
 {
     struct shares s;
     bool all;
@@ -539,7 +540,7 @@ static void fill_pools(struct ep_spec_pool *pools, const struct ep_plan_node *no
         };
 }
 
-static void count_rank(const struct pools *pools, const struct ep_plan *plan, uint32_t rank)
+static void count_rank(const struct pools *pools, const struct ep_plan *plan, uint32_t rank, uint64_t beside)
 {
     size_t at = pools->first[plan->node[rank]];
 
@@ -549,12 +550,14 @@ static void count_rank(const struct pools *pools, const struct ep_plan *plan, ui
            at + 1 < pools->first[plan->node[rank] + 1])
         at++;
     pools->list[at].ranks++;
+    pools->list[at].beside += beside;
 }
 
 /* Of the nodes of the plan that are among these. */
 static struct pools pools_of(const struct ep_settled *settled, const struct ep_plan_node *nodes, size_t n,
                              const struct ep_plan *plan)
 {
+    const struct ep_team_beside beside = ep_team_beside(settled->spec->backend, &settled->map, plan->n_nodes);
     struct pools pools = { .first = allocate(plan->n_nodes + 1, sizeof *pools.first) };
 
     for (uint32_t i = 0; i < plan->n_nodes; i++) {
@@ -566,12 +569,9 @@ static struct pools pools_of(const struct ep_settled *settled, const struct ep_p
     pools.list = allocate(pools.n, sizeof *pools.list);
     for (uint32_t i = 0; i < plan->n_nodes; i++)
         if (pools.first[i + 1] > pools.first[i])
-            fill_pools(pools.list + pools.first[i], find_node(nodes, n, plan->name[i]),
-                       plan->n_nodes > 1 ? ep_team_span_bytes(settled->spec->backend, &settled->map, plan->n_nodes,
-                                                              plan->node, i)
-                                         : 0);
+            fill_pools(pools.list + pools.first[i], find_node(nodes, n, plan->name[i]), beside.node);
     for (uint32_t r = 0; r < plan->n_ranks; r++)
-        count_rank(&pools, plan, r);
+        count_rank(&pools, plan, r, beside.rank);
     return pools;
 }
 
@@ -641,13 +641,14 @@ static ep_status no_devices(const struct ep_settled *settled, struct ep_error *e
 static bool share_out_by_memory(const struct ep_settled *settled, const struct ep_plan_node *nodes, size_t n,
                                 struct ep_plan *out)
 {
-    uint64_t beside;
+    const struct ep_team_beside none = { 0 };
+    struct ep_team_beside beside;
 
-    if (!share_out(settled, nodes, n, true, 0, out))
+    if (!share_out(settled, nodes, n, true, none, out))
         return false;
     if (out->n_nodes == 1)
         return true;
-    beside = ep_team_span_bytes(settled->spec->backend, &settled->map, out->n_nodes, out->node, 0);
+    beside = ep_team_beside(settled->spec->backend, &settled->map, out->n_nodes);
     ep_plan_clear(out);
     return share_out(settled, nodes, n, true, beside, out);
 }
@@ -658,7 +659,8 @@ static ep_status place(const struct ep_settled *settled, const struct ep_plan_no
 {
     if (settled->spec->placement->nodes == STRATEGY(EXPLICIT))
         return place_explicit(settled, nodes, n, out, error);
-    if (share_out_by_memory(settled, nodes, n, out) || share_out(settled, nodes, n, false, 0, out))
+    if (share_out_by_memory(settled, nodes, n, out) ||
+        share_out(settled, nodes, n, false, (struct ep_team_beside){ 0 }, out))
         return EP_OK;
     return no_devices(settled, error);
 }

@@ -155,14 +155,13 @@ static Ep__V1__DevicePlan *device_plan(const struct preview *p, const char *node
 /* The ranks of an epoch, and the way between its nodes: `after` counts what comes, `before` what goes. */
 static void add_epoch(const struct preview *p, const struct ep_settled *settled, const struct ep_plan *plan, bool comes)
 {
+    const struct ep_team_beside beside = epoch_beside(settled, plan);
     bool *seen = group_allocate(plan->n_nodes, sizeof *seen);
 
     for (uint32_t r = 0; r < plan->n_ranks; r++) {
         Ep__V1__DevicePlan *device = device_plan(p, node_of(plan, r), is_shared(settled) ? "" : plan->device[r]);
-        uint64_t bytes = settled->rank_bytes;
+        const uint64_t bytes = settled->rank_bytes + beside.rank + (seen[plan->node[r]] ? 0 : beside.node);
 
-        if (plan->n_nodes > 1 && !seen[plan->node[r]])
-            bytes += epoch_span_bytes(settled, plan, plan->node[r]);
         seen[plan->node[r]] = true;
         *(comes ? &device->after : &device->before) += bytes;
     }

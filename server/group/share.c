@@ -106,7 +106,7 @@ static uint64_t planned(const struct change *change, uint32_t node, const char *
         if (plan->node[r] != node)
             continue;
         if (!strcmp(plan->device[r], device))
-            bytes += change->rank_bytes + (first ? change->span_bytes[node] : 0);
+            bytes += change->rank_bytes + (first ? change->node_bytes : 0);
         first = false;
     }
     return bytes;
@@ -118,7 +118,7 @@ static void add_under_way(const struct group *group, const char *name, const Ep_
     const struct report *report = report_of(group, name);
     uint32_t node;
 
-    if (!change || !change->span_bytes || (report && report->epoch >= change->status->epoch))
+    if (!change || !change->plan.n_nodes || (report && report->epoch >= change->status->epoch))
         return;
     node = ep_plan_find(&change->plan, name);
     for (size_t d = 0; node < change->plan.n_nodes && d < of->n_devices; d++)

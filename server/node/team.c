@@ -90,16 +90,13 @@ uint64_t ep_team_window_bytes(const struct ep_node *node, const struct ep_layout
 }
 
 /* On the host rings, which depend on the nodes alone.  On GPUs these are small, and the host's; each rank has an outbox. */
-uint64_t ep_team_span_bytes(Ep__V1__Backend backend, const struct ep_layout_map *map, uint32_t nodes,
-                            const uint32_t *node, uint32_t own)
+struct ep_team_beside ep_team_beside(Ep__V1__Backend backend, const struct ep_layout_map *map, uint32_t nodes)
 {
-    uint64_t bytes = 0;
-
-    if (backend != EP__V1__BACKEND__BACKEND_CUDA)
-        return ep_host_net_bytes(nodes);
-    for (uint32_t i = 0; i < map->limits.ranks; i++)
-        bytes += node[i] == own ? ep_net_outbox_bytes(map) : 0;
-    return bytes;
+    if (nodes < 2)
+        return (struct ep_team_beside){ 0 };
+    if (backend == EP__V1__BACKEND__BACKEND_CUDA)
+        return (struct ep_team_beside){ .rank = ep_net_outbox_bytes(map) };
+    return (struct ep_team_beside){ .node = ep_host_net_bytes(nodes) };
 }
 
 /* ---- teams ------------------------------------------------------------------------ */

@@ -86,11 +86,10 @@ void teams_cut(uint32_t node)
 
 /* ---- network ------------------------------------------------------------------------------ */
 
-uint64_t ep_team_span_bytes(Ep__V1__Backend backend, const struct ep_layout_map *map, uint32_t nodes,
-                            const uint32_t *node, uint32_t own)
+struct ep_team_beside ep_team_beside(Ep__V1__Backend backend, const struct ep_layout_map *map, uint32_t nodes)
 {
-    (void)backend, (void)map, (void)node, (void)own;
-    return 4096ull * nodes;
+    (void)backend, (void)map;
+    return (struct ep_team_beside){ .node = nodes > 1 ? 4096ull * nodes : 0 };
 }
 
 uint64_t ep_team_window_bytes(const struct ep_node *node, const struct ep_layout_map *map, bool spans)

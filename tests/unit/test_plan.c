@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "ep_team.h"
 #include "plan.h"
 
 #define NODES(name) EP__V1__NODE_STRATEGY__NODE_STRATEGY_##name
@@ -121,6 +122,45 @@ static void memory_decides_and_the_refusal_says_what_would_fit(void **state)
     expect(2, NODES(SPREAD), nodes, 2, EP_OK, "b/host0 b/host1");
     nodes[1].has.memory_left = 4 << 20;
     expect(4, NODES(PACK), nodes, 2, EP_RESOURCE_EXHAUSTED, "would fit");
+}
+
+static struct ep_plan_node gpus(const char *name, uint64_t *left)
+{
+    struct ep_plan_node gpus = node(name, 2, left[0] + left[1]);
+
+    gpus.has.backend = EP__V1__BACKEND__BACKEND_CUDA;
+    gpus.has.device_left = left;
+    return gpus;
+}
+
+/* Of four ranks with one GPU each. */
+static uint64_t bytes_over_two_nodes(const struct ep_plan_node *nodes)
+{
+    Ep__V1__Placement placement = EP__V1__PLACEMENT__INIT;
+    const Ep__V1__GroupSpec spec = spec_of(4, &placement);
+    struct ep_spec_bounds bounds;
+    struct ep_settled settled;
+    uint64_t bytes;
+
+    assert_int_equal(ep_plan_bounds(&spec, nodes, 2, false, &bounds, NULL), EP_OK);
+    assert_int_equal(ep_spec_settle(&spec, &bounds, &settled, NULL), EP_OK);
+    bytes = settled.rank_bytes + ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &settled.map, 2).rank;
+    assert_true(bytes > settled.rank_bytes);
+    ep_settled_clear(&settled);
+    return bytes;
+}
+
+static void each_gpu_has_what_its_rank_puts_to_other_nodes(void **state)
+{
+    uint64_t a[2] = { GIB, GIB }, b[2] = { GIB, GIB };
+    const struct ep_plan_node nodes[] = { gpus("a", a), gpus("b", b) };
+    const uint64_t bytes = bytes_over_two_nodes(nodes);
+
+    (void)state;
+    a[0] = a[1] = b[0] = b[1] = bytes;
+    expect(4, NODES(SPREAD), nodes, 2, EP_OK, "a/host0 a/host1 b/host0 b/host1");
+    b[1]--;
+    expect(4, NODES(SPREAD), nodes, 2, EP_RESOURCE_EXHAUSTED, "host1 of node b");
 }
 
 static void nodes_of_another_release_or_without_a_mode_are_no_members(void **state)
@@ -284,6 +324,7 @@ int main(void)
         cmocka_unit_test(spread_ranks_take_all_nodes_evenly),
         cmocka_unit_test(drained_nodes_get_no_ranks),
         cmocka_unit_test(memory_decides_and_the_refusal_says_what_would_fit),
+        cmocka_unit_test(each_gpu_has_what_its_rank_puts_to_other_nodes),
         cmocka_unit_test(nodes_of_another_release_or_without_a_mode_are_no_members),
         cmocka_unit_test(groups_are_of_one_backend),
         cmocka_unit_test(explicit_homes_are_taken_at_their_word),

@@ -228,8 +228,10 @@ static void behind_a_window_is_room_for_what_goes_elsewhere(void **state)
     assert_int_equal(ep_team_window_bytes(f->node, &f->map, false), f->map.total_bytes);
     assert_int_equal(ep_team_window_bytes(f->node, &f->map, true),
                      f->map.total_bytes + f->map.limits.ll_banks * f->map.bank_bytes);
-    assert_int_equal(ep_team_span_bytes(EP__V1__BACKEND__BACKEND_CUDA, &f->map, NODES, node_of, 1),
-                     2ull * f->map.limits.ll_banks * f->map.bank_bytes);
+    assert_int_equal(ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &f->map, NODES).rank,
+                     f->map.limits.ll_banks * f->map.bank_bytes);
+    assert_int_equal(ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &f->map, NODES).node, 0);
+    assert_int_equal(ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &f->map, 1).rank, 0);
 }
 
 static void who_leaves_is_absent_on_all_nodes_that_are_told(void **state)

@@ -199,8 +199,9 @@ static void a_span_that_does_not_fit_its_network_is_refused(void **state)
     assert_int_equal(ep_team_net_connect(net, f->card, 1, 0, 100, &error), EP_INVALID_ARGUMENT);
     ep_team_net_close(net);
     ep_team_net_close(NULL);
-    assert_int_equal(ep_team_span_bytes(EP__V1__BACKEND__BACKEND_HOST, &f->map, 1, node_of, 0), 0);
-    assert_true(ep_team_span_bytes(EP__V1__BACKEND__BACKEND_HOST, &f->map, 2, node_of, 0) > 0);
+    assert_int_equal(ep_team_beside(EP__V1__BACKEND__BACKEND_HOST, &f->map, 1).node, 0);
+    assert_true(ep_team_beside(EP__V1__BACKEND__BACKEND_HOST, &f->map, 2).node > 0);
+    assert_int_equal(ep_team_beside(EP__V1__BACKEND__BACKEND_HOST, &f->map, 2).rank, 0);
 
     const struct ep_team_span span = { .nodes = NODES, .own = 0, .node = beyond, .net = f->net[0] };
     const struct ep_team_options options = { .node = f->node, .loop = &f->loop, .map = &f->map,
