@@ -178,15 +178,16 @@ static void set_used(Ep__V1__DevicePlan *device, uint64_t total, uint64_t used)
     device->after = device->beside > goes ? device->beside - goes : 0;
 }
 
+/* told: what groups have beside that; NULL: nothing. */
 static void look_up(Ep__V1__DevicePlan *device, const Ep__V1__NodeInfo *info, const struct share_told *told)
 {
     if (!*device->device) {
-        set_used(device, info->memory_budget_bytes, info->memory_used_bytes + told->all);
+        set_used(device, info->memory_budget_bytes, info->memory_used_bytes + (told ? told->all : 0));
         return;
     }
     for (size_t i = 0; i < info->n_devices; i++)
         if (!strcmp(info->devices[i]->name, device->device))
-            set_used(device, info->devices[i]->memory_bytes, info->devices[i]->used_bytes + told->device[i]);
+            set_used(device, info->devices[i]->memory_bytes, info->devices[i]->used_bytes + (told ? told->device[i] : 0));
 }
 
 static void look_up_other(const struct preview *p, Ep__V1__DevicePlan *device, const Ep__V1__NodeInfo *info)
@@ -195,14 +196,6 @@ static void look_up_other(const struct preview *p, Ep__V1__DevicePlan *device, c
 
     look_up(device, info, &told);
     free(told.device);
-}
-
-static void look_up_own(Ep__V1__DevicePlan *device, const Ep__V1__NodeInfo *info)
-{
-    const struct share_told nothing = { .device = group_allocate(info->n_devices, sizeof *nothing.device) };
-
-    look_up(device, info, &nothing); /* it says all itself */
-    free(nothing.device);
 }
 
 /* As nodes have said last; this one is asked itself. */
@@ -218,7 +211,7 @@ static void fill_used(const struct preview *p)
         const Ep__V1__NodeInfo *info = node ? ep_cluster_info(groups->cluster, node) : NULL;
 
         if (!strcmp(device->node, nodes_self(groups)))
-            look_up_own(device, &own);
+            look_up(device, &own, NULL);
         else if (info)
             look_up_other(p, device, info);
     }

@@ -17,14 +17,15 @@ between the steps; repeats that, each time with a new etcd, and prints medians:
 import argparse
 import json
 import os
-import random
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "integration"))
+import harness  # noqa: E402
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 BUILD = os.environ.get("EP_BUILD", os.path.join(ROOT, "build"))
@@ -39,24 +40,12 @@ METRICS = {"puts": "etcd_debugging_mvcc_put_total", "deletes": "etcd_debugging_m
            "resident": "process_resident_memory_bytes"}
 
 
-def free_port():
-    """Below those that connections are made from: else one may have it while a server that was stopped is started."""
-    while True:
-        port = random.SystemRandom().randrange(10000, 30000)
-        with socket.socket() as s:
-            try:
-                s.bind(("127.0.0.1", port))
-                return port
-            except OSError:
-                pass
-
-
 class Etcd:
     """A cluster of one, in a directory."""
 
     def __init__(self, directory):
-        self.client = "http://127.0.0.1:%d" % free_port()
-        peer = "http://127.0.0.1:%d" % free_port()
+        self.client = "http://127.0.0.1:%d" % harness.free_port()
+        peer = "http://127.0.0.1:%d" % harness.free_port()
         self.log = open(os.path.join(directory, "etcd.log"), "wb")
         self.process = subprocess.Popen(
             ["etcd", "--name=m", "--data-dir=" + os.path.join(directory, "etcd"), "--listen-client-urls=" + self.client,
