@@ -2,9 +2,17 @@
  * device_net.h: what a rank's kernels know of ranks on other nodes; in GPU memory of the rank's, and as secret from its
  * worker as its state.
  *
- * A rank of another node has no window that stores reach.  What goes to it is written to the outbox, banks of the same
- * layout as the window's (window.h) in which region [d] is for rank d, and put from there into region [own rank] of its
- * window.  Signals say what has come: kernels/cuda/ll_net.cuh has the protocol.
+ * A rank of another node has no window that stores reach.  What goes to it is written to memory that a rank has beside
+ * its window, and no worker maps, and is put from there.  Signals say what has come.
+ *
+ *     LL   banks of the same layout as the window's (window.h), the outbox, in which region [d] is for rank d and is put
+ *          to region [own rank] of its window: kernels/cuda/ll_net.cuh
+ *     HT   boxes of records and of sums, one for each node or each source, put to boxes of its memory beside:
+ *          kernels/cuda/ht_net.cuh
+ *
+ * Each rank has a gate on each other node, a rank there that takes all that it sends to the node, and by turns: the
+ * i-th rank of a node has the i-th rank of another one, from the first again where that has fewer.  While a gate is
+ * absent the next rank of its node stands in for it, and has boxes for that; not the one after the next.
  */
 #ifndef EP_DEVICE_NET_H
 #define EP_DEVICE_NET_H
@@ -15,7 +23,7 @@
 extern "C" {
 #endif
 
-/* Signals of a rank: each a number of LL, of one bank, told by one rank.  They only grow, as long as the group's epoch
+/* Signals of a rank.  LL: each a number, of one bank, told by one rank.  They only grow, as long as the group's epoch
  * lives: whoever joins anew goes on where they are. */
 enum ep_net_signal {
     EP_NET_SENT,   /* the dispatch of this number is there */
@@ -23,34 +31,175 @@ enum ep_net_signal {
     EP_NET_ACK,    /* the same, and all that was put up to this number has come */
     EP_NET_SIGNALS
 };
+/* HT: told by one rank. */
+enum ep_net_ht_signal {
+    EP_NET_HT_PUT,    /* which step of which op has come, ep_net_step() */
+    EP_NET_HT_CLOSED, /* tag: it takes nothing for this op any more */
+    EP_NET_HT_ACK,    /* the same, and all that was put to it up to this op has come */
+    EP_NET_HT_SIGNALS
+};
 
 EP_HD static inline uint32_t ep_net_signal_of(uint32_t kind, uint32_t bank, uint32_t source)
 {
     return (kind * EP_MAX_LL_BANKS + bank) * EP_DEVICE_MAX_RANKS + source;
 }
-#define EP_NET_ALL_SIGNALS (EP_NET_SIGNALS * EP_MAX_LL_BANKS * EP_DEVICE_MAX_RANKS)
+#define EP_NET_LL_SIGNALS (EP_NET_SIGNALS * EP_MAX_LL_BANKS * EP_DEVICE_MAX_RANKS)
+EP_HD static inline uint32_t ep_net_ht_signal_of(uint32_t kind, uint32_t source)
+{
+    return EP_NET_LL_SIGNALS + kind * EP_DEVICE_MAX_RANKS + source;
+}
+#define EP_NET_ALL_SIGNALS (EP_NET_LL_SIGNALS + EP_NET_HT_SIGNALS * EP_DEVICE_MAX_RANKS)
 
 #define EP_NET_WIRE_WORDS 64u
+#define EP_NET_NOBODY 255u
+#define EP_NET_PIECES 64u           /* that a box is put in, at most */
+#define EP_NET_PIECE_BYTES 4194304u /* and no less than so many in each */
+
+/* ---- beside a window --------------------------------------------------------------------- */
+
+/* In EP_HT_ASK_RECORDS: how many, and through whom. */
+#define EP_NET_GATE_SHIFT 24u
+
+/* How a group's ranks lie on nodes. */
+struct ep_net_shape {
+    uint32_t nodes;
+    uint32_t most, least; /* ranks of a node */
+};
+
+/* Offsets in the memory beside a window.  HT's are what a box takes with the widest rows. */
+struct ep_net_map {
+    uint64_t asks, asks_out;     /* [R] a note of each rank on another node, and for each */
+    uint64_t rows_out, sums_in;  /* [outs] boxes, one for each other node */
+    uint64_t rows_in, sums_out;  /* [ins] boxes: of each rank that has this one as its gate, or as that one's stand-in */
+    uint64_t partials, tags, grads; /* [gated][places][T_ht] of the ranks of this node, for sums of the former,
+                                       whoever makes them */
+    uint64_t bytes;
+    uint64_t rows_bytes, sums_bytes; /* of a box */
+    uint32_t outs, ins, gated, places;
+    uint32_t ask_bytes, reserved;
+};
+
+/* A record: one token for a node.  Then the row and its scales. */
+struct ep_net_choice {
+    int32_t route;  /* -1: not on this node */
+    float weight;
+    uint32_t slot;  /* of the token among all that its source sends to that rank */
+    uint32_t index; /* and of the choice among those of the expert */
+};
+struct ep_net_record {
+    uint32_t token, reserved;
+    uint64_t tag;
+    struct ep_net_choice choice[]; /* K */
+};
+/* A sum: one token of a node.  Then the gradients, K of them, and the row. */
+struct ep_net_sum {
+    uint32_t ranks; /* mask: whose partials are in it */
+    uint32_t late;  /* mask: and of the others, who did not come in time */
+    uint64_t tag;
+};
+EP_STATIC_ASSERT(sizeof(struct ep_net_record) == 16 && sizeof(struct ep_net_choice) == 16
+                     && sizeof(struct ep_net_sum) == 16, "records are read 16 bytes at once");
+
+EP_HD static inline uint64_t ep_net_align(uint64_t bytes) { return (bytes + 15) / 16 * 16; }
+EP_HD static inline uint64_t ep_net_record_head(uint32_t top_k)
+{
+    return sizeof(struct ep_net_record) + (uint64_t)top_k * sizeof(struct ep_net_choice);
+}
+EP_HD static inline uint64_t ep_net_record_bytes(uint32_t top_k, uint32_t row_bytes, uint32_t scales_bytes)
+{
+    return ep_net_record_head(top_k) + row_bytes + ep_net_align(scales_bytes);
+}
+EP_HD static inline uint64_t ep_net_sum_head(uint32_t top_k)
+{
+    return sizeof(struct ep_net_sum) + ep_net_align((uint64_t)top_k * sizeof(float));
+}
+/* Records of a piece, but for the last one. */
+EP_HD static inline uint32_t ep_net_piece(uint32_t max_tokens, uint64_t record_bytes)
+{
+    const uint32_t least = (uint32_t)((EP_NET_PIECE_BYTES + record_bytes - 1) / record_bytes);
+    const uint32_t even = (max_tokens + EP_NET_PIECES - 1) / EP_NET_PIECES;
+
+    return least > even ? least : even;
+}
+
+/* ---- what a rank's kernels know ------------------------------------------------------------ */
+
+/* What ranks of this node have granted a rank, this one or one that has it as its gate; checked against their windows. */
+struct ep_net_grants {
+    uint32_t mask; /* who has */
+    uint32_t row[EP_DEVICE_MAX_RANKS], rows[EP_DEVICE_MAX_RANKS], bits[EP_DEVICE_MAX_RANKS];
+    uint32_t gates; /* of this rank: which it may put records to */
+    uint64_t out[EP_DEVICE_MAX_RANKS], scales[EP_DEVICE_MAX_RANKS]; /* addresses */
+    uint64_t expert; /* address of [R][L][2], as struct ep_device_ht_tables has it */
+};
+
+/* What the combines of a handle need of its dispatch. */
+struct ep_net_handle {
+    uint32_t to[EP_DEVICE_MAX_RANKS];   /* records that a gate was sent; 0: nothing */
+    uint32_t from[EP_DEVICE_MAX_RANKS]; /* records that a rank on another node sent here */
+    uint8_t acts[EP_DEVICE_MAX_RANKS], via[EP_DEVICE_MAX_RANKS]; /* as in struct ep_device_net */
+};
 
 struct ep_device_net {
     /* server, once */
     uint32_t far;     /* mask: ranks on other nodes */
     uint32_t reserved0;
-    uint64_t outbox;  /* from the window's start, in the memory that both are in */
-    uint64_t window;  /* that memory, as the network knows it: ncclWindow_t */
+    uint64_t window, beside; /* the window and the memory beside it, as the network knows them: ncclWindow_t */
     uint64_t reserved1[5];
     uint64_t wire[EP_NET_WIRE_WORDS]; /* what puts and signals go through (gin.cuh): ncclDevComm */
 
     /* kernel: the last numbers that this rank has put to each other one, and told it, of each bank */
     uint64_t told[EP_NET_SIGNALS][EP_MAX_LL_BANKS][EP_DEVICE_MAX_RANKS];
+
+    /* server, once: HT */
+    struct ep_net_map map;
+    uint64_t at[EP_DEVICE_MAX_RANKS];     /* where a rank's memory beside its window is; 0: it is on another node */
+    uint32_t place[EP_DEVICE_MAX_RANKS];  /* of a rank among those of its node */
+    /* of a rank on another node: */
+    uint32_t gate[EP_DEVICE_MAX_RANKS];   /* the gate of this one on its node */
+    uint32_t gate_here[EP_DEVICE_MAX_RANKS]; /* its gate on this node */
+    uint32_t in[EP_DEVICE_MAX_RANKS];     /* its box at that, in rows_in; at the stand-in it is behind the `gated` first */
+    uint32_t out[EP_DEVICE_MAX_RANKS];    /* the box of its node at this one */
+    uint32_t there[EP_DEVICE_MAX_RANKS];  /* a gate: this rank's box at it, as `in` */
+    uint32_t next[EP_DEVICE_MAX_RANKS];   /* of any rank: who stands in for it; itself: nobody */
+    uint32_t back[EP_DEVICE_MAX_RANKS];   /* the box of this rank's node at it, in sums_in */
+    /* tables, from the start of this */
+    uint64_t grants;    /* [ins] struct ep_net_grants, and what they are made of: */
+    uint64_t taken;     /* [ins][R] struct ep_device_ht_grant */
+    uint64_t granted;   /* [ins][R][L][2] as struct ep_device_ht_tables has it */
+    uint64_t slots;     /* of handle 0: [T_ht * K] of a choice's token among those that go to its node */
+    uint64_t relayed;   /* of handle 0: [ins][T_ht * K] choices of records that came: rank << 24 | slot, or ~0 */
+    uint64_t slots_stride, relayed_stride; /* from one handle's to the next one's */
+    uint64_t bytes;     /* of all of it */
+
+    /* kernel */
+    uint64_t ht_told[EP_NET_HT_SIGNALS][EP_DEVICE_MAX_RANKS];
+    uint64_t ht_last[EP_DEVICE_MAX_RANKS];   /* tag of the last op in which this rank put anything to it */
+    struct ep_net_handle handles[EP_MAX_HANDLES];
+    /* the running op's, and all 0 between ops */
+    uint32_t acts[EP_DEVICE_MAX_RANKS];      /* a gate: who takes what goes there; EP_NET_NOBODY */
+    uint32_t via[EP_DEVICE_MAX_RANKS];       /* of any rank: who of this node takes what it sends here; here: itself */
+    uint32_t records[EP_DEVICE_MAX_RANKS];   /* that a rank on another node sends here */
+    uint32_t open;     /* mask: ranks on other nodes that this op may put to */
+    uint32_t relays;   /* mask: ranks whose records go through here */
+    uint32_t lost;     /* mask: gates whose sums do not come */
+    uint32_t silent;   /* mask: ranks that do not ask for sums that are made here */
+    uint32_t next_record, relayed_by; /* pieces of work that somebody took; warps that take no more */
+    uint32_t unsent[EP_DEVICE_MAX_RANKS];    /* of such a rank, mask: who did not get all of it */
+    uint32_t filled[EP_DEVICE_MAX_RANKS][EP_NET_PIECES]; /* records of a piece that are in their box */
 };
 EP_STATIC_ASSERT(offsetof(struct ep_device_net, told) == 64 + EP_NET_WIRE_WORDS * 8, "ep_device_net is shared memory");
 
-/* Outbox of a rank: behind its window, as large on all ranks. */
-static inline uint64_t ep_net_outbox_bytes(const struct ep_layout_map *map)
-{
-    return map->limits.ll_banks * map->bank_bytes;
-}
+/* ---- host code (device_net.c) ---------------------------------------------------------------- */
+
+/* node[ranks] of a group. */
+struct ep_net_shape ep_net_shape_of(const uint32_t *node, uint32_t ranks);
+/* What lies beside a window, LL's outbox first, and its bytes. */
+void ep_net_lay_out(const struct ep_layout_map *map, const struct ep_net_shape *shape, struct ep_net_map *out);
+uint64_t ep_net_beside_bytes(const struct ep_layout_map *map, const struct ep_net_shape *shape);
+/* Of a rank, all that the group's nodes say: `far`, and what the server writes for HT but `at`.  `bytes` is what the rank's
+ * net takes, of which *out is the beginning; the rest need not be written. */
+void ep_net_describe(const struct ep_layout_map *map, const uint32_t *node, uint32_t rank, struct ep_device_net *out);
 
 #ifdef __cplusplus
 }

@@ -182,7 +182,8 @@ uint64_t ep_device_shared_bytes(const struct ep_limits *limits);
 /* Where the tables behind struct ep_device_state begin, from its start. */
 /*
  * HT: a batch is cut into lists of tokens that follow each other, and counted list by list.  A column is what is
- * counted: tokens to rank r [r], rows to its local expert l [R + r * L + l], choices that go there [R + R * L + r].
+ * counted: tokens to rank r [r], rows to its local expert l [R + r * L + l], choices that go there [R + R * L + r], and
+ * tokens to the node of gate r on another node [2 R + R * L + r], which kernels of one node do without.
  */
 #define EP_HT_LISTS 256u
 struct ep_device_ht_tables {
@@ -211,7 +212,7 @@ struct ep_device_tables {
 /* Columns of HT's lists. */
 EP_HD static inline uint32_t ep_ht_columns(uint32_t ranks, uint32_t local_experts)
 {
-    return (2 + local_experts) * ranks;
+    return (3 + local_experts) * ranks;
 }
 /* Warps of a block that count at a time, and the shared memory that this takes. */
 uint32_t ep_device_ht_counting_warps(const struct ep_limits *limits);

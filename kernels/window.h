@@ -180,6 +180,7 @@ enum {
     EP_HT_ASK_TRAITS, /* of the op: ranks whose ops differ in them do not fit */
     EP_HT_ASK_ROWS,   /* dispatch: that come; combine: 1, gradients are wanted */
     EP_HT_ASK_BACK,   /* dispatch: which of the asking rank's partials the first of them is */
+    EP_HT_ASK_RECORDS, /* dispatch, on another node: tokens that go to this node, each once */
     EP_HT_ASK_ROUTING_LOW = 4, /* combine: number of the dispatch */
     EP_HT_ASK_ROUTING_HIGH,
     EP_HT_ASK_EXPERTS = 6, /* and then of each local expert: rows that come to it */

@@ -53,6 +53,7 @@ struct ep_options {
     char *name;
     int backend; /* enum ep_options_backend */
     int mps;     /* enum ep_options_mps */
+    char *gpus;  /* "0,2"; "": all */
     uint64_t host_ranks;
     uint64_t sms_per_rank;
     uint64_t memory; /* bytes, of each GPU where there are GPUs; 0: half of what is free at start */

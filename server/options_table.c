@@ -75,6 +75,9 @@ const struct ep_option ep_options_table[] = {
     { "backend", "node", EP_TYPE_ENUM, 0, FIELD(backend), .fallback = "auto", .words = backends,
       .doc = "Where ranks run: on GPUs (those that CUDA_VISIBLE_DEVICES shows this process) or on the host's CPUs; "
              "auto takes the GPUs if there are any" },
+    { "gpus", "node", EP_TYPE_STRING, 0, FIELD(gpus), .fallback = "",
+      .doc = "Which of the GPUs that this process sees are this server's, as \"0,1\"; by default all. Servers that share a "
+             "machine should see each other's GPUs: what they put to each other goes over NVLink only then" },
     { "mps", "node", EP_TYPE_ENUM, 0, FIELD(mps), .fallback = "auto", .words = mps_modes,
       .doc = "The MPS server of the GPUs: auto says in the log whether there is one, require starts only with "
              "it, off only without. Without one, each op that the server runs for a worker switches the GPU "

@@ -373,11 +373,11 @@ def gpu_tasks(quick):
     yield Task("gpu/kernels-on-cpus-members",
                [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", "3", "--filter", "a rank leaves", "--timeout-ms", "60000"],
                GPU_S, on_cpus("kernels"), parse_lines)
-    # LL, with the ranks on two nodes: formats and layouts; ranks that are absent, leave and join.  Not "a rank's ... is late":
-    # then all others have to be done within 200 ms, and kernels on CPUs have no time that they keep.
-    for cases in ("T=33", "a rank "):
-        yield Task("gpu/kernels-on-cpus-of-nodes" + ("" if cases == "T=33" else "-members"),
-                   [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", "4", "--filter", cases, "--timeout-ms", "60000"],
+    # Both modes, with the ranks on two nodes: formats and layouts; ranks that are absent, leave and join.  Not "a rank's ... is
+    # late": then all others have to be done within 200 ms, and kernels on CPUs have no time that they keep.
+    for name, cases, ranks in (("", "T=33", "4"), ("-members", "a rank ", "4"), ("-uneven", "HT packed bf16 T=77", "5")):
+        yield Task("gpu/kernels-on-cpus-of-nodes" + name,
+                   [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", ranks, "--filter", cases, "--timeout-ms", "60000"],
                    GPU_S, {**on_cpus("kernels"), "EP_CUDA_WIRE_NODES": "2"}, parse_lines)
     yield Task("gpu/product-on-cpus",
                script("product", "--gpus", "2", "--quick", *(["--filter", "of the server"] if quick else [])),

@@ -135,6 +135,8 @@ void ep_cuda_serve_close(struct ep_cuda_serve *serve);
 struct ep_ll_serve;
 int ep_cuda_net_prepare(uint32_t shared_bytes, uint32_t *blocks);
 int ep_cuda_net_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, CUstream stream);
+int ep_cuda_net_ht_prepare(uint32_t shared_bytes, uint32_t *blocks);
+int ep_cuda_net_ht_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, CUstream stream);
 uint32_t ep_cuda_nccl_version(void);
 ep_status ep_cuda_nccl_bind(uint32_t device, struct ep_error *error);
 int ep_cuda_nccl_device_open(void *create, void *comm, uint64_t *wire);

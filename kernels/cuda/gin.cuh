@@ -22,16 +22,15 @@ __device__ inline const ncclDevComm &gin_comm(const struct ep_device_net *net)
     return *(const ncclDevComm *)net->wire;
 }
 
-/* What the threads before a fence for the system have written goes from offset `from` of our memory to `to` of the
- * rank's. */
-__device__ inline void gin_put(const struct ep_device_net *net, uint32_t rank, uint64_t to, uint64_t from,
+/* What the threads before a fence for the system have written goes from offset `from` of our memory beside the window to
+ * `to` of the rank's `there`, which is net->window or net->beside. */
+__device__ inline void gin_put(const struct ep_device_net *net, uint32_t rank, uint64_t there, uint64_t to, uint64_t from,
                                uint64_t bytes)
 {
     const ncclDevComm &comm = gin_comm(net);
     const ncclGin gin{ comm, 0 };
-    const ncclWindow_t window = (ncclWindow_t)net->window;
 
-    gin.put(ncclTeamWorld(comm), (int)rank, window, to, window, from, bytes);
+    gin.put(ncclTeamWorld(comm), (int)rank, (ncclWindow_t)there, to, (ncclWindow_t)net->beside, from, bytes);
 }
 
 /* Adds to a signal of the rank's, after all puts to it so far. */

@@ -66,6 +66,9 @@ int ep_ht_combine(const struct ep_ht_args *args, void *stream);
 int ep_ht_serve_prepare(uint32_t shared_bytes, uint32_t *blocks);
 /* The op that the kernel before, of the same entry, found to be an HT one; with serve->ht_blocks. */
 int ep_ht_serve_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, void *stream);
+/* The same for ranks of several nodes. */
+int ep_ht_net_prepare(uint32_t shared_bytes, uint32_t *blocks);
+int ep_ht_net_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, void *stream);
 
 #ifdef __cplusplus
 }

@@ -7,139 +7,25 @@
 #ifndef EP_HT_COMBINE_CUH
 #define EP_HT_COMBINE_CUH
 
-#include "ht_bulk.cuh"
-#include "ht_device.cuh"
+#include "ht_node_sum.cuh"
 
 namespace ep {
 namespace ht {
 namespace combine {
 
-using ep::combine::Format;
-
 constexpr uint32_t kPushingSms = 16, kPackedPushingSms = 88; /* at most; of packed rows several make one partial */
-constexpr uint32_t kNowhere = 0xffffffffu;
-
-/* ---- sums ------------------------------------------------------------------------------------ */
-
-/* The terms of a sum, a warp's: lanes of the mask have one each, the lowest lane's comes first. */
-struct Terms {
-    uint32_t mask;
-    const uint8_t *row;
-    float weight;
-};
-
-constexpr uint32_t kLaneVecs = kPieceBytes / 512; /* 16 bytes of a piece that are a lane's */
-
-/* The terms piece by piece, and of each piece one after the other. */
-struct Walk {
-    uint32_t rest, at; /* terms of the piece that are to come, and where it begins */
-};
-
-/* A warp: the next term's piece of the walk into the ring, if there is one. */
-__device__ inline void load_next(Ring *ring, const Terms &terms, uint32_t bytes, Walk *walk)
-{
-    if (walk->at >= bytes)
-        return;
-    const uint64_t row = __shfl_sync(kAll, (uint64_t)terms.row, __ffs(walk->rest) - 1);
-
-    load_piece(ring, (const uint8_t *)row + walk->at, min(bytes - walk->at, kPieceBytes));
-    walk->rest &= walk->rest - 1;
-    if (walk->rest)
-        return;
-    walk->rest = terms.mask;
-    walk->at += kPieceBytes;
-}
-
-/* fn(i, byte) for the 16 bytes of a lane in the piece that begins at `at`. */
-template <class Fn> __device__ inline void each_vec(uint32_t at, uint32_t bytes, Fn fn)
-{
-#pragma unroll
-    for (uint32_t i = 0; i < kLaneVecs; i++) {
-        const uint32_t byte = at + (i * 32 + threadIdx.x % 32) * 16;
-
-        if (byte < bytes)
-            fn(i, byte);
-    }
-}
-
-/* A warp: the sum of the terms, and of the bias in the end, to `to`. */
-template <class T>
-__device__ inline void sum_rows(Ring *ring, const Terms &terms, uint32_t bytes, const uint8_t *bias, uint8_t *to)
-{
-    constexpr uint32_t kElements = Format<T>::n;
-    Walk walk = { terms.mask, terms.mask ? 0 : bytes };
-
-    for (uint32_t i = 0; i < kStages; i++)
-        load_next(ring, terms, bytes, &walk);
-#pragma unroll 1
-    for (uint32_t at = 0; at < bytes; at += kPieceBytes) {
-        float sum[kLaneVecs][kElements] = {};
-
-#pragma unroll 1
-        for (uint32_t rest = terms.mask; rest; rest &= rest - 1) {
-            const float weight = __shfl_sync(kAll, terms.weight, __ffs(rest) - 1);
-            const uint8_t *piece = take_piece(ring);
-
-            each_vec(at, bytes, [&](uint32_t i, uint32_t byte) {
-                float x[kElements];
-
-                Format<T>::decode(*(const Vec *)(piece + (byte - at)), x);
-                for (uint32_t e = 0; e < kElements; e++)
-                    sum[i][e] = fmaf(weight, x[e], sum[i][e]);
-            });
-            fence_stage(); /* it is read */
-            __syncwarp();
-            load_next(ring, terms, bytes, &walk);
-        }
-        each_vec(at, bytes, [&](uint32_t i, uint32_t byte) {
-            if (bias) {
-                float x[kElements];
-
-                Format<T>::decode(load_row(bias + byte), x);
-                for (uint32_t e = 0; e < kElements; e++)
-                    sum[i][e] += x[e];
-            }
-            store_row(to + byte, Format<T>::encode(sum[i]));
-        });
-    }
-}
-
-/* One term of weight 1 is a copy, bit for bit. */
-template <class T>
-__device__ inline void sum_or_copy(Ring *ring, const Terms &terms, uint32_t bytes, const uint8_t *bias, uint8_t *to)
-{
-    const uint32_t first = terms.mask ? __ffs(terms.mask) - 1 : 0;
-    const float weight = __shfl_sync(kAll, terms.weight, first);
-    const uint8_t *row = (const uint8_t *)__shfl_sync(kAll, (uint64_t)terms.row, first);
-
-    __syncwarp();
-    fence_acquired();
-    if (__popc(terms.mask) == 1 && weight == 1.0f && !bias)
-        copy_row(ring, row, bytes, threadIdx.x % 32 == 0 ? to : nullptr);
-    else
-        sum_rows<T>(ring, terms, bytes, bias, to);
-}
 
 /* ---- asks ---------------------------------------------------------------------------------------- */
-
-__device__ inline uint32_t traits_of(const ep_ht_args &a) { return EP_OP_COMBINE | a.wire_dtype << 8; }
 
 /* Warp 0 of block 0, lane d of rank d. */
 __device__ inline void ask_all(const ep_ht_args &a, const Op &op)
 {
-    const uint32_t lane = threadIdx.x;
-
-    if (op.members >> lane & 1) {
-        uint8_t *note = note_at(a, kAsk, a.rank, lane);
-
-        store_vec(note, tagged(traits_of(a), a.topk_grads != nullptr, op.tag));
-        store_vec(note + EP_HT_ASK_ROUTING_LOW / 2 * sizeof(Vec),
-                  tagged((uint32_t)op.number, (uint32_t)(op.number >> 32), op.tag));
-    }
+    if ((op.members & ~far_of(a)) >> threadIdx.x & 1)
+        write_ask(a, op, threadIdx.x);
     __syncwarp();
 }
 
-/* Warp 0 of block 0, for all blocks, lane s from rank s: who takes his partials. */
+/* Warp 0 of block 0, for all blocks, lane s from rank s: who takes his partials, and as a gate those of others. */
 __device__ inline void take_asks(const ep_ht_args &a, const Op &op)
 {
     const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
@@ -147,9 +33,11 @@ __device__ inline void take_asks(const ep_ht_args &a, const Op &op)
     bool fits = false;
     Vec traits = { { 0, 0, 0, 0 } }, routing;
 
-    if ((op.members & h.arrived) >> lane & 1 && h.from[lane] > 0
-        && take_note(a, op, kAsk, lane, EP_HT_ASK_TRAITS / 2, &traits)
-        && take_note(a, op, kAsk, lane, EP_HT_ASK_ROUTING_LOW / 2, &routing)) {
+    const bool local = (op.members & ~far_of(a)) >> lane & 1;
+
+    if (local && ((h.arrived >> lane & 1 && h.from[lane] > 0) || vias_of(a, h) >> lane & 1)
+        && take_note(a, op, kAsk, lane, a.rank, EP_HT_ASK_TRAITS / 2, &traits)
+        && take_note(a, op, kAsk, lane, a.rank, EP_HT_ASK_ROUTING_LOW / 2, &routing)) {
         fits = traits.w[0] == traits_of(a)
                && ((uint64_t)routing.w[1] << 32 | routing.w[0]) == op.number;
         if (!fits) {
@@ -169,7 +57,7 @@ __device__ inline void take_asks(const ep_ht_args &a, const Op &op)
 /* ---- pushing partials -------------------------------------------------------------------------------- */
 
 /* Gradients of one row's choices; 0 where the choice is not here or none was given. */
-__device__ inline void push_grads(const ep_ht_args &a, uint64_t i, uint32_t place, uint32_t s, uint64_t partial)
+__device__ inline void push_grads(const ep_ht_args &a, uint64_t i, uint32_t place, float *to)
 {
     const uint32_t lane = threadIdx.x % 32;
     float grad = 0;
@@ -183,7 +71,16 @@ __device__ inline void push_grads(const ep_ht_args &a, uint64_t i, uint32_t plac
         grad = lane < top_k ? a.row_grads[i * top_k + lane] : 0;
     else if (a.row_grads && place != kNowhere)
         grad = a.row_grads[place];
-    partial_grads_at(a, s, partial)[lane] = grad;
+    to[lane] = grad;
+}
+
+__device__ inline Partial place_of(const ep_ht_args &a, uint32_t s, uint32_t slot)
+{
+#if EP_LL_NET
+    if (far_of(a) >> s & 1)
+        return gate_partial(a, s, a.rank, slot);
+#endif
+    return partial_of(a, s, (uint64_t)a.state->ht_handles[a.handle].back[s] + slot);
 }
 
 /* Row `slot` of source s. */
@@ -191,7 +88,8 @@ template <class T>
 __device__ inline void push_partial(const ep_ht_args &a, const Op &op, Ring *ring, uint32_t s, uint32_t slot)
 {
     const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
-    const uint64_t i = (uint64_t)h.from_first[s] + slot, partial = (uint64_t)h.back[s] + slot;
+    const uint64_t i = (uint64_t)h.from_first[s] + slot;
+    const Partial to = place_of(a, s, slot);
     const uint32_t lane = threadIdx.x % 32;
     const bool packed = a.layout == EP_LAYOUT_PACKED;
     uint32_t place = kNowhere;
@@ -207,13 +105,13 @@ __device__ inline void push_partial(const ep_ht_args &a, const Op &op, Ring *rin
 
         terms = { __ballot_sync(kAll, here), a.x + (uint64_t)(here ? place : 0) * a.row_bytes, weight };
     }
-    sum_or_copy<T>(ring, terms, a.row_bytes, nullptr, partial_at(a, s, partial));
-    if (load_u32(&run_of(a).asked_grads) >> s & 1)
-        push_grads(a, i, place, s, partial);
+    sum_or_copy<T>(ring, terms, a.row_bytes, nullptr, to.row);
+    if ((load_u32(&run_of(a).asked_grads) | far_of(a)) >> s & 1) /* a gate does not know yet */
+        push_grads(a, i, place, to.grads);
     __syncwarp();
     fence_sys(); /* release; partner: find_partials */
     if (lane == 0)
-        store_u64(partial_tag_at(a, s, partial), op.tag);
+        store_u64(to.tag, op.tag);
 }
 
 /* Flat rows of this rank's own tokens are partials where they are. */
@@ -227,7 +125,8 @@ template <class T> __device__ inline void push_partials(const ep_ht_args &a, con
 {
     const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
     const uint32_t lane = threadIdx.x % 32;
-    const uint32_t own = load_u32(&run_of(a).asked) >> lane & 1 && !sums_in_place(a, lane) ? h.from[lane] : 0;
+    const bool taken = lane < a.ranks && load_u32(&run_of(a).asked) >> via(a, lane) & 1 && h.arrived >> lane & 1;
+    const uint32_t own = taken && !sums_in_place(a, lane) ? h.from[lane] : 0;
     const uint32_t end = __reduce_max_sync(kAll, own) * a.ranks;
 
 #pragma unroll 1
@@ -240,10 +139,10 @@ template <class T> __device__ inline void push_partials(const ep_ht_args &a, con
 
         if (slot >= __shfl_sync(kAll, own, s))
             continue;
-        if (open_of(a, op, 1u << s))
+        if (open_of(a, op, 1u << via(a, s)))
             push_partial<T>(a, op, ring, s, slot);
         else if (lane == 0)
-            atomicOr(&run_of(a).unsent, 1u << s);
+            atomicOr(&run_of(a).unsent, 1u << via(a, s));
     }
 }
 
@@ -276,6 +175,39 @@ __device__ inline void find_row(const ep_ht_args &a, uint32_t slot, Sources *fro
     }
 }
 
+#if EP_LL_NET
+/* Lane g: of token t, the sum of gate g's node.  False: there is none. */
+__device__ inline bool find_sums(const ep_ht_args &a, const Op &op, uint32_t t, uint32_t ranks, Sources *from)
+{
+    const uint32_t lane = threadIdx.x % 32, top_k = a.state->ht_handles[a.handle].top_k;
+    const uint32_t far = ranks & a.state->ht_handles[a.handle].sent & far_of(a);
+    const uint32_t own = from->route >= 0 && far >> rank_of(from->route) & 1
+                             ? __ldcg(node_slots(a, a.handle) + t * top_k + lane) : 0;
+    const uint8_t *sum;
+    uint32_t i = 0, of_gate = 0;
+
+    if (!far)
+        return false;
+#pragma unroll 1
+    for (uint32_t k = 0; k < top_k; k++) {
+        const int32_t route = __shfl_sync(kAll, from->route, k);
+        const uint32_t slot = __shfl_sync(kAll, own, k);
+
+        if (route < 0 || !(far >> rank_of(route) & 1) || gate_of(a, rank_of(route)) != lane)
+            continue;
+        of_gate |= 1u << rank_of(route);
+        i = slot;
+    }
+    if (!of_gate || !await_sum(a, op, sums_of(a), i, of_gate, &sum))
+        return false;
+    from->grads = (const float *)(sum + sizeof(struct ep_net_sum));
+    from->row = sum + ep_net_sum_head(a.max_top_k);
+    return true;
+}
+#else
+__device__ inline bool find_sums(const ep_ht_args &, const Op &, uint32_t, uint32_t, Sources *) { return false; }
+#endif
+
 /* The partials of token t that come. */
 __device__ inline Sources find_partials(const ep_ht_args &a, const Op &op, uint32_t t)
 {
@@ -295,10 +227,10 @@ __device__ inline Sources find_partials(const ep_ht_args &a, const Op &op, uint3
         const int32_t route = __shfl_sync(kAll, from.route, k);
         const uint32_t of = __shfl_sync(kAll, slot, k);
 
-        if (route >= 0 && rank_of(route) == lane)
+        if (route >= 0 && rank_of(route) == lane && !(far_of(a) >> lane & 1))
             find_row(a, of, &from);
     }
-    comes = (ranks & op.members & h.sent) >> lane & 1;
+    comes = (ranks & op.members & h.sent & ~far_of(a)) >> lane & 1;
     const bool waits = comes && !sums_in_place(a, lane);
 
     if (waits && load_u32(&run_of(a).gone) >> lane & 1) /* not to wait for each of its partials */
@@ -314,14 +246,21 @@ __device__ inline Sources find_partials(const ep_ht_args &a, const Op &op, uint3
             miss(a, lane, end, EP_WAIT_ARRIVAL);
         comes = end == Wait::there;
     }
+    comes |= find_sums(a, op, t, ranks, &from);
     from.comes = __ballot_sync(kAll, comes);
     __syncwarp();
     return from;
 }
 
+/* Whose lane has what comes of rank r. */
+__device__ inline uint32_t summed_by(const ep_ht_args &a, uint32_t r)
+{
+    return far_of(a) >> r & 1 ? gate_of(a, r) : r;
+}
+
 __device__ inline void gather_grads(const ep_ht_args &a, const Sources &from, uint32_t t)
 {
-    const uint32_t lane = threadIdx.x % 32, r = from.route >= 0 ? rank_of(from.route) : 0;
+    const uint32_t lane = threadIdx.x % 32, r = from.route >= 0 ? summed_by(a, rank_of(from.route)) : 0;
     const float *grads = (const float *)__shfl_sync(kAll, (uint64_t)from.grads, r);
 
     if (lane >= a.top_k)
@@ -363,6 +302,7 @@ __device__ inline void start(const ep_ht_args &a, Op *op)
     if (op->status == EP_OK) {
         ask_all(a, *op);
         announce(a, *op, op->members);
+        ask_gates(a, *op);
         take_asks(a, *op);
     }
 }
@@ -395,9 +335,15 @@ template <class T> __device__ inline void move(const ep_ht_args &a, const Op &op
     if (blockIdx.x == 0 && threadIdx.x == 0)
         refuse(a, op, usable ? run_of(a).asked : 0);
     __syncthreads(); /* before a warp of block 0 is through */
+    if (kNet && blockIdx.x == 0 && threadIdx.x / 32 == 1) {
+        pushed(a, op);
+        put_sums(a, op);
+        return;
+    }
     if (usable && pushes_first(a))
         push_partials<T>(a, op, &ring);
     pushed(a, op);
+    sum_records<T>(a, op, &ring);
     sum_tokens<T>(a, op, &ring);
 }
 
@@ -410,8 +356,9 @@ __device__ inline void last_words(const ep_ht_args &a, const Op &op, int32_t *st
 
     if (op.status == EP_OK) {
         for (uint32_t s = 0; s < a.ranks; s++)
-            if (s != a.rank && (op.members & h.arrived & ~run.unsent) >> s & 1)
+            if (s != a.rank && (op.members & h.arrived & ~run.unsent & ~far_of(a)) >> s & 1)
                 run.wire_bytes += (uint64_t)h.from[s] * a.row_bytes;
+        run.wire_bytes += sum_bytes(a);
         *arrived = op.members & h.sent & ~(run.late | run.gone);
         *status = run.late ? EP_TIMEOUT
                   : run.mismatched ? EP_FAILED_PRECONDITION
@@ -436,7 +383,8 @@ template <class T> __device__ __forceinline__ void run(const ep_ht_args &a, uint
     barrier(a, &met);
     if (blockIdx.x == 0 && threadIdx.x < 32)
         close(a, op);
-    finish(a, op, false, [&](int32_t *status, uint32_t *arrived) { last_words(a, op, status, arrived); });
+    if (finish(a, op, false, [&](int32_t *status, uint32_t *arrived) { last_words(a, op, status, arrived); }))
+        clear_net(a);
 }
 
 } // namespace combine

@@ -19,7 +19,10 @@ struct Counting {
     int32_t *route;
 };
 
-__device__ inline uint32_t columns_of(const ep_ht_args &a) { return ep_ht_columns(a.ranks, a.local_experts); }
+__device__ inline uint32_t columns_of(const ep_ht_args &a)
+{
+    return ep_ht_columns(a.ranks, a.local_experts) - (kNet ? 0 : a.ranks);
+}
 __device__ inline uint32_t expert_column(const ep_ht_args &a, uint32_t r, uint32_t l)
 {
     return a.ranks + r * a.local_experts + l;
@@ -28,6 +31,7 @@ __device__ inline uint32_t choice_column(const ep_ht_args &a, uint32_t r)
 {
     return a.ranks + a.ranks * a.local_experts + r;
 }
+__device__ inline uint32_t gate_column(const ep_ht_args &a, uint32_t gate) { return choice_column(a, a.ranks + gate); }
 
 /* Tokens of a list. */
 __device__ inline uint32_t list_length(const ep_ht_args &a)
@@ -123,6 +127,9 @@ __device__ inline void count_token(const ep_ht_args &a, const int32_t *route, ui
         if (has_row(route[k]))
             atomicAdd(&column[expert_column(a, r, route[k] & 0xffff)], 1);
     }
+    if constexpr (kNet)
+        for (uint32_t gates = gates_of(a, ranks); gates; gates &= gates - 1)
+            atomicAdd(&column[gate_column(a, __ffs(gates) - 1)], 1);
 }
 
 __device__ inline void count_list(const ep_ht_args &a, const Counting &c, uint32_t list)
@@ -227,6 +234,42 @@ __device__ inline void give_slots(const ep_ht_args &a, const Counting &c, uint32
     }
 }
 
+#if EP_LL_NET
+/* Of 32 tokens, lane t's: which of all that go to their nodes they are, into a table like slots'. */
+__device__ inline void give_node_slots(const ep_ht_args &a, const Counting &c, uint32_t t0, uint32_t n)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t *slots = node_slots(a, a.handle), ranks = 0;
+
+    for (uint32_t k = 0; lane < n && k < a.top_k; k++) {
+        const int32_t r = c.route[lane * a.top_k + k];
+
+        ranks |= r >= 0 ? 1u << rank_of(r) : 0;
+    }
+    const uint32_t mask = gates_of(a, ranks);
+
+#pragma unroll 1
+    for (uint32_t gates = __reduce_or_sync(kAll, mask); gates; gates &= gates - 1) {
+        const uint32_t gate = __ffs(gates) - 1, column = gate_column(a, gate);
+        const uint32_t going = __ballot_sync(kAll, mask >> gate & 1);
+        const uint32_t slot = c.column[column] + __popc(going & ((1u << lane) - 1));
+
+        for (uint32_t k = 0; lane < n && k < a.top_k; k++) {
+            const int32_t r = c.route[lane * a.top_k + k];
+
+            if (r >= 0 && far_of(a) >> rank_of(r) & 1 && gate_of(a, rank_of(r)) == gate)
+                slots[(t0 + lane) * a.top_k + k] = slot;
+        }
+        __syncwarp();
+        if (lane == 0)
+            c.column[column] += __popc(going);
+    }
+    __syncwarp();
+}
+#else
+__device__ inline void give_node_slots(const ep_ht_args &, const Counting &, uint32_t, uint32_t) {}
+#endif
+
 /* Indexes among the rows of an expert go by tokens too; experts of one token differ. */
 __device__ inline void give_indexes(const ep_ht_args &a, const Counting &c, uint32_t t0, uint32_t n)
 {
@@ -260,6 +303,7 @@ __device__ inline void place_list(const ep_ht_args &a, const Counting &c, uint32
         __syncwarp();
         give_slots(a, c, t0, n);
         __syncwarp();
+        give_node_slots(a, c, t0, n);
         give_indexes(a, c, t0, n);
     }
     __syncwarp();

@@ -55,6 +55,10 @@
  * is begun for it any more, as its ht_from is above them.
  * tests/model/ht.pml goes through this with two and three ranks, and breaks the rules one by one.
  *
+ * ## Ranks on other nodes
+ * ht_net.cuh.  What reaches this node of one of them is in flags, headers and partials that a rank of this node writes,
+ * its gate here: whoever waits for that waits as long as the gate is there (via()).
+ *
  * ## Late writers
  * Peers write into `out`, which is the worker's again when the op is over, and to the partials, which the next combine
  * uses; so it matters that nobody writes late.
@@ -102,6 +106,7 @@
 #define EP_HT_DEVICE_CUH
 
 #include "ht.h"
+#include "ht_net.cuh"
 #include "ll_combine.cuh" /* formats of rows */
 #include "ll_route.cuh"
 
@@ -111,8 +116,6 @@ namespace ht {
 constexpr uint64_t kDrainNs = 20000000; /* for writers that are gone; more than a time slice of a GPU */
 
 /* ---- places ------------------------------------------------------------------------ */
-
-enum Note { kAsk, kGrant };
 
 /* What rank `from` tells `to`. */
 __device__ inline uint8_t *note_at(const ep_ht_args &a, Note kind, uint32_t from, uint32_t to)
@@ -204,14 +207,16 @@ __device__ inline void take_op(const ep_ht_args &a, Op *op)
     __syncthreads();
 }
 
-/* Warp 0 of block 0.  n: the dispatch's number. */
-__device__ inline void begin(const ep_ht_args &a, Op *op, uint64_t tag, uint64_t n, int32_t status)
+/* Warp 0 of block 0.  n: the dispatch's number.  Returns who takes part. */
+__device__ inline uint32_t begin(const ep_ht_args &a, Op *op, uint64_t tag, uint64_t n, int32_t status)
 {
     const uint32_t lane = threadIdx.x;
     uint32_t members = __ballot_sync(kAll, lane < a.ranks && present(a, n, lane));
 
     if (!(members >> a.rank & 1))
         members = 0; /* who is out himself sends nothing */
+    if (far_of(a) >> lane & 1)
+        catch_up(a, lane, tag);
     if (lane == 0) {
         struct ep_device_ht_run &run = run_of(a);
         const uint64_t now = now_ns(), timeout = load_u64(&a.state->timeout_ns);
@@ -227,9 +232,16 @@ __device__ inline void begin(const ep_ht_args &a, Op *op, uint64_t tag, uint64_t
         run.status = status;
     }
     __syncwarp();
+    return members;
 }
 
 /* ---- waiting ----------------------------------------------------------------------- */
+
+/* The last op that a rank takes nothing for any more. */
+__device__ inline uint64_t closed_by(const ep_ht_args &a, uint32_t rank)
+{
+    return far_of(a) >> rank & 1 ? far_closed(a, rank) : load_u64(closed_at(a, a.rank, rank));
+}
 
 /* Until there() holds, `peer` is absent, has closed the op or given_up(), or the op's time is over. */
 template <class There, class GivenUp>
@@ -240,10 +252,12 @@ __device__ inline Wait wait_for(const ep_ht_args &a, const Op &op, uint32_t peer
             return Wait::there;
         if (look % kLooks)
             continue;
-        if (!present(a, op.number, peer) || load_u64(closed_at(a, a.rank, peer)) >= op.tag || given_up()) {
+        if (!present(a, op.number, peer) || closed_by(a, peer) >= op.tag || given_up()) {
             fence_sys(); /* acquire: what it did before is there by now */
             return there() ? Wait::there : Wait::gone;
         }
+        if (far_of(a) >> peer & 1)
+            catch_up(a, peer, op.tag);
         if (now_ns() > op.deadline)
             return Wait::late;
     }
@@ -267,17 +281,22 @@ __device__ inline uint32_t missed(const ep_ht_args &a)
     return load_u32(&run_of(a).late) | load_u32(&run_of(a).gone);
 }
 
-/* Word pair i of a note; false: it will not come, which has been noted. */
-__device__ inline bool take_note(const ep_ht_args &a, const Op &op, Note kind, uint32_t from, uint32_t i, Vec *v)
+/* Word pair i of what rank `from` tells `to`, which is this one or has this one as its gate; false: it will not come,
+ * which has been noted. */
+__device__ inline bool take_note(const ep_ht_args &a, const Op &op, Note kind, uint32_t from, uint32_t to, uint32_t i,
+                                 Vec *v)
 {
-    const uint8_t *at = note_at(a, kind, from, a.rank) + i * sizeof *v;
+    const bool far = far_of(a) >> from & 1;
+    const uint8_t *at = (far ? far_note_at(a, from) : note_at(a, kind, from, to)) + i * sizeof *v;
     const Wait end = wait_for(
         a, op, from,
         [&] {
+            if (far && !has_come(a, from, op.tag, kAsked))
+                return false;
             *v = load_vec(at);
             return tag_of(*v) == op.tag;
         },
-        [&] { return tag_of(*v) > op.tag; }); /* beyond */
+        [&] { return far ? has_come(a, from, op.tag, kAsked) : tag_of(*v) > op.tag; }); /* beyond, or spoilt */
 
     if (end != Wait::there) {
         miss(a, from, end, EP_WAIT_READY);
@@ -293,7 +312,7 @@ __device__ inline void announce(const ep_ht_args &a, const Op &op, uint32_t rank
 {
     const uint32_t lane = threadIdx.x;
 
-    if (ranks >> lane & 1)
+    if ((ranks & ~far_of(a)) >> lane & 1)
         store_u64(&flags_at(a, lane, a.rank)->begun, op.tag);
     fence_total(); /* partner: close */
     __syncwarp();
@@ -306,7 +325,7 @@ __device__ inline uint32_t open_of(const ep_ht_args &a, const Op &op, uint32_t r
     bool open = ranks >> lane & 1;
 
     if (open)
-        open = load_u64(closed_at(a, a.rank, lane)) < op.tag /* partner: close */
+        open = closed_by(a, lane) < op.tag /* partner: close */
                && present(a, op.number, lane);
     return __ballot_sync(kAll, open);
 }
@@ -323,7 +342,7 @@ __device__ inline void pushed(const ep_ht_args &a, const Op &op)
         before = count_acq_rel(&run.pushed);
     if (__shfl_sync(kAll, before, 0) != a.blocks * kWarps - 1)
         return;
-    if (lane < a.ranks && op.members >> lane & 1) {
+    if (lane < a.ranks && (op.members & ~far_of(a)) >> lane & 1) {
         const bool all = !(load_u32(&run.unsent) >> lane & 1);
         struct ep_ht_flags *flags = flags_at(a, lane, a.rank);
 
@@ -345,7 +364,7 @@ __device__ inline void drain(const ep_ht_args &a, const Op &op)
            && acquire_u64(&flags->ceased) != op.tag) {
         const uint64_t waited = now_ns() - start;
 
-        if (waited > bound || (waited > kDrainNs && !present(a, op.number, lane)))
+        if (waited > bound || (waited > kDrainNs && !present(a, op.number, via(a, lane))))
             break;
     }
     __syncwarp();
@@ -358,10 +377,11 @@ __device__ inline void close(const ep_ht_args &a, const Op &op)
 
     __syncwarp();
     fence_sys(); /* what this rank has told comes before */
-    if (lane < a.ranks)
+    if (lane < a.ranks && !(far_of(a) >> lane & 1))
         store_u64(closed_at(a, lane, a.rank), op.tag);
     if (op.status != EP_OK || missed(a))
         drain(a, op);
+    close_far(a, op.tag);
 }
 
 /* A warp: the next piece of work of those that the counter counts. */

@@ -8,6 +8,7 @@
 #define EP_HT_DISPATCH_CUH
 
 #include "ht_push.cuh"
+#include "ht_relay.cuh"
 #include "ht_receive.cuh"
 
 namespace ep {
@@ -26,10 +27,11 @@ __device__ inline void start(const ep_ht_args &a, Op *op)
 
     if (threadIdx.x == 0) {
         atomicMax((unsigned long long *)&a.state->ht_begun, (unsigned long long)n);
-        fence_total(); /* partner: the server's write of ht_from */
+        fence_total(); /* partner: the server's write of ht_from, or of `held` */
+        await_hold(a);
     }
     __syncwarp();
-    begin(a, op, ep_ht_tag(n, 0), n, usable ? EP_OK : EP_STALE_HANDLE);
+    choose_gates(a, begin(a, op, ep_ht_tag(n, 0), n, usable ? EP_OK : EP_STALE_HANDLE));
 }
 
 /* Does this warp push from the beginning, when rows that come are to be copied?  One to all but one of a block do. */
@@ -48,13 +50,21 @@ template <Cast C> __device__ inline void move(const ep_ht_args &a, const Op &op,
 
     if (blockIdx.x == 0 && warp == 0) {
         pushed(a, op);
+        relay::relayed(a, op);
         await_rows(a, op);
         return;
     }
-    if (pushes_first(a))
-        push_tokens<C>(a, op, g);
-    else
+    if (kNet && blockIdx.x == 0 && warp == 1) {
         pushed(a, op);
+        relay::relayed(a, op);
+        relay::put_records(a, op);
+    } else if (pushes_first(a)) {
+        push_tokens<C>(a, op, g);
+        relay::relay_records(a, op);
+    } else {
+        pushed(a, op);
+        relay::relayed(a, op);
+    }
     if (a.layout == EP_LAYOUT_PACKED && rows <= a.out_rows)
         zero_padding(a, warp * a.blocks + blockIdx.x - 1, a.blocks * kWarps - 1);
     receive_rows(a, op, rows);
@@ -89,9 +99,10 @@ __device__ inline uint32_t sum_up(const ep_ht_args &a, const Op &op, uint32_t ro
         sent |= all << d;
         if (!all)
             run.dropped += a.totals[choice_column(a, d)];
-        else if (d != a.rank && roomy >> d & 1)
+        else if (d != a.rank && roomy >> d & 1 && !(far_of(a) >> d & 1))
             run.wire_bytes += (uint64_t)a.totals[d] * (a.row_bytes + a.row_scales * a.scale_bytes);
     }
+    run.wire_bytes += relay::wire_bytes(a);
     return sent;
 }
 
@@ -114,7 +125,7 @@ __device__ inline int32_t status_of(const ep_ht_args &a, const Op &op)
 template <Cast C> __device__ __forceinline__ void run(const ep_ht_args &a, uint32_t *shared)
 {
     __shared__ Op op;
-    __shared__ Grants grants;
+    __shared__ struct ep_net_grants grants;
     __shared__ Exchange x;
     const Counting counting = counting_of(a, shared);
     const uint32_t first = a.blocks > 1 ? 1 : 0; /* of the blocks that number rows: block 0 has no time for it */
@@ -142,7 +153,7 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ht_args &a, uint3
     barrier(a, &met);
     take_op(a, &op);
     if (op.status == EP_OK) {
-        find_grants(a, &grants);
+        find_own_grants(a, op, &grants);
         if (threadIdx.x < 32)
             roomy = __ballot_sync(kAll, grants.mask >> threadIdx.x & 1 && grants.bits[threadIdx.x] & EP_HT_GRANT_ROOM);
         move<C>(a, op, grants);
@@ -161,6 +172,7 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ht_args &a, uint3
     if (blockIdx.x == 0 && threadIdx.x == 0)
         run_of(a).roomy = roomy;
     const bool last = finish(a, op, true, [&](int32_t *status, uint32_t *arrived) {
+        relay::keep_handle(a, op);
         const uint32_t sent = sum_up(a, op, run_of(a).roomy);
 
         *arrived = op.status == EP_OK ? run_of(a).given & ~lost : 0;
@@ -170,8 +182,10 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ht_args &a, uint3
         a.state->ht_combines = 0;
     });
 
-    if (last)
+    if (last) {
         clear_totals(a);
+        clear_net(a);
+    }
 }
 
 } // namespace dispatch

@@ -2,6 +2,7 @@
 #ifndef EP_HT_EXCHANGE_CUH
 #define EP_HT_EXCHANGE_CUH
 
+#include "ht_ask.cuh"
 #include "ht_count.cuh"
 
 namespace ep {
@@ -17,6 +18,7 @@ __device__ inline uint32_t traits_of(const ep_ht_args &a, uint32_t kind)
 struct Exchange {
     uint32_t first[EP_DEVICE_MAX_RANKS];  /* own tokens to ranks below */
     uint32_t from[EP_DEVICE_MAX_RANKS], from_first[EP_DEVICE_MAX_RANKS], back[EP_DEVICE_MAX_RANKS];
+    uint32_t reached;    /* mask: who can be sent anything */
     uint32_t given;      /* mask: who is granted */
     uint32_t mismatched; /* mask: whose op is another one */
     uint64_t rows;       /* that `out` is to have */
@@ -26,27 +28,34 @@ struct Exchange {
 
 __device__ inline uint32_t ask_word(const ep_ht_args &a, const Exchange &x, uint32_t d, uint32_t word)
 {
-    switch (word) {
-    case EP_HT_ASK_TRAITS: return traits_of(a, EP_OP_DISPATCH);
-    case EP_HT_ASK_ROWS: return a.totals[d];
-    case EP_HT_ASK_BACK: return x.first[d];
-    }
     const uint32_t l = word - EP_HT_ASK_EXPERTS;
 
+    if (word == EP_HT_ASK_TRAITS)
+        return traits_of(a, EP_OP_DISPATCH);
+    if (!(x.reached >> d & 1))
+        return 0;
+    switch (word) {
+    case EP_HT_ASK_ROWS: return a.totals[d];
+    case EP_HT_ASK_BACK: return x.first[d];
+    case EP_HT_ASK_RECORDS: return records_to(a, d);
+    }
     return word >= EP_HT_ASK_EXPERTS && l < a.local_experts ? a.totals[expert_column(a, d, l)] : 0;
 }
 
+__device__ inline void write_ask(const ep_ht_args &a, const Op &op, const Exchange &x, uint32_t d, uint32_t v)
+{
+    store_vec((far_of(a) >> d & 1 ? far_ask_at(a, d) : note_at(a, kAsk, a.rank, d)) + v * sizeof(Vec),
+              tagged(ask_word(a, x, d, 2 * v), ask_word(a, x, d, 2 * v + 1), op.tag));
+}
+
+/* Of this node. */
 __device__ inline void ask_all(const ep_ht_args &a, const Op &op, const Exchange &x)
 {
     const uint32_t vecs = note_vecs(a, kAsk);
 
-    for (uint32_t i = threadIdx.x; i < a.ranks * vecs; i += kThreads) {
-        const uint32_t d = i / vecs, v = i % vecs;
-
-        if (op.members >> d & 1)
-            store_vec(note_at(a, kAsk, a.rank, d) + v * sizeof(Vec),
-                      tagged(ask_word(a, x, d, 2 * v), ask_word(a, x, d, 2 * v + 1), op.tag));
-    }
+    for (uint32_t i = threadIdx.x; i < a.ranks * vecs; i += kThreads)
+        if ((op.members & ~far_of(a)) >> i / vecs & 1)
+            write_ask(a, op, x, i / vecs, i % vecs);
 }
 
 /* No source sends more than its tokens, and to an expert no more than that: a bound for whatever stands there. */
@@ -60,6 +69,8 @@ __device__ inline void keep_asked(const ep_ht_args &a, Exchange *x, uint32_t s, 
         x->from[s] = min(value, a.max_tokens);
     else if (word == EP_HT_ASK_BACK)
         x->back[s] = value;
+    else if (word == EP_HT_ASK_RECORDS)
+        keep_records(a, s, value);
     else if (word >= EP_HT_ASK_EXPERTS && l < a.local_experts)
         a.counts_in[s * a.local_experts + l] = min(value, a.max_tokens);
 }
@@ -72,7 +83,7 @@ __device__ inline void take_asks(const ep_ht_args &a, const Op &op, Exchange *x)
         const uint32_t from = i / vecs, v = i % vecs;
         Vec got;
 
-        if (!(op.members >> from & 1) || !take_note(a, op, kAsk, from, v, &got))
+        if (!(op.members >> from & 1) || !take_note(a, op, kAsk, from, a.rank, v, &got))
             continue;
         keep_asked(a, x, from, 2 * v, got.w[0]);
         keep_asked(a, x, from, 2 * v + 1, got.w[1]);
@@ -193,7 +204,7 @@ __device__ inline void grant_all(const ep_ht_args &a, const Op &op, const Exchan
     for (uint32_t i = threadIdx.x; i < a.ranks * vecs; i += kThreads) {
         const uint32_t s = i / vecs, v = i % vecs;
 
-        if (x.given >> s & 1)
+        if ((x.given | far_of(a)) >> s & 1) /* a gate waits for what is granted others: no rows, if there is nothing else */
             store_vec(note_at(a, kGrant, a.rank, s) + v * sizeof(Vec),
                       tagged(grant_word(a, x, s, 2 * v), grant_word(a, x, s, 2 * v + 1), op.tag));
     }
@@ -201,9 +212,17 @@ __device__ inline void grant_all(const ep_ht_args &a, const Op &op, const Exchan
 
 /* ---- what others granted ------------------------------------------------------------------------ */
 
-__device__ inline void keep_granted(const ep_ht_args &a, uint32_t d, uint32_t vec, const Vec &v)
+/* What all that have granted rank `to` anything have; in the state, and what is said of experts. */
+struct Taken {
+    uint32_t to;
+    struct ep_device_ht_grant *grant; /* [R] */
+    uint32_t *expert;                 /* [R][L][2] */
+    uint32_t *mask;
+};
+
+__device__ inline void keep_granted(const ep_ht_args &a, const Taken &t, uint32_t d, uint32_t vec, const Vec &v)
 {
-    struct ep_device_ht_grant *g = &a.state->ht_grants[d];
+    struct ep_device_ht_grant *g = &t.grant[d];
     const uint64_t offset = (uint64_t)v.w[1] << 32 | v.w[0];
 
     if (vec == EP_HT_GRANT_ROW / 2) {
@@ -216,7 +235,7 @@ __device__ inline void keep_granted(const ep_ht_args &a, uint32_t d, uint32_t ve
     } else if (vec == EP_HT_GRANT_ROWS / 2) {
         g->rows = v.w[0];
     } else {
-        uint32_t *expert = a.granted + 2 * (d * a.local_experts + vec - EP_HT_GRANT_EXPERTS / 2);
+        uint32_t *expert = t.expert + 2 * (d * a.local_experts + vec - EP_HT_GRANT_EXPERTS / 2);
 
         expert[0] = v.w[0];
         expert[1] = v.w[1];
@@ -231,9 +250,9 @@ __device__ inline bool in_arena(const ep_ht_args &a, uint64_t offset, uint64_t e
 }
 
 /* A thread: may rows be written where rank d says?  The last of them, of all experts when it is packed, is `end`. */
-__device__ inline bool grant_holds(const ep_ht_args &a, uint32_t d)
+__device__ inline bool grant_holds(const ep_ht_args &a, const Taken &t, uint32_t d)
 {
-    const struct ep_device_ht_grant &g = a.state->ht_grants[d];
+    const struct ep_device_ht_grant &g = t.grant[d];
     uint64_t end = (uint64_t)g.row + g.rows;
 
     if (g.rows > a.max_tokens || end > (uint64_t)a.ranks * a.max_tokens)
@@ -241,7 +260,7 @@ __device__ inline bool grant_holds(const ep_ht_args &a, uint32_t d)
     if (!(g.bits & EP_HT_GRANT_ROOM) || g.rows == 0) /* none is written, and there need be no place for any */
         return true;
     if (g.bits & EP_HT_GRANT_PACKED) {
-        const uint32_t *expert = a.granted + 2 * d * a.local_experts;
+        const uint32_t *expert = t.expert + 2 * d * a.local_experts;
 
         end = 0;
         for (uint32_t l = 0; l < a.local_experts; l++)
@@ -251,33 +270,108 @@ __device__ inline bool grant_holds(const ep_ht_args &a, uint32_t d)
            && (a.row_scales == 0 || in_arena(a, g.scales, end, a.row_scales * a.scale_bytes));
 }
 
-/* Block 0, for all blocks: what holds is in the state. */
-__device__ inline void take_grants(const ep_ht_args &a, const Op &op)
+/* All threads of block 0; who of `ranks` has granted what holds is in the mask.  Returns the same of rank threadIdx.x:
+ * false, it has granted what does not. */
+__device__ inline bool take_notes(const ep_ht_args &a, const Op &op, const Taken &t, uint32_t ranks)
 {
     const uint32_t vecs = note_vecs(a, kGrant), d = threadIdx.x;
-    struct ep_device_ht_run &run = run_of(a);
+    bool holds = true;
 
     if (threadIdx.x == 0)
-        run.granted = op.members;
+        *t.mask = ranks;
     __syncthreads();
     for (uint32_t i = threadIdx.x; i < a.ranks * vecs; i += kThreads) {
         const uint32_t from = i / vecs, v = i % vecs;
         Vec got;
 
-        if (!(op.members >> from & 1))
+        if (!(ranks >> from & 1))
             continue;
-        if (take_note(a, op, kGrant, from, v, &got))
-            keep_granted(a, from, v, got);
+        if (take_note(a, op, kGrant, from, t.to, v, &got))
+            keep_granted(a, t, from, v, got);
         else
-            atomicAnd(&run.granted, ~(1u << from));
+            atomicAnd(t.mask, ~(1u << from));
     }
     __syncthreads();
-    if (d >= a.ranks || !(load_u32(&run.granted) >> d & 1) || grant_holds(a, d))
-        return;
-    atomicAnd(&run.granted, ~(1u << d));
-    atomicOr(&run.gone, 1u << d);
-    atomicOr(&run.mismatched, 1u << d);
+    if (d < a.ranks && load_u32(t.mask) >> d & 1)
+        holds = grant_holds(a, t, d);
+    if (!holds)
+        atomicAnd(t.mask, ~(1u << d));
+    __syncthreads();
+    return holds;
 }
+
+/* Block 0, for all blocks. */
+__device__ inline void take_grants(const ep_ht_args &a, const Op &op)
+{
+    const Taken own = { a.rank, a.state->ht_grants, a.granted, &run_of(a).granted };
+
+    if (!take_notes(a, op, own, op.members & ~far_of(a))) {
+        atomicOr(&run_of(a).gone, 1u << threadIdx.x);
+        atomicOr(&run_of(a).mismatched, 1u << threadIdx.x);
+    }
+}
+
+/* All threads of a block that takes them, or that uses them; *to is in shared memory, or for all blocks. */
+__device__ inline void find_grants(const ep_ht_args &a, const Taken &t, struct ep_net_grants *to)
+{
+    const uint32_t d = threadIdx.x;
+
+    if (d < a.ranks) {
+        const struct ep_device_ht_grant &granted = t.grant[d];
+
+        to->row[d] = granted.row;
+        to->rows[d] = granted.rows;
+        to->bits[d] = granted.bits;
+        to->out[d] = (uint64_t)(a.window[d] + granted.out);
+        to->scales[d] = (uint64_t)(a.window[d] + granted.scales);
+    }
+    if (d == 0) {
+        to->mask = load_u32(t.mask);
+        to->expert = (uint64_t)t.expert;
+    }
+    __syncthreads();
+}
+
+/* All threads, when block 0 has taken them.  Ranks on other nodes are granted by their gates. */
+__device__ inline void find_own_grants(const ep_ht_args &a, const Op &op, struct ep_net_grants *to)
+{
+    find_grants(a, { a.rank, a.state->ht_grants, a.granted, &run_of(a).granted }, to);
+    if (!far_of(a))
+        return;
+    if (threadIdx.x == 0) {
+        to->gates = open_gates(a);
+        to->mask |= far_through(a, op.members, to->gates);
+    }
+    __syncthreads();
+}
+
+#if EP_LL_NET
+namespace relay {
+
+/* Block 0, for all blocks: what is granted those whose records go through here. */
+__device__ inline void take_grants(const ep_ht_args &a, const Op &op)
+{
+    const struct ep_device_net *net = net_of(a);
+
+#pragma unroll 1
+    for (uint32_t rest = net->relays; rest; rest &= rest - 1) {
+        const uint32_t s = __ffs(rest) - 1, box = box_of(a, s);
+        struct ep_net_grants *grants = net_table<struct ep_net_grants>(a, net->grants) + box;
+        const Taken taken = { s, net_table<struct ep_device_ht_grant>(a, net->taken) + box * a.ranks,
+                              net_table<uint32_t>(a, net->granted) + 2 * box * a.ranks * a.local_experts,
+                              &grants->mask };
+
+        take_notes(a, op, taken, op.members & ~far_of(a));
+        find_grants(a, taken, grants);
+    }
+}
+
+} // namespace relay
+#else
+namespace relay {
+__device__ inline void take_grants(const ep_ht_args &, const Op &) {}
+} // namespace relay
+#endif
 
 /* ---- all of it -------------------------------------------------------------------------------- */
 
@@ -304,13 +398,23 @@ __device__ inline void ask(const ep_ht_args &a, const Op &op, Exchange *x)
 
         x->given = x->mismatched = 0;
         for (uint32_t r = 0; r < a.ranks; r++) {
-            x->first[r] = sum;
-            sum += a.totals[r];
+            const bool far = far_of(a) >> r & 1; /* its partials come in a box */
+
+            x->first[r] = far ? 0 : sum;
+            sum += far ? 0 : a.totals[r];
             x->from[r] = x->back[r] = 0;
         }
+        x->reached = reached_of(a, op.members);
+        run_of(a).unsent |= op.members & ~x->reached;
     }
     __syncthreads();
     ask_all(a, op, *x);
+    if (threadIdx.x < 32)
+        ask_far(a, op, op.members & far_of(a), note_vecs(a, kAsk) * sizeof(Vec), has_records(a, x->reached),
+                [&](uint32_t d) {
+                    for (uint32_t v = 0; v < note_vecs(a, kAsk); v++)
+                        write_ask(a, op, *x, d, v);
+                });
 }
 
 /* And then.  The op takes place if all members have asked in time; who is gone is left out.  shared: a word for each
@@ -338,14 +442,17 @@ __device__ inline void grant(const ep_ht_args &a, Op *op, uint32_t *shared, Exch
     place_rows(a, *op, shared, &x);
     grant_all(a, *op, x);
     keep_handle(a, x);
-    if (threadIdx.x < 32)
+    if (threadIdx.x < 32) {
         announce(a, *op, op->members);
+        announce_relays(a, *op, x.given);
+    }
     if (threadIdx.x == 0) {
         run.given = x.given;
         run.rows = x.rows;
         run.rows_needed = x.rows > a.out_rows ? x.rows : 0;
     }
     take_grants(a, *op);
+    relay::take_grants(a, *op);
 }
 
 } // namespace ht

@@ -7,31 +7,7 @@
 namespace ep {
 namespace ht {
 
-/* What this rank was granted; in shared memory. */
-struct Grants {
-    uint32_t mask;
-    uint32_t row[EP_DEVICE_MAX_RANKS], rows[EP_DEVICE_MAX_RANKS], bits[EP_DEVICE_MAX_RANKS];
-    uint8_t *out[EP_DEVICE_MAX_RANKS], *scales[EP_DEVICE_MAX_RANKS]; /* at that rank */
-};
-
-/* All threads, when block 0 has taken them. */
-__device__ inline void find_grants(const ep_ht_args &a, Grants *g)
-{
-    const uint32_t d = threadIdx.x;
-
-    if (d < a.ranks) {
-        const struct ep_device_ht_grant &granted = a.state->ht_grants[d];
-
-        g->row[d] = granted.row;
-        g->rows[d] = granted.rows;
-        g->bits[d] = granted.bits;
-        g->out[d] = a.window[d] + granted.out;
-        g->scales[d] = a.window[d] + granted.scales;
-    }
-    if (d == 0)
-        g->mask = load_u32(&run_of(a).granted);
-    __syncthreads();
-}
+using Grants = struct ep_net_grants;
 
 /* ---- where a token goes ------------------------------------------------------------------------ */
 
@@ -42,57 +18,64 @@ struct Token {
     uint32_t place;       /* choice: its row at its rank when that is packed */
     float weight;
     uint32_t to;          /* mask */
-    uint32_t slot;        /* rank: among all that this rank sends there */
-    uint32_t row;         /* rank: of its `out` */
+    uint32_t slot;        /* rank: among all that its source sends there */
     uint32_t routes;      /* rank: choices there */
+    uint8_t *out, *scales; /* rank: where its row goes */
 };
 
-/* Lane k choice k.  False: its rank did not grant it a row. */
-__device__ inline bool load_choice(const ep_ht_args &a, const Grants &g, uint32_t t, Token *token, uint32_t *slot)
+/* Lane k has choice k of a token: what is known of it before anybody has granted anything. */
+using Choice = struct ep_net_choice;
+
+__device__ inline Choice own_choice(const ep_ht_args &a, const Grants &g, uint32_t t)
 {
     const uint32_t lane = threadIdx.x % 32, i = t * a.top_k + lane;
+    Choice c = { -1, 0, 0, 0 };
 
-    token->t = t;
-    token->route = -1;
-    token->weight = 0;
-    token->place = *slot = 0;
     if (lane >= a.top_k)
-        return true;
-    token->route = __ldcg(a.routing + i);
-    if (token->route < 0 || !(g.mask >> rank_of(token->route) & 1))
-        return true;
-    const uint32_t r = rank_of(token->route);
-
-    token->weight = __ldcg(a.weights + i);
-    *slot = __ldcg(a.slots + i);
-    if (has_row(token->route) && g.bits[r] & EP_HT_GRANT_PACKED) {
-        const uint32_t *granted = a.granted + 2 * (r * a.local_experts + (token->route & 0xffff));
-        const uint32_t index = __ldcg(a.index + i);
-
-        token->place = granted[0] + index;
-        if (index >= granted[1])
-            return false;
-    }
-    return *slot < g.rows[r];
+        return c;
+    c.route = __ldcg(a.routing + i);
+    if (c.route < 0 || !(g.mask >> rank_of(c.route) & 1))
+        return c;
+    c.weight = __ldcg(a.weights + i);
+    c.slot = __ldcg(a.slots + i);
+    if (has_row(c.route) && (g.bits[rank_of(c.route)] & EP_HT_GRANT_PACKED || far_of(a) >> rank_of(c.route) & 1))
+        c.index = __ldcg(a.index + i);
+    return c;
 }
 
-__device__ inline Token find_token(const ep_ht_args &a, const Grants &g, uint32_t t)
+/* Lane k choice k.  False: its rank did not grant it a row. */
+__device__ inline bool place_choice(const ep_ht_args &a, const Grants &g, const Choice &c, uint32_t *place)
+{
+    *place = 0;
+    if (c.route < 0 || !(g.mask >> rank_of(c.route) & 1) || far_of(a) >> rank_of(c.route) & 1)
+        return true;
+    const uint32_t r = rank_of(c.route);
+
+    if (has_row(c.route) && g.bits[r] & EP_HT_GRANT_PACKED) {
+        const uint32_t *granted = (const uint32_t *)g.expert + 2 * (r * a.local_experts + (c.route & 0xffff));
+
+        *place = granted[0] + c.index;
+        if (c.index >= granted[1])
+            return false;
+    }
+    return c.slot < g.rows[r];
+}
+
+/* Of so many choices.  refused: mask of the ranks that did not grant it all. */
+__device__ inline Token find_token(const ep_ht_args &a, const Grants &g, uint32_t t, uint32_t choices, const Choice &c,
+                                   uint32_t *refused)
 {
     const uint32_t lane = threadIdx.x % 32;
-    uint32_t slot;
-    Token token;
-    const bool granted = load_choice(a, g, t, &token, &slot);
-    const uint32_t refused = __reduce_or_sync(kAll, granted ? 0 : 1u << rank_of(token.route));
+    Token token = { t, c.route, 0, c.weight, 0, 0, 0, nullptr, nullptr };
+    const bool granted = place_choice(a, g, c, &token.place);
+    uint64_t row = 0;
 
-    token.to = __reduce_or_sync(kAll, token.route >= 0 ? 1u << rank_of(token.route) : 0);
-    if (refused && lane == 0)
-        atomicOr(&run_of(a).unsent, refused);
-    token.to &= ~refused;
-    token.slot = token.row = token.routes = 0;
+    *refused = __reduce_or_sync(kAll, granted ? 0 : 1u << rank_of(token.route));
+    token.to = __reduce_or_sync(kAll, token.route >= 0 ? 1u << rank_of(token.route) : 0) & ~*refused;
 #pragma unroll 1
-    for (uint32_t k = 0; k < a.top_k; k++) {
+    for (uint32_t k = 0; k < choices; k++) {
         const int32_t route = __shfl_sync(kAll, token.route, k);
-        const uint32_t place = __shfl_sync(kAll, token.place, k), at = __shfl_sync(kAll, slot, k);
+        const uint32_t place = __shfl_sync(kAll, token.place, k), at = __shfl_sync(kAll, c.slot, k);
         const bool same = token.route >= 0 && (token.route & ~EP_DEVICE_ROUTE_AGAIN) == route;
 
         if (same && lane > k)
@@ -101,8 +84,12 @@ __device__ inline Token find_token(const ep_ht_args &a, const Grants &g, uint32_
             continue;
         if (token.routes++ == 0) {
             token.slot = at;
-            token.row = g.bits[lane] & EP_HT_GRANT_PACKED ? place : g.row[lane] + at;
+            row = g.bits[lane] & EP_HT_GRANT_PACKED ? place : g.row[lane] + at;
         }
+    }
+    if ((token.to & g.mask & ~far_of(a)) >> lane & 1) {
+        token.out = (uint8_t *)g.out[lane] + row * a.row_bytes;
+        token.scales = (uint8_t *)g.scales[lane] + row * a.row_scales * a.scale_bytes;
     }
     return token;
 }
@@ -123,22 +110,20 @@ template <class Fn> __device__ inline void each_rank(const ep_ht_args &a, uint32
 }
 
 /* As it is. */
-__device__ inline void push_plain(const ep_ht_args &a, const Grants &g, const Token &token, uint32_t to)
+__device__ inline void push_plain(const ep_ht_args &a, const uint8_t *row, const uint8_t *scales, const Token &token,
+                                  uint32_t to)
 {
     const uint32_t lane = threadIdx.x % 32, pieces = a.row_bytes / 16;
 
-    walk_row(a.x + (uint64_t)token.t * a.row_bytes, pieces, [&](uint32_t at, const Vec *v) {
+    walk_row(row, pieces, [&](uint32_t at, const Vec *v) {
         each_rank(a, to, [&](uint32_t d) {
-            store_pieces(g.out[d] + (uint64_t)__shfl_sync(kAll, token.row, d) * a.row_bytes, at, pieces, v);
+            store_pieces((uint8_t *)__shfl_sync(kAll, (uint64_t)token.out, d), at, pieces, v);
         });
     });
     if (a.row_scales == 0)
         return;
-    const uint32_t bytes = a.row_scales * a.scale_bytes;
-    const uint8_t *scales = a.x_scales + (uint64_t)token.t * bytes;
-
     each_rank(a, to, [&](uint32_t d) {
-        uint8_t *there = g.scales[d] + (uint64_t)__shfl_sync(kAll, token.row, d) * bytes;
+        uint8_t *there = (uint8_t *)__shfl_sync(kAll, (uint64_t)token.scales, d);
 
         for (uint32_t i = lane; i < a.row_scales; i += 32)
             store_scale(a, there, i, load_scale(a, scales, i));
@@ -179,8 +164,7 @@ __device__ inline void load_cast(const ep_ht_args &a, uint32_t t, uint32_t pass,
     }
 }
 
-template <Cast C>
-__device__ inline void push_cast(const ep_ht_args &a, const Grants &g, const Token &token, uint32_t to)
+template <Cast C> __device__ inline void push_cast(const ep_ht_args &a, const Token &token, uint32_t to)
 {
     const uint32_t lane = threadIdx.x % 32, pieces = a.row_bytes / 16, at_once = 32 * kPieces<C>;
 
@@ -190,8 +174,8 @@ __device__ inline void push_cast(const ep_ht_args &a, const Grants &g, const Tok
 
         load_cast<C>(a, token.t, pass, &row);
         each_rank(a, to, [&](uint32_t d) {
-            const uint64_t at = __shfl_sync(kAll, token.row, d);
-            uint8_t *there = g.out[d] + at * a.row_bytes, *scales = g.scales[d] + at * a.row_scales * a.scale_bytes;
+            uint8_t *there = (uint8_t *)__shfl_sync(kAll, (uint64_t)token.out, d);
+            uint8_t *scales = (uint8_t *)__shfl_sync(kAll, (uint64_t)token.scales, d);
 
 #pragma unroll
             for (uint32_t i = 0; i < kPieces<C>; i++) {
@@ -229,21 +213,89 @@ __device__ inline void push_headers(const ep_ht_args &a, const Op &op, const Gra
         store_vec(header_at(a, lane, (uint64_t)g.row[lane] + token.slot), tagged(token.t, token.routes, op.tag));
 }
 
+/* ---- records ---------------------------------------------------------------------------------------------- */
+
+#if EP_LL_NET
+/* Of a token, lane g: what goes to gate g, to its box and there. */
+struct Record {
+    uint32_t gates; /* mask */
+    uint32_t i;     /* which record */
+    uint8_t *at;
+};
+
+/* The row is written with the others', so it is a place of the token's too. */
+__device__ inline Record find_record(const ep_ht_args &a, const Grants &g, const Box &box, Token *token)
+{
+    const uint32_t lane = threadIdx.x % 32, *slots = node_slots(a, a.handle);
+    const uint32_t to = __reduce_or_sync(kAll, token->route >= 0 ? 1u << rank_of(token->route) : 0) & far_of(a);
+    const uint32_t slot = to && lane < a.top_k && token->route >= 0 ? __ldcg(slots + token->t * a.top_k + lane) : 0;
+    Record record = { gates_of(a, to) & g.gates, 0, nullptr };
+
+#pragma unroll 1
+    for (uint32_t k = 0; k < a.top_k; k++) {
+        const int32_t route = __shfl_sync(kAll, token->route, k);
+        const uint32_t i = __shfl_sync(kAll, slot, k);
+
+        if (route >= 0 && to >> rank_of(route) & 1 && gate_of(a, rank_of(route)) == lane)
+            record.i = i;
+    }
+    if (record.gates >> lane & 1) {
+        record.at = item_out(a, box, net_of(a)->out[lane], record.i);
+        token->out = record.at + ep_net_record_head(a.max_top_k);
+        token->scales = token->out + a.row_bytes;
+    }
+    return record;
+}
+
+/* What stands before the row. */
+__device__ inline void write_records(const ep_ht_args &a, const Op &op, const Token &token, const Choice &c,
+                                     const Record &record)
+{
+    const uint32_t lane = threadIdx.x % 32;
+
+    each_rank(a, record.gates, [&](uint32_t gate) {
+        uint8_t *at = (uint8_t *)__shfl_sync(kAll, (uint64_t)record.at, gate);
+        const bool there = c.route >= 0 && far_of(a) >> rank_of(c.route) & 1 && gate_of(a, rank_of(c.route)) == gate;
+        const Vec v = { { there ? (uint32_t)c.route : kAll, __float_as_uint(c.weight), c.slot, c.index } };
+
+        if (lane < a.max_top_k)
+            store_row(at + sizeof(struct ep_net_record) + lane * sizeof v, v);
+        if (lane == 0)
+            store_row(at, tagged(token.t, 0, op.tag));
+    });
+}
+#endif
+
 /* ---- all tokens ----------------------------------------------------------------------------------------- */
 
 template <Cast C> __device__ inline void push_token(const ep_ht_args &a, const Op &op, const Grants &g, uint32_t t)
 {
-    const Token token = find_token(a, g, t);
-    const uint32_t lane = threadIdx.x % 32, to = open_of(a, op, token.to & g.mask);
-    const uint32_t room = __ballot_sync(kAll, to >> lane & 1 && g.bits[lane] & EP_HT_GRANT_ROOM);
+    uint32_t refused;
+    const Choice choice = own_choice(a, g, t);
+    Token token = find_token(a, g, t, a.top_k, choice, &refused);
+    const uint32_t lane = threadIdx.x % 32, to = open_of(a, op, token.to & g.mask & ~far_of(a));
+    const uint32_t unsent = refused | (token.to & ~to & ~(g.mask & far_of(a)));
+    uint32_t room = __ballot_sync(kAll, to >> lane & 1 && g.bits[lane] & EP_HT_GRANT_ROOM);
 
-    if (to != token.to && lane == 0)
-        atomicOr(&run_of(a).unsent, token.to & ~to);
+    if (unsent && lane == 0)
+        atomicOr(&run_of(a).unsent, unsent);
+#if EP_LL_NET
+    const Box box = records_of(a);
+    const Record record = find_record(a, g, box, &token);
+
+    write_records(a, op, token, choice, record);
+    room |= record.gates;
+#endif
     if constexpr (C == Cast::none)
-        push_plain(a, g, token, room);
+        push_plain(a, a.x + (uint64_t)t * a.row_bytes, a.x_scales + (uint64_t)t * a.row_scales * a.scale_bytes, token,
+                   room);
     else
-        push_cast<C>(a, g, token, room);
+        push_cast<C>(a, token, room);
     push_headers(a, op, g, token, to);
+#if EP_LL_NET
+    if (record.gates >> lane & 1) /* behind the fence for headers */
+        count_item(a, box, lane, record.i);
+#endif
 }
 
 /* A warp takes tokens that nobody has taken. */

@@ -33,7 +33,7 @@ __device__ inline bool await_header(const ep_ht_args &a, const Op &op, Arrival *
 
     if (threadIdx.x % 32 == 0) {
         const Wait end = wait_for(
-            a, op, row->s,
+            a, op, via(a, row->s),
             [&] {
                 v = acquire_vec(header); /* partner: push_headers */
                 return tag_of(v) == op.tag;
@@ -228,7 +228,7 @@ __device__ inline void await_rows(const ep_ht_args &a, const Op &op)
     if (lane < a.ranks && h.from[lane] > 0) {
         const struct ep_ht_flags *flags = flags_at(a, a.rank, lane);
         const Wait end = wait_for(
-            a, op, lane, [&] { return acquire_u64(&flags->done) == op.tag; }, /* partner: pushed */
+            a, op, via(a, lane), [&] { return acquire_u64(&flags->done) == op.tag; }, /* partners: pushed, relayed */
             [&] { return load_u64(&flags->ceased) == op.tag; });
 
         if (end != Wait::there)

@@ -139,7 +139,7 @@ __device__ inline void put_region(const ep_ll_args &a, uint64_t bank, uint64_t r
     const uint64_t at = bank + region + from;
 
     if (bytes)
-        gin_put(net_of(a), d, at + a.rank * share, net_of(a)->outbox + at - a.ll + d * share, bytes);
+        gin_put(net_of(a), d, net_of(a)->window, at + a.rank * share, at - a.ll + d * share, bytes);
 }
 
 /* Items [first, first + n) of a region. */

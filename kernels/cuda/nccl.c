@@ -1,6 +1,7 @@
 /* What NCCL needs of this module; without its headers, all that says that it cannot be used. */
 #include "cuda_private.h"
 
+#include "ht.h"
 #include "ll.h"
 
 ep_status ep_cuda_nccl_bind(uint32_t device, struct ep_error *error)
@@ -30,6 +31,16 @@ int ep_cuda_net_prepare(uint32_t shared_bytes, uint32_t *blocks)
 int ep_cuda_net_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, CUstream stream)
 {
     return ep_ll_net_one(serve, blocks, shared_bytes, stream);
+}
+
+int ep_cuda_net_ht_prepare(uint32_t shared_bytes, uint32_t *blocks)
+{
+    return ep_ht_net_prepare(shared_bytes, blocks);
+}
+
+int ep_cuda_net_ht_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, CUstream stream)
+{
+    return ep_ht_net_one(serve, shared_bytes, stream);
 }
 
 int ep_cuda_nccl_device_open(void *create, void *comm, uint64_t *wire)
@@ -62,6 +73,16 @@ int ep_cuda_net_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t s
 {
     (void)serve, (void)blocks, (void)shared_bytes, (void)stream;
     return CUDA_NOT_SUPPORTED;
+}
+
+int ep_cuda_net_ht_prepare(uint32_t shared_bytes, uint32_t *blocks)
+{
+    return ep_cuda_net_prepare(shared_bytes, blocks);
+}
+
+int ep_cuda_net_ht_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, CUstream stream)
+{
+    return ep_cuda_net_one(serve, 0, shared_bytes, stream);
 }
 
 int ep_cuda_nccl_device_open(void *create, void *comm, uint64_t *wire)

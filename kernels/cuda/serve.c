@@ -187,7 +187,8 @@ static ep_status size_ht_grid(const struct ep_cuda_rank_options *o, struct ep_cu
 
     if (!(o->map->limits.modes >> EP_MODE_HT & 1))
         return EP_OK;
-    const int result = ep_ht_serve_prepare(serve->ht_shared_bytes, &blocks);
+    const int result = serve->net ? ep_cuda_net_ht_prepare(serve->ht_shared_bytes, &blocks)
+                                  : ep_ht_serve_prepare(serve->ht_shared_bytes, &blocks);
 
     status = ep_cuda_rank_sms(o, result, blocks, &ht->sms, error);
     ht->sms = serve->rank.sms;
@@ -328,8 +329,11 @@ static int launch(const struct ep_cuda_serve *serve, CUstream stream)
     struct ep_ll_expected expected;
     int failed;
 
-    if (serve->net)
-        return ep_cuda_net_one(&serve->ll, serve->rank.dispatch_blocks, serve->shared_bytes, stream);
+    if (serve->net) {
+        failed = ep_cuda_net_one(&serve->ll, serve->rank.dispatch_blocks, serve->shared_bytes, stream);
+        return failed || serve->ll.ht_blocks == 0 ? failed
+                                                  : ep_cuda_net_ht_one(&serve->ll, serve->ht_shared_bytes, stream);
+    }
     if (serve->ll.number % FIND_OUT_EVERY != 0 && expects(serve, &expected))
         return ep_ll_expect(&expected, serve->shared_bytes, stream);
     failed = ep_ll_serve_one(&serve->ll, serve->rank.dispatch_blocks, serve->shared_bytes, stream);

@@ -74,7 +74,8 @@ typedef enum ep_layout {
 /*
  * Who and which where a row comes from nobody (padding), or from no token: an HT dispatch places rows as their sources
  * announced them, and a source that falls out before it has sent them leaves its places behind.  They count as rows, are
- * zero, and name no expert; that rank has not arrived.
+ * zero, and name no expert; that rank has not arrived.  On GPUs of several nodes a rank that falls out is missed with what
+ * was to pass through it (README, groups over several nodes).
  */
 #define EP_NO_RANK UINT32_MAX
 #define EP_NO_TOKEN UINT32_MAX

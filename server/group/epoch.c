@@ -19,11 +19,16 @@ static ep_status create_window(struct epoch *epoch, struct rank *rank, struct ep
     struct ep_node *node = epoch->group->groups->node;
     char name[128];
 
+    const uint64_t beside = epoch_beside(&epoch->settled, &epoch->plan).rank;
+    ep_status status;
+
     snprintf(name, sizeof name, "%s/%llu/%u", epoch->group->name, (unsigned long long)epoch->number,
              rank->number);
-    return ep_node_window_create(node, rank->own->device, name,
-                                 ep_team_window_bytes(node, &epoch->settled.map, epoch_spans(epoch)), &rank->own->window,
-                                 error);
+    status = ep_node_window_create(node, rank->own->device, name, epoch->settled.map.total_bytes, &rank->own->window,
+                                   error);
+    if (!status && beside)
+        status = ep_node_window_extend(rank->own->window, beside, error);
+    return status;
 }
 
 static ep_status map_window(struct epoch *epoch, struct rank *rank, struct ep_error *error)
@@ -254,7 +259,7 @@ uint32_t epoch_connect_ms(const Ep__V1__GroupStatus *record)
 
 struct ep_team_beside epoch_beside(const struct ep_settled *settled, const struct ep_plan *plan)
 {
-    return ep_team_beside(settled->spec->backend, &settled->map, plan->n_nodes);
+    return ep_team_beside(settled->spec->backend, &settled->map, plan->node);
 }
 
 static ep_status prepare_span(struct epoch *epoch, struct ep_team_card *card, struct ep_error *error)

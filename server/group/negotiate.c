@@ -48,15 +48,11 @@ static ep_status settle_homes(const Ep__V1__GroupSpec *asked, struct ep_spec_bou
     return EP_OK;
 }
 
-/* What kernels cannot do that reach GPUs of other nodes. */
+/* What kernels cannot do that reach GPUs of other nodes: their network knows one rank of a GPU. */
 static ep_status check_span(const struct ep_settled *settled, const struct ep_plan *plan, struct ep_error *error)
 {
     if (plan->n_nodes < 2 || settled->spec->backend != EP__V1__BACKEND__BACKEND_CUDA)
         return EP_OK;
-    if (settled->map.limits.modes >> EP_MODE_HT & 1)
-        return ep_error_set(error, EP_UNIMPLEMENTED, "modes has ht: a group on GPUs of several nodes has ll only, and "
-                            "this one takes %u nodes; ask for modes=ll, or for ranks that fit on one node",
-                            plan->n_nodes);
     for (uint32_t a = 0; a < plan->n_ranks; a++)
         for (uint32_t b = 0; b < a; b++)
             if (plan->node[a] == plan->node[b] && !strcmp(plan->device[a], plan->device[b]))

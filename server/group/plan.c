@@ -557,7 +557,7 @@ static void count_rank(const struct pools *pools, const struct ep_plan *plan, ui
 static struct pools pools_of(const struct ep_settled *settled, const struct ep_plan_node *nodes, size_t n,
                              const struct ep_plan *plan)
 {
-    const struct ep_team_beside beside = ep_team_beside(settled->spec->backend, &settled->map, plan->n_nodes);
+    const struct ep_team_beside beside = ep_team_beside(settled->spec->backend, &settled->map, plan->node);
     struct pools pools = { .first = allocate(plan->n_nodes + 1, sizeof *pools.first) };
 
     for (uint32_t i = 0; i < plan->n_nodes; i++) {
@@ -648,7 +648,7 @@ static bool share_out_by_memory(const struct ep_settled *settled, const struct e
         return false;
     if (out->n_nodes == 1)
         return true;
-    beside = ep_team_beside(settled->spec->backend, &settled->map, out->n_nodes);
+    beside = ep_team_beside(settled->spec->backend, &settled->map, out->node);
     ep_plan_clear(out);
     return share_out(settled, nodes, n, true, beside, out);
 }

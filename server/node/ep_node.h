@@ -26,6 +26,7 @@ struct ep_node_options {
     enum ep_node_choice backend;
     enum ep_node_mps mps;
     const struct ep_cuda_api *cuda; /* NULL: ep_cuda_open() */
+    const char *gpus;               /* "0,2": these of the GPUs that the process sees; NULL or "": all */
     uint32_t host_devices;          /* ranks of the host backend that this node offers */
     uint64_t memory_budget;         /* bytes for windows, on GPUs of each; 0: half of what is free at start */
     uint32_t sms_per_rank;          /* the most multiprocessors for a rank whose ops the server runs; 0: no bound */
@@ -33,7 +34,7 @@ struct ep_node_options {
     const char *socket, *admin_address;
 };
 
-/* A backend that cannot be had is refused with the reason. */
+/* A backend that cannot be had is refused with the reason, and so are GPUs that are not there. */
 ep_status ep_node_open(const struct ep_node_options *options, struct ep_node **out, struct ep_error *error);
 void ep_node_close(struct ep_node *node);
 
@@ -79,6 +80,9 @@ struct ep_node_window;
 ep_status ep_node_window_create(struct ep_node *node, uint32_t device, const char *name, uint64_t bytes,
                                 struct ep_node_window **out, struct ep_error *error);
 /* Any thread, and better not the loop's: giving memory back takes about half a second per GiB. */
+/* GPUs: memory beside it, zeroed, that no worker ever maps; once. */
+ep_status ep_node_window_extend(struct ep_node_window *window, uint64_t bytes, struct ep_error *error);
+void *ep_node_window_beside(const struct ep_node_window *window); /* NULL: there is none */
 void ep_node_window_destroy(struct ep_node_window *window);
 /* On the host backend mapped here; on the cuda backend an address on its GPU, not for the host to follow. */
 void *ep_node_window_base(const struct ep_node_window *window);

@@ -60,13 +60,12 @@ struct ep_team_span {
     void *user;
 };
 
-/* Memory that a span takes beside windows: of each node, and of each rank, on its device.  None with one node. */
+/* Memory that a span takes beside windows: of each node, and of each rank, as ep_node_window_extend() wants it.  where: [R] which node each
+ * rank is on.  None with one node. */
 struct ep_team_beside {
     uint64_t node, rank;
 };
-struct ep_team_beside ep_team_beside(Ep__V1__Backend backend, const struct ep_layout_map *map, uint32_t nodes);
-/* Of a window of a team with a span: with GPUs what goes to other nodes is behind it. */
-uint64_t ep_team_window_bytes(const struct ep_node *node, const struct ep_layout_map *map, bool spans);
+struct ep_team_beside ep_team_beside(Ep__V1__Backend backend, const struct ep_layout_map *map, const uint32_t *where);
 
 /* ---- teams ------------------------------------------------------------------------- */
 

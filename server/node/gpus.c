@@ -1,5 +1,6 @@
 /* The GPUs of a node: which there are, what can be done with them, and is MPS as the operator wants it. */
 #include <inttypes.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,13 +26,35 @@ static void take_gpu(struct ep_node *node, uint32_t ordinal, const struct ep_cud
     snprintf(device->name, sizeof device->name, "%s", gpu->uuid_text);
 }
 
+/* Numbers below n, each once, with commas between them.  *taken: those that are named; of no text, all. */
+static ep_status read_gpus(const char *text, uint32_t n, uint64_t *taken, struct ep_error *error)
+{
+    const char *at = text;
+
+    *taken = text && *text ? 0 : UINT64_MAX;
+    while (at && *at) {
+        char *end = NULL;
+        const unsigned long i = *at >= '0' && *at <= '9' ? strtoul(at, &end, 10) : ULONG_MAX;
+
+        if (i >= n || i >= 64 || *taken >> i & 1 || (*end && *end != ',') || (*end == ',' && !end[1]))
+            return ep_error_set(error, EP_INVALID_ARGUMENT, "gpus is \"%.80s\": must be numbers of GPUs that this process "
+                                "sees, from 0 to %u, each once, such as \"0,1\"", text, n - 1);
+        *taken |= 1ull << i;
+        at = *end ? end + 1 : end;
+    }
+    return EP_OK;
+}
+
 /* Takes those whose memory workers can map; of the others the last one's name is kept. */
-static ep_status look_at_all(struct ep_node *node, uint32_t n, struct ep_error *error)
+static ep_status look_at_all(struct ep_node *node, uint32_t n, uint64_t taken, struct ep_error *error)
 {
     char unfit[160] = "";
     struct ep_cuda_device gpu;
 
     for (uint32_t i = 0; i < n; i++) {
+        if (i < 64 && !(taken >> i & 1))
+            continue;
+
         ep_status status = node->cuda->device_info(i, &gpu, error);
 
         if (status)
@@ -61,8 +84,9 @@ static void drop_gpus(struct ep_node *node)
     node->cuda = NULL;
 }
 
-static ep_status find_gpus(struct ep_node *node, struct ep_error *error)
+static ep_status find_gpus(struct ep_node *node, const char *gpus, struct ep_error *error)
 {
+    uint64_t taken;
     uint32_t n = 0;
     ep_status status = check_api(node->cuda, error);
 
@@ -70,11 +94,14 @@ static ep_status find_gpus(struct ep_node *node, struct ep_error *error)
         return status;
     if (n == 0)
         return ep_error_set(error, EP_UNAVAILABLE, "this process sees no GPU");
+    status = read_gpus(gpus, n, &taken, error);
+    if (status)
+        return status;
     node->devices = calloc(n, sizeof *node->devices);
     node->left = calloc(n, sizeof *node->left);
     if (!node->devices || !node->left)
         return ep_error_set(error, EP_NO_MEMORY, "node: out of memory");
-    return look_at_all(node, n, error);
+    return look_at_all(node, n, taken, error);
 }
 
 /* ---- memory ------------------------------------------------------------------ */
@@ -159,7 +186,7 @@ static ep_status open_cuda(struct ep_node *node, const struct ep_node_options *o
         status = ep_cuda_open(&node->cuda, error);
     }
     if (!status)
-        status = find_gpus(node, error);
+        status = find_gpus(node, options->gpus, error);
     if (status)
         drop_gpus(node);
     return status;
@@ -178,6 +205,8 @@ ep_status ep_node_choose_backend(struct ep_node *node, const struct ep_node_opti
         tell_mps(node);
         return check_mps(node, options->mps, error);
     }
+    if (why.status == EP_INVALID_ARGUMENT)
+        return ep_error_set(error, why.status, "%s", why.text);
     if (options->backend == EP_NODE_CUDA)
         return ep_error_set(error, why.status, "backend is cuda: %.360s", why.text);
     EP_INFO("node", "ranks run on the host's CPUs", EP_S("why", why.text));

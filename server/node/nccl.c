@@ -164,19 +164,19 @@ static void through(struct nccl_world *world)
         free_world(world);
 }
 
-static ep_status register_memory(struct member *member)
+static ep_status register_memory(struct member *member, struct nccl_memory *memory)
 {
     void *window = NULL;
     ep_status status;
 
     if (is_abandoned(member->world)) /* and its memory may be gone */
         return ep_error_set(&member->error, EP_DEADLINE_EXCEEDED, "it took too long");
-    status = say(nccl.window(member->comm, member->rank.memory, member->rank.bytes, &window, WIN_COLL_SYMMETRIC),
+    status = say(nccl.window(member->comm, memory->at, memory->bytes, &window, WIN_COLL_SYMMETRIC),
                  "ncclCommWindowRegister", member->comm, &member->error);
     if (!status && !window)
         return ep_error_set(&member->error, EP_UNAVAILABLE, "ncclCommWindowRegister gives no window: NCCL has no "
                             "symmetric memory here (NCCL_CUMEM_ENABLE, NCCL_WIN_ENABLE)");
-    member->rank.window = (uint64_t)(uintptr_t)window;
+    memory->window = (uint64_t)(uintptr_t)window;
     return status;
 }
 
@@ -190,8 +190,8 @@ static void *form(void *arg)
     if (!status)
         status = say(nccl.init(&member->comm, (int)world->ranks, world->id, (int)member->rank.rank), "ncclCommInitRank",
                      NULL, error);
-    if (!status)
-        status = register_memory(member);
+    for (uint32_t i = 0; !status && i < NCCL_MEMORIES; i++)
+        status = register_memory(member, &member->rank.memory[i]);
     if (!status)
         status = say(world->api->nccl_device_open(nccl.device_create, member->comm, member->rank.wire),
                      "ncclDevCommCreate, for a network of GPUs (GIN)", member->comm, error);
@@ -211,9 +211,10 @@ static void *leave(void *arg)
     if (!status && member->has_device)
         status = say(world->api->nccl_device_close(nccl.device_destroy, member->comm, member->rank.wire),
                      "ncclDevCommDestroy", member->comm, &error);
-    if (!status && member->rank.window)
-        status = say(nccl.no_window(member->comm, (void *)(uintptr_t)member->rank.window), "ncclCommWindowDeregister",
-                     member->comm, &error);
+    for (uint32_t i = 0; !status && i < NCCL_MEMORIES; i++)
+        if (member->rank.memory[i].window)
+            status = say(nccl.no_window(member->comm, (void *)(uintptr_t)member->rank.memory[i].window),
+                         "ncclCommWindowDeregister", member->comm, &error);
     if (member->comm) {
         const int result = nccl.abort(member->comm);
 

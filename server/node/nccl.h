@@ -13,14 +13,19 @@
 
 #define NCCL_ID_BYTES 128u
 
+/* Memory that others put to: VMM, each of its own, as large on all ranks. */
+struct nccl_memory {
+    void *at;
+    uint64_t bytes;
+    uint64_t window; /* once formed: ncclWindow_t */
+};
+enum { NCCL_WINDOW, NCCL_BESIDE, NCCL_MEMORIES };
+
 /* A rank of this node. */
 struct nccl_rank {
     uint32_t rank, device; /* device: this process's ordinal */
-    void *memory;          /* VMM, of its own, as large on all ranks */
-    uint64_t bytes;
-    /* once formed */
-    uint64_t window;
-    uint64_t wire[EP_NET_WIRE_WORDS];
+    struct nccl_memory memory[NCCL_MEMORIES];
+    uint64_t wire[EP_NET_WIRE_WORDS]; /* once formed */
 };
 
 struct nccl_world;

@@ -40,7 +40,8 @@ struct ep_node_window {
     int fd;
     void *base;
     /* cuda */
-    struct ep_cuda_memory *memory;
+    struct ep_cuda_memory *memory, *beside; /* beside: NULL, there is none */
+    uint64_t beside_bytes;
 };
 
 struct ep_node {

@@ -256,8 +256,8 @@ static ep_status open_serve(struct serve *serve, struct cuda_team *team, const s
         .net = team->span != NULL,
     };
 
-    for (uint32_t i = 0; i < team->n; i++) /* of other nodes: the outbox, behind the window */
-        windows[i] = cuda_is_here(team, i) ? team->ranks[i].window : r->window + team->map->total_bytes - team->map->ll;
+    for (uint32_t i = 0; i < team->n; i++) /* of other nodes: the outbox, beside the window */
+        windows[i] = cuda_is_here(team, i) ? team->ranks[i].window : r->beside - team->map->ll;
 
     ep_status status = team->api->serve_open(&cuda, &serve->serve, error);
 

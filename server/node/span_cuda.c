@@ -1,8 +1,8 @@
 /*
  * A team over several nodes on GPUs: what it has beside that of one node.
  *
- * Ranks of other nodes are numbers in the states of those that are here, and what is pushed for them goes into the
- * outbox behind each window and through NCCL (kernels/cuda/ll_net.cuh).  The communicator, and a net of hosts that says
+ * Ranks of other nodes are numbers in the states of those that are here, and what is pushed for them goes to memory
+ * beside each window and through NCCL (kernels/device_net.h).  The communicator, and a net of hosts that says
  * when a node is gone, come with the span and go with the team.
  *
  * A hold is a word in every state that kernels look at before they begin a dispatch: they wait there as long as
@@ -27,6 +27,7 @@ struct cuda_span {
     struct lost_nodes *lost;
     struct hold *holds; /* under lock */
     uint64_t last_id;
+    uint32_t node[EP_DEVICE_MAX_RANKS];
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of holds: between timers and a team that goes */
@@ -207,16 +208,37 @@ ep_status cuda_span_make_net(struct cuda_team *team, uint32_t rank, struct ep_er
 {
     const struct nccl_rank *nccl = nccl_rank(team->span->net->nccl, rank);
     struct cuda_rank *r = &team->ranks[rank];
-    struct ep_device_net net = { .far = (uint32_t)((1ull << team->n) - 1) & ~team->here,
-                                 .outbox = team->map->total_bytes };
+    struct ep_device_net *net;
     ep_status status;
 
     if (!nccl)
         return ep_error_set(error, EP_INTERNAL, "rank %u was not connected", rank);
-    net.window = nccl->window;
-    memcpy(net.wire, nccl->wire, sizeof net.wire);
-    status = team->api->memory_create(r->ordinal, sizeof net, &r->net, error);
-    return status ? status : cuda_write(team, rank, team->api->memory_at(r->net), &net, sizeof net, error);
+    net = malloc(sizeof *net);
+    if (!net)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for what rank %u knows of other nodes", rank);
+    ep_net_describe(team->map, team->span->node, rank, net);
+    net->window = nccl->memory[NCCL_WINDOW].window;
+    net->beside = nccl->memory[NCCL_BESIDE].window;
+    memcpy(net->wire, nccl->wire, sizeof net->wire);
+    status = team->api->memory_create(r->ordinal, net->bytes, &r->net, error);
+    if (!status)
+        status = cuda_write(team, rank, team->api->memory_at(r->net), net, sizeof *net, error);
+    free(net);
+    return status;
+}
+
+ep_status cuda_span_tell_window(struct cuda_team *team, uint32_t rank, struct ep_error *error)
+{
+    const uint64_t at = (uint64_t)(uintptr_t)team->ranks[rank].beside;
+    ep_status status = EP_OK;
+
+    for (uint32_t i = 0; !status && team->span && i < team->n; i++)
+        if (cuda_is_here(team, i)) {
+            struct ep_device_net *net = team->api->memory_at(team->ranks[i].net);
+
+            status = cuda_write(team, i, &net->at[rank], &at, sizeof at, error);
+        }
+    return status;
 }
 
 /* Losses are told from the watch's thread on.  The net of hosts is the watch's when this has gone well. */
@@ -239,6 +261,7 @@ ep_status cuda_span_open(struct cuda_team *team, const struct ep_team_span *opti
         return status;
     }
     span->net = options->net;
+    memcpy(span->node, options->node, team->n * sizeof *span->node);
     team->span = span;
     return EP_OK;
 }

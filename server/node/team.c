@@ -55,8 +55,11 @@ ep_status ep_team_net_expect(struct ep_team_net *net, uint32_t ranks, const stru
     for (uint32_t i = 0; i < n; i++)
         net->here[i] = (struct nccl_rank){ .rank = here[i].rank,
                                            .device = net->node->devices[here[i].device].ordinal,
-                                           .memory = ep_node_window_base(here[i].window),
-                                           .bytes = ep_node_window_whole(here[i].window) };
+                                           .memory = {
+                                               [NCCL_WINDOW] = { .at = ep_node_window_base(here[i].window),
+                                                                 .bytes = ep_node_window_whole(here[i].window) },
+                                               [NCCL_BESIDE] = { .at = ep_node_window_beside(here[i].window),
+                                                                 .bytes = here[i].window->beside_bytes } } };
     return EP_OK;
 }
 
@@ -84,19 +87,17 @@ void ep_team_net_close(struct ep_team_net *net)
     free(net);
 }
 
-uint64_t ep_team_window_bytes(const struct ep_node *node, const struct ep_layout_map *map, bool spans)
+/* On the host rings, which depend on the nodes alone.  On GPUs these are small, and the host's; each rank has more beside
+ * its window. */
+struct ep_team_beside ep_team_beside(Ep__V1__Backend backend, const struct ep_layout_map *map, const uint32_t *where)
 {
-    return map->total_bytes + (spans && is_cuda(node) ? ep_net_outbox_bytes(map) : 0);
-}
+    const struct ep_net_shape shape = ep_net_shape_of(where, map->limits.ranks);
 
-/* On the host rings, which depend on the nodes alone.  On GPUs these are small, and the host's; each rank has an outbox. */
-struct ep_team_beside ep_team_beside(Ep__V1__Backend backend, const struct ep_layout_map *map, uint32_t nodes)
-{
-    if (nodes < 2)
+    if (shape.nodes < 2)
         return (struct ep_team_beside){ 0 };
     if (backend == EP__V1__BACKEND__BACKEND_CUDA)
-        return (struct ep_team_beside){ .rank = ep_net_outbox_bytes(map) };
-    return (struct ep_team_beside){ .node = ep_host_net_bytes(nodes) };
+        return (struct ep_team_beside){ .rank = ep_net_beside_bytes(map, &shape) };
+    return (struct ep_team_beside){ .node = ep_host_net_bytes(shape.nodes) };
 }
 
 /* ---- teams ------------------------------------------------------------------------ */

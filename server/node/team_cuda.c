@@ -309,7 +309,12 @@ static ep_status set_window(struct ep_team *base, uint32_t rank, struct ep_node_
     struct cuda_team *team = cuda(base);
     ep_status status = share_window(team, rank, window->memory, error);
 
+    if (!status && window->beside)
+        status = share_window(team, rank, window->beside, error);
     team->ranks[rank].window = ep_node_window_base(window);
+    team->ranks[rank].beside = ep_node_window_beside(window);
+    if (!status)
+        status = cuda_span_tell_window(team, rank, error);
     if (!status)
         status = write_identity(team, rank, error);
     return status ? ep_error_prefix(error, "window of rank %u", rank) : EP_OK;

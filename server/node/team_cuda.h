@@ -8,8 +8,8 @@
 struct cuda_rank {
     uint32_t ordinal; /* of its GPU in this process */
     struct ep_cuda_memory *state; /* NULL: the rank is on another node, and has nothing of what follows here */
-    struct ep_cuda_memory *net;   /* of struct ep_device_net; NULL without a span */
-    uint8_t *window; /* on the GPU */
+    struct ep_cuda_memory *net;   /* of struct ep_device_net and its tables; NULL without a span */
+    uint8_t *window, *beside; /* on the GPU */
     struct ep_device_counters seen[EP_DEVICE_PARTS]; /* of the state: what has been counted already */
     struct ep_device_counters ht_seen[EP_DEVICE_PARTS];
     bool used; /* a worker has had the window since it was clean */
@@ -75,6 +75,8 @@ void cuda_span_close(struct cuda_team *team); /* without one: nothing */
 void cuda_span_give_back(struct cuda_team *team);
 /* The rank's struct ep_device_net. */
 ep_status cuda_span_make_net(struct cuda_team *team, uint32_t rank, struct ep_error *error);
+/* Where the rank's memory beside its window is, to all that are here.  Without a span: nothing. */
+ep_status cuda_span_tell_window(struct cuda_team *team, uint32_t rank, struct ep_error *error);
 uint64_t cuda_span_held(const struct cuda_team *team);
 /* As of struct ep_team_ops. */
 void cuda_span_cut(struct ep_team *team, uint32_t node);

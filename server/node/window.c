@@ -127,9 +127,28 @@ ep_status ep_node_window_create(struct ep_node *node, uint32_t device, const cha
     return EP_OK;
 }
 
+ep_status ep_node_window_extend(struct ep_node_window *window, uint64_t bytes, struct ep_error *error)
+{
+    const struct device *device = &window->node->devices[window->device];
+    ep_status status = window->node->cuda->memory_create(device->ordinal, bytes, &window->beside, error);
+
+    if (status)
+        return ep_error_prefix(error, "what goes to other nodes, of group %s: %s on %s", window->owner,
+                               ep_bytes_text(bytes).text, device->name);
+    window->beside_bytes = bytes;
+    return EP_OK;
+}
+
+void *ep_node_window_beside(const struct ep_node_window *window)
+{
+    return window->beside ? window->node->cuda->memory_at(window->beside) : NULL;
+}
+
 void ep_node_window_destroy(struct ep_node_window *window)
 {
     unlist(window);
+    if (window->beside)
+        window->node->cuda->memory_destroy(window->beside);
     if (window->memory) {
         window->node->cuda->memory_destroy(window->memory);
     } else {
@@ -182,7 +201,7 @@ static size_t sum_by_owner(const struct ep_node *node, int64_t device, struct sh
             ;
         if (i == n)
             shares[n++] = (struct share){ .owner = w->owner };
-        shares[i].bytes += w->bytes;
+        shares[i].bytes += w->bytes + w->beside_bytes;
     }
     return n;
 }

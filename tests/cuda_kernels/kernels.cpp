@@ -1,9 +1,7 @@
 /* The kernels of kernels/cuda, compiled for CPUs, and their launchers, which return when they are over. */
 #include "device_on_cpu.h"
-#if !EP_LL_NET
 #include "ht_combine.cuh"
 #include "ht_dispatch.cuh"
-#endif
 #include "ll_combine.cuh"
 #include "ll_dispatch.cuh"
 
@@ -23,7 +21,6 @@ void ll_release(const void *args, uint32_t *)
 {
     combine::release(*static_cast<const ep_ll_args *>(args));
 }
-#if !EP_LL_NET
 template <Cast C> void ht_dispatch(const void *args, uint32_t *shared)
 {
     ht::dispatch::run<C>(*static_cast<const ep_ht_args *>(args), shared);
@@ -32,7 +29,6 @@ template <class T> void ht_combine(const void *args, uint32_t *shared)
 {
     ht::combine::run<T>(*static_cast<const ep_ht_args *>(args), shared);
 }
-#endif
 
 using Body = void (*)(const void *args, uint32_t *shared);
 
@@ -71,7 +67,6 @@ int ep_ll_release(const struct ep_ll_args *a, void *)
     return 0;
 }
 
-#if !EP_LL_NET
 int ep_ht_dispatch(const struct ep_ht_args *a, uint32_t shared_bytes, void *)
 {
     fibers_run(a->blocks, kThreads, shared_bytes,
@@ -86,4 +81,3 @@ int ep_ht_combine(const struct ep_ht_args *a, void *)
                of_dtype(*a, ht_combine<__nv_bfloat16>, ht_combine<__half>, ht_combine<float>), a);
     return 0;
 }
-#endif

@@ -13,24 +13,26 @@ struct cpu_kernels {
     struct ep_ht_rank ht;
     uint32_t shared_bytes, ht_shared_bytes;
     struct wire *wire; /* NULL: all ranks are on one node */
-    struct ep_device_net net;
+    struct ep_device_net *net;
 };
 
 int ep_net_ll_dispatch(const struct ep_ll_args *args, uint32_t shared_bytes, void *stream);
 int ep_net_ll_combine(const struct ep_ll_args *args, uint32_t shared_bytes, void *stream);
 int ep_net_ll_release(const struct ep_ll_args *args, void *stream);
+int ep_net_ht_dispatch(const struct ep_ht_args *args, uint32_t shared_bytes, void *stream);
+int ep_net_ht_combine(const struct ep_ht_args *args, void *stream);
 
-static bool open_wire(struct cpu_rank *rank, struct cpu_kernels *k)
+static void open_wire(struct cpu_rank *rank, struct cpu_kernels *k)
 {
-    const uint32_t far = wire_far(rank->rank, rank->ranks);
-
-    if (!far)
-        return true;
+    if (!wire_is_there(rank->ranks))
+        return;
     k->wire = wire_open(rank->window, rank->rank, rank->ranks, &rank->map, &k->net);
-    for (uint32_t r = 0; k->wire && r < rank->ranks; r++)
-        if (far >> r & 1)
-            k->ll.base.window[r] = wire_outbox(k->wire);
-    return k->wire != NULL;
+    for (uint32_t r = 0; r < rank->ranks; r++) {
+        if (!(k->net->far >> r & 1))
+            continue;
+        k->ll.base.window[r] = wire_outbox(k->wire);
+        k->ht.base.window[r] = NULL; /* nothing of HT is stored there */
+    }
 }
 
 bool cpu_rank_init(struct cpu_rank *rank, const struct ep_placement *placement)
@@ -54,7 +56,8 @@ bool cpu_rank_init(struct cpu_rank *rank, const struct ep_placement *placement)
     k->ht.combine_blocks = HT_COMBINE_BLOCKS;
     k->shared_bytes = (uint32_t)ep_device_shared_bytes(&rank->map.limits);
     k->ht_shared_bytes = (uint32_t)ep_device_ht_shared_bytes(&rank->map.limits);
-    return open_wire(rank, k);
+    open_wire(rank, k);
+    return true;
 }
 
 void cpu_rank_fini(struct cpu_rank *rank)
@@ -67,7 +70,7 @@ void cpu_rank_fini(struct cpu_rank *rank)
 /* Nobody else writes where the net is into the state. */
 static void run_net(struct cpu_kernels *k, const struct ep_op *op, const struct ep_ll_args *args)
 {
-    k->ll.base.state->net = (uint64_t)(uintptr_t)&k->net;
+    k->ll.base.state->net = (uint64_t)(uintptr_t)k->net;
     switch (op->kind) {
     case EP_OP_DISPATCH: (void)ep_net_ll_dispatch(args, k->shared_bytes, NULL); break;
     case EP_OP_COMBINE:  (void)ep_net_ll_combine(args, k->shared_bytes, NULL); break;
@@ -91,11 +94,24 @@ static void run_ll(struct cpu_kernels *k, const struct ep_op *op, bool completes
     }
 }
 
+static void run_ht_net(struct cpu_kernels *k, const struct ep_op *op, const struct ep_ht_args *args)
+{
+    k->ht.base.state->net = (uint64_t)(uintptr_t)k->net;
+    if (op->kind == EP_OP_DISPATCH)
+        (void)ep_net_ht_dispatch(args, k->ht_shared_bytes, NULL);
+    else if (op->kind == EP_OP_COMBINE)
+        (void)ep_net_ht_combine(args, NULL);
+}
+
 static void run_ht(struct cpu_kernels *k, const struct ep_op *op)
 {
     struct ep_ht_args args = k->ht.base;
 
     ep_ht_fill(&k->ht, NULL, op, &args);
+    if (k->wire) {
+        run_ht_net(k, op, &args);
+        return;
+    }
     switch (op->kind) {
     case EP_OP_DISPATCH: (void)ep_ht_dispatch(&args, k->ht_shared_bytes, NULL); break;
     case EP_OP_COMBINE:  (void)ep_ht_combine(&args, NULL); break;
@@ -105,7 +121,7 @@ static void run_ht(struct cpu_kernels *k, const struct ep_op *op)
 
 bool cpu_has_mode(uint32_t mode)
 {
-    return mode == EP_MODE_LL || (mode == EP_MODE_HT && !getenv("EP_CUDA_WIRE_NODES"));
+    return mode == EP_MODE_LL || mode == EP_MODE_HT;
 }
 
 void cpu_execute(struct cpu_rank *rank, const struct ep_op *op)

@@ -6,6 +6,7 @@
 #include <time.h>
 
 #include "ep_clock.h"
+#include "nodes.h"
 
 enum {
     AT_ONCE_PERCENT = 40,
@@ -19,6 +20,7 @@ struct place {
     struct place *next;
     const uint8_t *window;
     uint32_t users;
+    uint8_t *beside;
     uint64_t signals[EP_NET_ALL_SIGNALS];
 };
 
@@ -26,8 +28,8 @@ struct wire {
     uint32_t rank, ranks;
     uint8_t *window[EP_DEVICE_MAX_RANKS];
     struct place *place[EP_DEVICE_MAX_RANKS];
-    uint8_t *outbox; /* memory */
-    uint64_t outbox_at, ll;
+    struct ep_device_net *net;
+    uint64_t ll;
 };
 
 /* A put, or a signal. */
@@ -148,12 +150,13 @@ static const struct wire *wire_of(const struct ep_device_net *net)
     return (const struct wire *)(uintptr_t)net->wire[0];
 }
 
-void wire_put(const struct ep_device_net *net, uint32_t rank, uint64_t to, uint64_t from, uint64_t bytes)
+void wire_put(const struct ep_device_net *net, uint32_t rank, uint64_t there, uint64_t to, uint64_t from, uint64_t bytes)
 {
     const struct wire *wire = wire_of(net);
 
-    send(&(struct item){ .from = wire, .rank = rank, .to = wire->window[rank] + to,
-                         .source = wire->outbox + (from - wire->outbox_at), .bytes = bytes });
+    send(&(struct item){ .from = wire, .rank = rank,
+                         .to = (there == net->window ? wire->window[rank] : wire->place[rank]->beside) + to,
+                         .source = wire->place[wire->rank]->beside + from, .bytes = bytes });
 }
 
 void wire_raise(const struct ep_device_net *net, uint32_t rank, uint32_t signal, uint64_t by)
@@ -172,19 +175,13 @@ const uint64_t *wire_signal(const struct ep_device_net *net, uint32_t signal)
 
 /* ---- ends ------------------------------------------------------------------------------------------------ */
 
-uint32_t wire_far(uint32_t rank, uint32_t ranks)
+bool wire_is_there(uint32_t ranks)
 {
-    const char *text = getenv("EP_CUDA_WIRE_NODES");
-    const uint32_t nodes = text ? (uint32_t)strtoul(text, NULL, 10) : 1;
-    uint32_t far = 0;
-
-    for (uint32_t r = 0; nodes > 1 && r < ranks; r++)
-        far |= (uint32_t)(r * nodes / ranks != rank * nodes / ranks) << r;
-    return far;
+    return wire_node_of(ranks - 1, ranks) > 0;
 }
 
 /* Under the lock. */
-static struct place *take_place(const uint8_t *window)
+static struct place *take_place(const uint8_t *window, uint64_t beside)
 {
     struct place *place = places;
 
@@ -193,6 +190,8 @@ static struct place *take_place(const uint8_t *window)
     if (!place) {
         place = allocated(calloc(1, sizeof *place));
         place->window = window;
+        place->beside = allocated(aligned_alloc(4096, (beside + 4095) / 4096 * 4096));
+        memset(place->beside, 0, beside);
         place->next = places;
         places = place;
     }
@@ -209,6 +208,7 @@ static void leave_place(struct place *place)
     while (*at != place)
         at = &(*at)->next;
     *at = place->next;
+    free(place->beside);
     free(place);
 }
 
@@ -229,28 +229,33 @@ static void start(void)
 }
 
 struct wire *wire_open(uint8_t *const *windows, uint32_t rank, uint32_t ranks, const struct ep_layout_map *map,
-                       struct ep_device_net *net)
+                       struct ep_device_net **net)
 {
-    struct wire *wire = calloc(1, sizeof *wire);
+    struct wire *wire = allocated(calloc(1, sizeof *wire));
+    struct ep_device_net described;
+    uint32_t node[EP_DEVICE_MAX_RANKS];
 
-    if (!wire || !(wire->outbox = aligned_alloc(4096, (ep_net_outbox_bytes(map) + 4095) / 4096 * 4096))) {
-        free(wire);
-        return NULL;
-    }
-    memset(wire->outbox, 0, ep_net_outbox_bytes(map));
+    for (uint32_t r = 0; r < ranks; r++)
+        node[r] = wire_node_of(r, ranks);
+    ep_net_describe(map, node, rank, &described);
+    wire->net = allocated(calloc(1, described.bytes));
+    *wire->net = described;
+    wire->net->wire[0] = (uint64_t)(uintptr_t)wire;
+    wire->net->window = 1; /* two names */
+    wire->net->beside = 2;
     wire->rank = rank;
     wire->ranks = ranks;
     wire->ll = map->ll;
-    wire->outbox_at = map->total_bytes;
     pthread_mutex_lock(&lock);
     start();
     for (uint32_t r = 0; r < ranks; r++) {
         wire->window[r] = windows[r];
-        wire->place[r] = take_place(windows[r]);
+        wire->place[r] = take_place(windows[r], described.map.bytes);
+        if (!(described.far >> r & 1))
+            wire->net->at[r] = (uint64_t)(uintptr_t)wire->place[r]->beside;
     }
     pthread_mutex_unlock(&lock);
-    *net = (struct ep_device_net){ .far = wire_far(rank, ranks), .outbox = wire->outbox_at,
-                                   .wire = { (uint64_t)(uintptr_t)wire } };
+    *net = wire->net;
     return wire;
 }
 
@@ -275,11 +280,11 @@ void wire_close(struct wire *wire)
     for (uint32_t r = 0; r < wire->ranks; r++)
         leave_place(wire->place[r]);
     pthread_mutex_unlock(&lock);
-    free(wire->outbox);
+    free(wire->net);
     free(wire);
 }
 
 uint8_t *wire_outbox(struct wire *wire)
 {
-    return wire->outbox - wire->ll;
+    return wire->place[wire->rank]->beside - wire->ll;
 }

@@ -1,7 +1,7 @@
 /*
  * wire.h: the network between ranks that are on other nodes, as kernels see it (kernels/cuda/gin.cuh), for tests.
  *
- * EP_CUDA_WIRE_NODES=N in the environment puts the ranks of a group on N nodes.  It is as bad a network as the rules
+ * Which ranks are on which nodes: nodes.h.  It is as bad a network as the rules
  * allow: a put takes from nothing to some ms, reads its source when it is put or not before it lands, and may land after
  * a later one.  A signal comes after all puts that its sender put to the same rank before.  EP_CUDA_WIRE_LATE_MS=N: puts
  * take up to so many ms, and often.
@@ -20,11 +20,11 @@ extern "C" {
 
 struct wire;
 
-/* Ranks on other nodes than this one's; 0: there is one node. */
-uint32_t wire_far(uint32_t rank, uint32_t ranks);
-/* The end of a rank, whose peers have these windows: fills in *net.  NULL: no memory. */
+/* Are ranks on several nodes? */
+bool wire_is_there(uint32_t ranks);
+/* The end of a rank, whose peers have these windows, and what its kernels know of it. */
 struct wire *wire_open(uint8_t *const *windows, uint32_t rank, uint32_t ranks, const struct ep_layout_map *map,
-                       struct ep_device_net *net);
+                       struct ep_device_net **net);
 /* Nothing is under way from it or to it any more. */
 void wire_close(struct wire *wire);
 /* What window[d] of a rank on another node is. */
@@ -32,7 +32,7 @@ uint8_t *wire_outbox(struct wire *wire);
 
 /* ---- for the threads of a kernel ------------------------------------------------------------- */
 
-void wire_put(const struct ep_device_net *net, uint32_t rank, uint64_t to, uint64_t from, uint64_t bytes);
+void wire_put(const struct ep_device_net *net, uint32_t rank, uint64_t there, uint64_t to, uint64_t from, uint64_t bytes);
 void wire_raise(const struct ep_device_net *net, uint32_t rank, uint32_t signal, uint64_t by);
 const uint64_t *wire_signal(const struct ep_device_net *net, uint32_t signal);
 

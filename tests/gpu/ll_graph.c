@@ -40,6 +40,7 @@ static ep_status check_token(struct pass *pass, uint32_t token, const double *va
 static ep_status check_result(struct pass *pass, struct ep_error *error)
 {
     const struct ep_ref_combine combine = { .dtype = bench_dtypes[pass->shape->dtype].combine,
+                                            .node = pass->shape->ht ? pass->config.node_of : NULL,
                                             .hidden = pass->shape->hidden,
                                             .expert = identity,
                                             .user = pass };

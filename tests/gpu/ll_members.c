@@ -34,6 +34,39 @@ static void expect_to_leave(struct ll_passes *passes)
         passes->pass[r][0]->changing = true;
 }
 
+/*
+ * Whose parts a rank may be without when the last one leaves in the middle of an op: that one's, and in HT what went
+ * through it, as it is a gate of its node (kernels/device_net.h).  Ranks there may miss whose gate it is; and these, in a
+ * combine, all ranks of its node.
+ */
+static uint32_t lost_with_it(const struct ll_passes *passes, uint32_t rank, uint32_t part)
+{
+    const uint32_t odd = odd_one(passes), *node = passes->pass[rank][0]->config.node_of;
+    uint32_t lost = 1u << odd;
+
+    for (uint32_t r = 0; passes->shape->ht && r < passes->world->ranks; r++)
+        if (part == EP_DEVICE_DISPATCH ? node[rank] == node[odd] && node[r] != node[odd]
+                                       : node[rank] != node[odd] && node[r] == node[odd])
+            lost |= 1u << r;
+    return lost;
+}
+
+/* The op is over.  What its record says of who is in the result is expected from here on, if that may be. */
+static ep_status accept(struct ll_passes *passes, struct pass *pass, uint32_t part, struct ep_error *error)
+{
+    const uint32_t rank = pass->rank->rank, all = world_all(passes->world);
+    struct ep_device_record record = { 0 };
+    ep_status status = world_wait(pass->rank, error);
+
+    if (status == EP_OK)
+        status = world_record(pass->rank, pass->handle, part, &record, error);
+    if (status == EP_OK && all & ~record.arrived & ~lost_with_it(passes, rank, part))
+        return ep_error_set(error, EP_VERIFY_FAILED, "rank %u: arrived is %llx, and only %x may be missing", rank,
+                            (unsigned long long)record.arrived, lost_with_it(passes, rank, part));
+    pass->expected = (uint32_t)record.arrived;
+    return status;
+}
+
 /* The last rank is back, and everything is as before. */
 static ep_status join_and_run(struct ll_passes *passes, struct ep_error *error)
 {
@@ -92,8 +125,23 @@ static ep_status leave_soon(struct ll_passes *passes, uint32_t rank, struct ep_e
 
 static ep_status leave_or_dispatch(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
 {
-    return rank == odd_one(passes) ? leave_soon(passes, rank, error)
-                                   : pass_run(passes->pass[rank][0], 0, false, error);
+    struct pass *pass = passes->pass[rank][0];
+    ep_status status;
+
+    if (rank == odd_one(passes))
+        return leave_soon(passes, rank, error);
+    status = pass_dispatch(pass, 0, error);
+    if (status == EP_OK)
+        status = accept(passes, pass, EP_DEVICE_DISPATCH, error);
+    if (status == EP_OK)
+        status = pass_received(pass, error);
+    if (status == EP_OK)
+        status = pass_experts(pass, false, error);
+    if (status == EP_OK)
+        status = pass_combine(pass, 0, false, error);
+    if (status == EP_OK)
+        status = accept(passes, pass, EP_DEVICE_COMBINE, error);
+    return status == EP_OK ? pass_result(pass, error) : status;
 }
 
 static ep_status dispatch_only(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
@@ -114,6 +162,8 @@ static ep_status leave_or_combine(struct ll_passes *passes, uint32_t rank, struc
     if (rank == odd_one(passes))
         return leave_soon(passes, rank, error);
     status = pass_combine(pass, 0, false, error);
+    if (status == EP_OK)
+        status = accept(passes, pass, EP_DEVICE_COMBINE, error);
     return status == EP_OK ? pass_result(pass, error) : status;
 }
 
@@ -195,13 +245,9 @@ static ep_status leave_by_chance(struct ll_passes *passes, uint32_t rank, struct
 static ep_status ask_record(struct ll_passes *passes, struct pass *pass, uint32_t part, bool *in,
                             struct ep_error *error)
 {
-    struct ep_device_record record = { 0 };
-    ep_status status = world_wait(pass->rank, error);
+    ep_status status = accept(passes, pass, part, error);
 
-    if (status == EP_OK)
-        status = world_record(pass->rank, pass->handle, part, &record, error);
-    *in = record.arrived >> odd_one(passes) & 1;
-    pass->expected = *in ? world_all(passes->world) : others(passes);
+    *in = pass->expected == world_all(passes->world);
     pass->changing = !*in || passes->shape->ht; /* HT: its rows may be here, and ours not there */
     return status;
 }

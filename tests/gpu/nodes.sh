@@ -7,24 +7,26 @@ set -uo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: nodes.sh N [--gpus N] [--limit S] [--logs DIR]
+usage: nodes.sh N [--gpus N] [--bench] [--limit S] [--logs DIR]
 
 Starts N ep-servers on an etcd of their own, makes a group over all of them with a rank on each GPU, and runs verified
 dispatch and combine on it. Prints a line per step and, at the end, `N passed, N failed`. Exits with 77 where there is no
 GPU, no NCCL or no etcd. Servers share a GPU where there are fewer GPUs than nodes: slow, and right all the same.
 
   --gpus N    use N GPUs (default: all that nvidia-smi lists)
+  --bench     then time high throughput with H 7168, K 8, E 256, T 4096, and print the table
   --limit S   seconds for a step (default 120)
   --logs DIR  keep complete output there
 TEXT
 }
 
-gpus='' logs='' limit_s=120 nodes=''
+gpus='' logs='' limit_s=120 nodes='' times=0
 while (($#)); do
     case $1 in
     --gpus) gpus=${2:?--gpus needs a number}; shift ;;
     --limit) limit_s=${2:?--limit needs seconds}; shift ;;
     --logs) logs=${2:?--logs needs a folder}; shift ;;
+    --bench) times=1 ;;
     --help | -h) usage; exit 0 ;;
     [1-8]) nodes=$1 ;;
     *) usage >&2; exit 2 ;;
@@ -69,28 +71,24 @@ start_etcd() {
 
 # ---- nodes ---------------------------------------------------------------------------------------------
 
-# share NODE: its GPUs.
+# share NODE: its GPUs.  All servers see all of them.
 share() {
-    local node=$1 all first last
-    IFS=, read -ra all <<<"$CUDA_VISIBLE_DEVICES"
-    if ((gpus >= nodes)); then
-        first=$((node * gpus / nodes)) last=$(((node + 1) * gpus / nodes - 1))
-    else
-        first=$((node * gpus / nodes)) last=$first
-    fi
-    (IFS=,; echo "${all[*]:first:last-first+1}")
+    local first=$(($1 * gpus / nodes)) last
+
+    last=$((gpus >= nodes ? ($1 + 1) * gpus / nodes - 1 : first))
+    seq -s , "$first" "$last"
 }
 
-# For servers alone: workers with so many queues each find no more of them on a GPU that they share.
+# For servers alone, and fewer where they share a GPU.
 of_nccl=(NCCL_NET_PLUGIN="${NCCL_NET_PLUGIN-$(realpath "$lib")/libnccl-net-ep.so}" NCCL_NET_PLUGIN_REF_COUNT=1
     NCCL_GIN_ENABLE=1 NCCL_GIN_NCONTEXTS=1 NCCL_CUMEM_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MNNVL_ENABLE=0
-    CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32)
+    CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS="$((gpus < nodes ? 16 : 32))")
 
 start_nodes() {
     local node i
     for ((node = 0; node < nodes; node++)); do
         mkdir -p "$dir/$node"
-        env "${of_nccl[@]}" NCCL_HOSTID="ep-node-$node" CUDA_VISIBLE_DEVICES="$(share "$node")" "$bin/ep-server" --backend=cuda --name="node-$node" \
+        env "${of_nccl[@]}" NCCL_HOSTID="ep-node-$node" "$bin/ep-server" --backend=cuda --gpus="$(share "$node")" --name="node-$node" \
             --store="etcd://$store" --listen=127.0.0.1:0 --insecure --socket="$dir/$node/ep.sock" --lost-after=20s \
             --state-dir="$dir/$node/state" --port-file="$dir/$node/ports" --log-level=info >"$dir/server-$node.out" 2>&1 &
         processes+=("$!")
@@ -135,8 +133,8 @@ refused() {
 }
 
 ranks=$((gpus >= nodes ? gpus : nodes))
-group=(moe --ranks="$ranks" --experts=$((4 * ranks)) --hidden=1024 --top-k=4 --ll-max-tokens=32 --arena=32MiB
-    --timeout-ms=20000 --placement=spread)
+group=(moe --ranks="$ranks" --experts=$((4 * ranks)) --hidden=1024 --top-k=4 '--modes=ll,ht' --ll-max-tokens=32
+    --ht-max-tokens=256 --arena=64MiB --timeout-ms=20000 --placement=spread)
 servers=()
 for ((node = 0; node < nodes; node++)); do
     servers+=("--server=unix:$dir/$node/ep.sock")
@@ -144,29 +142,43 @@ done
 export EP_SERVER=unix:$dir/0/ep.sock
 
 bench() {
-    timeout --kill-after=5 "$limit_s" "$bin/ep-bench" "${servers[@]}" --group=moe --backend=cuda --modes=ll --verify "$@"
+    timeout --kill-after=5 "$limit_s" "$bin/ep-bench" "${servers[@]}" --group=moe --backend=cuda --verify "$@"
 }
+low() { bench --modes=ll "$@"; }
+high() { bench --modes=ht "$@"; }
 
 declare -a pids
 start_etcd
 step "$nodes servers start" start_nodes || { closing_line; exit 1; }
-step 'HT is refused' refused 'modes has ht' admin group create "${group[@]}" --modes=ht,ll
-step 'a group over all of them' admin group create "${group[@]}" --modes=ll --wait=60s || { closing_line; exit 1; }
-step 'executor direct is refused' refused 'several nodes' bench --executor=direct --tokens=1 --iters=1 --layouts=packed
-step 'every layout, verified' bench --tokens=1,16 --iters=20
-step 'fp8' bench --tokens=16 --iters=10 --dtypes=fp8
-step 'a worker is killed and another comes' bench --tokens=16 --iters=20 --layouts=expert-major,packed \
+step 'a group over all of them' admin group create "${group[@]}" --wait=60s || { closing_line; exit 1; }
+step 'executor direct is refused' refused 'several nodes' low --executor=direct --tokens=1 --iters=1 --layouts=packed
+step 'low latency: every layout, verified' low --tokens=1,16 --iters=20
+step 'low latency: fp8' low --tokens=16 --iters=10 --dtypes=fp8
+step 'low latency: a worker is killed and another comes' low --tokens=16 --iters=20 --layouts=expert-major,packed \
     --kill=$((ranks - 1))@0
+step 'high throughput: every layout, verified' high --tokens=1,200 --iters=10
+step 'high throughput: fp8, aligned' high --tokens=200 --iters=5 --dtypes=fp8,fp8-given --alignment=16
+step 'high throughput: gradients' high --tokens=200 --iters=5 --passes=backward
+step 'high throughput: a rank without tokens, skewed routing' high --tokens=200 --iters=5 --zero-rank=0 --routing=zipf:1.2
+step 'high throughput: a worker is killed and another comes' high --tokens=200 --iters=10 --kill=$((ranks - 1))@0
+step 'soak: both modes' bench --tokens=24 --soak=8
+step 'soak: both modes, kill -9 of workers all the while' bench --tokens=24 --soak=12 --soak-kill=3
 # NCCL asks the driver for much while streams of the same process wait for doorbells.
 beside() {
     local work code
-    bench --soak=8 &
+    low --soak=8 &
     work=$!
     sleep 3
-    admin group create beside "${group[@]:1}" --modes=ll --wait=40s && admin group delete beside
+    admin group create beside "${group[@]:1}" --wait=40s && admin group delete beside
     code=$?
     wait "$work" && ((code == 0))
 }
 step 'a second group comes and goes while the first one works' beside
 step 'the group goes' admin group delete moe
+if ((times)); then
+    step 'a group for large batches' admin group create moe --ranks="$ranks" --experts=256 --hidden=7168 --top-k=8 --modes=ht \
+        --ht-max-tokens=4096 --arena=2GiB --timeout-ms=20000 --placement=spread --wait=60s &&
+        step 'times' high --no-verify --tokens=4096 --iters=30 --warmup=5 --layouts=flat,packed --dtypes=bf16,fp8
+    cat "$dir/times.out"
+fi
 closing_line

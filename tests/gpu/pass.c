@@ -2,6 +2,7 @@
 #include <stdlib.h>
 
 #include "bench_hash.h"
+#include "nodes.h"
 #include "pass_private.h"
 
 enum { STREAM_BAD_ID = 100, STREAM_REPEAT, STREAM_RAGGED }; /* beside those of bench_hash.h */
@@ -197,6 +198,8 @@ static void configure(struct pass *pass, uint64_t seed)
     pass->config.top_k = s->top_k;
     pass->config.alignment = s->alignment ? s->alignment : 1;
     pass->config.seed = seed;
+    for (uint32_t r = 0; r < ranks; r++)
+        pass->config.node_of[r] = wire_node_of(r, ranks);
     pass->config.zero_rank = s->empty_rank ? (int32_t)ranks - 1 : -1;
     if (s->redundant)
         pass->config.n_homes = shape_homes(s, ranks, pass->config.homes);

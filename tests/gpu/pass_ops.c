@@ -381,7 +381,8 @@ static void check_sent(struct pass *pass)
     if (!everybody(pass) || pass->changing)
         return;
     check_number(pass, "wire_bytes", pass->dispatched.wire_bytes,
-                 ep_ref_remote_rows(&pass->inputs.routing, NULL, pass->rank->rank) * (row + scales));
+                 ep_ref_remote_rows(&pass->inputs.routing, pass->shape->ht ? pass->config.node_of : NULL,
+                                    pass->rank->rank) * (row + scales));
     check_number(pass, "logical_bytes", pass->dispatched.logical_bytes,
                  (uint64_t)pass->tokens * pass->shape->top_k * row);
 }
@@ -391,7 +392,7 @@ static ep_op_info info_of(const struct pass *pass, const struct ep_device_record
     ep_op_info info = { .size = sizeof info,
                         .rows = record->rows,
                         .dropped = record->dropped,
-                        .absent = everybody(pass) ? 0 : 1,
+                        .absent = (uint32_t)__builtin_popcount(world_all(pass->rank->world) & ~pass->expected),
                         .wire_bytes = record->wire_bytes };
 
     info.arrived[0] = record->arrived;
@@ -521,6 +522,7 @@ static ep_status check_biased(struct pass *pass, struct ep_error *error)
 {
     struct experts_model model;
     const struct ep_ref_combine combine = { .dtype = dtype_of(pass)->combine,
+                                            .node = pass->shape->ht ? pass->config.node_of : NULL,
                                             .hidden = pass->shape->hidden,
                                             .bias = pass->bias,
                                             .expert = experts_model_expert,

@@ -86,16 +86,14 @@ void teams_cut(uint32_t node)
 
 /* ---- network ------------------------------------------------------------------------------ */
 
-struct ep_team_beside ep_team_beside(Ep__V1__Backend backend, const struct ep_layout_map *map, uint32_t nodes)
+struct ep_team_beside ep_team_beside(Ep__V1__Backend backend, const struct ep_layout_map *map, const uint32_t *where)
 {
-    (void)backend, (void)map;
-    return (struct ep_team_beside){ .node = nodes > 1 ? 4096ull * nodes : 0 };
-}
+    uint32_t nodes = 0;
 
-uint64_t ep_team_window_bytes(const struct ep_node *node, const struct ep_layout_map *map, bool spans)
-{
-    (void)node, (void)spans;
-    return map->total_bytes;
+    (void)backend;
+    for (uint32_t r = 0; r < map->limits.ranks; r++)
+        nodes = where[r] >= nodes ? where[r] + 1 : nodes;
+    return (struct ep_team_beside){ .node = nodes > 1 ? 4096ull * nodes : 0 };
 }
 
 /* Of GPUs, which there are none of. */

@@ -94,6 +94,29 @@ static void auto_takes_the_gpus(void **state)
     ep_node_close(node);
 }
 
+static void a_server_takes_the_gpus_that_it_is_given(void **state)
+{
+    static const char *const bad[] = { "2", "0,0", "0,", ",1", "a", "-1", "0;1", " 0", "99999999999999999999" };
+    struct ep_node_options o = options(EP_NODE_AUTO);
+    struct ep_node *node;
+
+    (void)state;
+    assert_int_equal(CUDA_FIXTURE_DEVICES, 2);
+    o.gpus = "1";
+    node = open_node(&o);
+    assert_int_equal(ep_node_devices(node), 1);
+    assert_string_equal(ep_node_device_name(node, 0), "GPU-fixture-1");
+    ep_node_close(node);
+    o.gpus = "1,0";
+    node = open_node(&o);
+    assert_int_equal(ep_node_devices(node), 2);
+    ep_node_close(node);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        o.gpus = bad[i];
+        refused(&o, EP_INVALID_ARGUMENT, "must be numbers of GPUs that this process sees, from 0 to 1, each once");
+    }
+}
+
 static void host_leaves_them_alone(void **state)
 {
     struct ep_node_options o = options(EP_NODE_HOST);
@@ -325,6 +348,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         TEST(auto_takes_the_gpus),
+        TEST(a_server_takes_the_gpus_that_it_is_given),
         TEST(host_leaves_them_alone),
         TEST(auto_is_the_host_when_no_gpu_will_do),
         TEST(cuda_that_cannot_be_is_refused_with_the_reason),

@@ -140,11 +140,12 @@ static uint64_t bytes_over_two_nodes(const struct ep_plan_node *nodes)
     const Ep__V1__GroupSpec spec = spec_of(4, &placement);
     struct ep_spec_bounds bounds;
     struct ep_settled settled;
+    static const uint32_t where[] = { 0, 0, 1, 1 };
     uint64_t bytes;
 
     assert_int_equal(ep_plan_bounds(&spec, nodes, 2, false, &bounds, NULL), EP_OK);
     assert_int_equal(ep_spec_settle(&spec, &bounds, &settled, NULL), EP_OK);
-    bytes = settled.rank_bytes + ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &settled.map, 2).rank;
+    bytes = settled.rank_bytes + ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &settled.map, where).rank;
     assert_true(bytes > settled.rank_bytes);
     ep_settled_clear(&settled);
     return bytes;

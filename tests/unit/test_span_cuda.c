@@ -154,9 +154,12 @@ static int setup(void **state)
     assert_int_equal(ep_node_open(&options, &f->node, NULL), EP_OK);
     assert_int_equal(ep_layout_compute(&limits, &f->map, NULL), EP_OK);
     assert_int_equal(ep_placement_contiguous(RANKS, 6, &f->placement, NULL), EP_OK);
-    for (uint32_t r = 0; r < RANKS; r++)
-        assert_int_equal(ep_node_window_create(f->node, device_of[r], "w", ep_team_window_bytes(f->node, &f->map, true),
-                                               &f->window[r], NULL), EP_OK);
+    for (uint32_t r = 0; r < RANKS; r++) {
+        assert_int_equal(ep_node_window_create(f->node, device_of[r], "w", f->map.total_bytes, &f->window[r], NULL), EP_OK);
+        assert_int_equal(ep_node_window_extend(f->window[r],
+                                               ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &f->map, node_of).rank, NULL),
+                         EP_OK);
+    }
     connect_both(f);
     make_team(f, 0);
     make_team(f, 1);
@@ -212,8 +215,10 @@ static void states_know_who_is_far_and_what_leads_there(void **state)
         const struct ep_device_net *net = cuda_fixture_host((void *)(uintptr_t)s->net);
 
         assert_int_equal(net->far, r == 0 ? 6 : 1);
-        assert_int_equal(net->outbox, f->map.total_bytes);
         assert_int_equal(net->window, (uintptr_t)ep_node_window_base(f->window[r]));
+        assert_int_equal(net->beside, (uintptr_t)ep_node_window_beside(f->window[r]));
+        for (uint32_t i = 0; i < RANKS; i++)
+            assert_int_equal(net->at[i], net->far >> i & 1 ? 0 : (uintptr_t)ep_node_window_beside(f->window[i]));
         assert_int_equal(net->wire[0], WIRE);
         assert_int_equal(net->told[0][0][0], 0);
         for (uint32_t i = 0; i < RANKS; i++)
@@ -221,17 +226,15 @@ static void states_know_who_is_far_and_what_leads_there(void **state)
     }
 }
 
-static void behind_a_window_is_room_for_what_goes_elsewhere(void **state)
+static void beside_a_window_is_room_for_what_goes_elsewhere(void **state)
 {
+    static const uint32_t here[RANKS];
     struct fixture *f = *state;
+    const uint64_t outbox = f->map.limits.ll_banks * f->map.bank_bytes;
 
-    assert_int_equal(ep_team_window_bytes(f->node, &f->map, false), f->map.total_bytes);
-    assert_int_equal(ep_team_window_bytes(f->node, &f->map, true),
-                     f->map.total_bytes + f->map.limits.ll_banks * f->map.bank_bytes);
-    assert_int_equal(ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &f->map, NODES).rank,
-                     f->map.limits.ll_banks * f->map.bank_bytes);
-    assert_int_equal(ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &f->map, NODES).node, 0);
-    assert_int_equal(ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &f->map, 1).rank, 0);
+    assert_in_range(ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &f->map, node_of).rank, outbox, outbox + (2u << 20));
+    assert_int_equal(ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &f->map, node_of).node, 0);
+    assert_int_equal(ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &f->map, here).rank, 0);
 }
 
 static void who_leaves_is_absent_on_all_nodes_that_are_told(void **state)
@@ -372,7 +375,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(states_know_who_is_far_and_what_leads_there, setup, teardown),
-        cmocka_unit_test_setup_teardown(behind_a_window_is_room_for_what_goes_elsewhere, setup, teardown),
+        cmocka_unit_test_setup_teardown(beside_a_window_is_room_for_what_goes_elsewhere, setup, teardown),
         cmocka_unit_test_setup_teardown(who_leaves_is_absent_on_all_nodes_that_are_told, setup, teardown),
         cmocka_unit_test_setup_teardown(ranks_join_at_agreed_numbers_only, setup, teardown),
         cmocka_unit_test_setup_teardown(a_rank_is_held_and_admitted_everywhere, setup, teardown),

@@ -189,7 +189,7 @@ static void ranks_join_held_and_admitted(void **state)
 static void a_span_that_does_not_fit_its_network_is_refused(void **state)
 {
     struct fixture *f = *state;
-    const uint32_t beyond[RANKS] = { 0, 1, 2 };
+    const uint32_t beyond[RANKS] = { 0, 1, 2 }, here[RANKS] = { 0 };
     struct ep_team_net *net;
     struct ep_team_card card;
     struct ep_team *team;
@@ -199,9 +199,9 @@ static void a_span_that_does_not_fit_its_network_is_refused(void **state)
     assert_int_equal(ep_team_net_connect(net, f->card, 1, 0, 100, &error), EP_INVALID_ARGUMENT);
     ep_team_net_close(net);
     ep_team_net_close(NULL);
-    assert_int_equal(ep_team_beside(EP__V1__BACKEND__BACKEND_HOST, &f->map, 1).node, 0);
-    assert_true(ep_team_beside(EP__V1__BACKEND__BACKEND_HOST, &f->map, 2).node > 0);
-    assert_int_equal(ep_team_beside(EP__V1__BACKEND__BACKEND_HOST, &f->map, 2).rank, 0);
+    assert_int_equal(ep_team_beside(EP__V1__BACKEND__BACKEND_HOST, &f->map, here).node, 0);
+    assert_true(ep_team_beside(EP__V1__BACKEND__BACKEND_HOST, &f->map, node_of).node > 0);
+    assert_int_equal(ep_team_beside(EP__V1__BACKEND__BACKEND_HOST, &f->map, node_of).rank, 0);
 
     const struct ep_team_span span = { .nodes = NODES, .own = 0, .node = beyond, .net = f->net[0] };
     const struct ep_team_options options = { .node = f->node, .loop = &f->loop, .map = &f->map,

@@ -1,0 +1,358 @@
+/*
+ * ht_net.cuh: HT with ranks on other nodes: what is told them, and the boxes that are put.
+ *
+ * kNet (ll_net.cuh) says whether there can be any.  A token goes once to a node, as a record, to this rank's gate there
+ * (device_net.h), which pushes its row on to the ranks of the node as if it were its own (ht_relay.cuh).  In a combine
+ * the ranks push partials to the gate, which sums them up and puts one row back (ht_node_sum.cuh).
+ *
+ *   dispatch   s asks all ranks of other nodes as it asks those of its own; the note is put.  Each rank grants s places
+ *              as to anybody.  The gate reads these grants, which are on its node; s hears nothing of them, and need not:
+ *              it puts records, in the order of tokens, a piece at a time, as soon as they are in its box
+ *   combine    s asks its gates.  A gate asks the ranks of its node as for tokens of its own, which says that it has
+ *              memory for partials of s too
+ *
+ * ## Signals
+ * A signal is seen after all puts that its raiser put to the same rank before; puts themselves may land in any order.
+ *   PUT(w)     op and step: w's ask has come, or so many pieces of its box; the last step, kOver, is that w puts nothing
+ *              more for this op.  A number of one op is less than any of a later one, modulo 2^64
+ *   CLOSED(o)  tag: o takes nothing for that op any more, and has put all that it puts
+ *   ACK(o)     the same, and o has seen w to be over: all that w put to o up to that op has landed
+ *
+ * ## Why memory is not written too early
+ * w puts to o in an op when ACK(o) is that of the last op in which it put anything to o (may_put): nothing is under way
+ * from w to o, neither from w's boxes nor to o's, and o has closed that op, so it reads none of it.  An ACK that is not
+ * told at the end of an op, as w was not over then, is told as soon as o sees it, when its next op begins or while it
+ * waits (catch_up).  Each pair of ranks has boxes of its own.  Sums go back in s's op when s has asked for them in it.
+ * Whoever reads a box looks at the op's tag in each record too: after kOver it is there, or it does not come.
+ *
+ * ## Who is missed
+ * A source chooses who acts as its gate when its dispatch begins, and says so in its asks; nobody else has to agree.  A
+ * combine goes the way of its dispatch.  Who leaves in between takes along what goes through him: of his sources what is
+ * for the node; of a combine, the sums.  The ranks of the node miss such a source, all of whose rows are zero, and the
+ * source misses that node's ranks.  The next dispatch goes another way, or where nobody is to stand in asks that node for
+ * no places.
+ *
+ * ## Bounds
+ * Waits for signals are waits like others.  To put or raise takes a place in a queue of the peer's (ll_net.cuh): as
+ * nothing is put to a peer that has not acknowledged what was put before, there are two for each piece of one op.
+ */
+#ifndef EP_HT_NET_CUH
+#define EP_HT_NET_CUH
+
+#include "device_net.h"
+#include "ht.h"
+#include "ll_device.cuh"
+
+namespace ep {
+namespace ht {
+
+struct Op;
+enum Note { kAsk, kGrant };
+
+enum Step : uint32_t { kAsked = 1, kFirstPiece = 2, kOver = 127 };
+constexpr uint32_t kStepShift = 7;
+static_assert(kFirstPiece + EP_NET_PIECES < kOver && kOver < 1u << kStepShift, "a piece is a step");
+
+} // namespace ht
+} // namespace ep
+
+#if EP_LL_NET
+
+namespace ep {
+namespace ht {
+
+__device__ inline struct ep_device_net *net_of(const ep_ht_args &a) { return (struct ep_device_net *)a.state->net; }
+__device__ inline uint32_t far_of(const ep_ht_args &a) { return net_of(a)->far; }
+/* Who of this node takes what r sends here, in the running op; a rank of this node: itself. */
+__device__ inline uint32_t via(const ep_ht_args &a, uint32_t r) { return load_u32(&net_of(a)->via[r]); }
+/* Whose gate is whose does not change.  Who acts as one does, from op to op. */
+__device__ inline uint32_t gate_of(const ep_ht_args &a, uint32_t r) { return net_of(a)->gate[r]; }
+__device__ inline uint32_t acts_as(const ep_ht_args &a, uint32_t gate) { return load_u32(&net_of(a)->acts[gate]); }
+/* Our box for what s sends here; and ours at whoever acts as the gate. */
+__device__ inline uint32_t box_of(const ep_ht_args &a, uint32_t s)
+{
+    const struct ep_device_net *net = net_of(a);
+
+    return net->in[s] + (net->gate_here[s] == a.rank ? 0 : net->map.gated);
+}
+__device__ inline uint32_t box_at(const ep_ht_args &a, uint32_t gate)
+{
+    const struct ep_device_net *net = net_of(a);
+
+    return net->there[gate] + (acts_as(a, gate) == gate ? 0 : net->map.gated);
+}
+/* Mask: the gates of ranks on other nodes. */
+__device__ inline uint32_t gates_of(const ep_ht_args &a, uint32_t ranks)
+{
+    uint32_t gates = 0;
+
+#pragma unroll 1
+    for (uint32_t rest = ranks & far_of(a); rest; rest &= rest - 1)
+        gates |= 1u << gate_of(a, __ffs(rest) - 1);
+    return gates;
+}
+
+template <class What> __device__ inline What *net_table(const ep_ht_args &a, uint64_t table)
+{
+    return (What *)((uint8_t *)net_of(a) + table);
+}
+/* Of a handle, [T_ht * K]. */
+__device__ inline uint32_t *node_slots(const ep_ht_args &a, uint32_t handle)
+{
+    return net_table<uint32_t>(a, net_of(a)->slots + handle * net_of(a)->slots_stride);
+}
+/* Of a handle and a box, [T_ht][K]. */
+__device__ inline uint32_t *relayed_of(const ep_ht_args &a, uint32_t handle, uint32_t box)
+{
+    return net_table<uint32_t>(a, net_of(a)->relayed + handle * net_of(a)->relayed_stride)
+           + (uint64_t)box * a.max_tokens * a.max_top_k;
+}
+
+/* ---- signals ------------------------------------------------------------------------ */
+
+__device__ inline uint64_t told_by(const ep_ht_args &a, uint32_t kind, uint32_t rank)
+{
+    return gin_signal(net_of(a), ep_net_ht_signal_of(kind, rank));
+}
+
+/* CLOSED and ACK: its signal at `rank` becomes `tag`, unless it is that far. */
+__device__ inline void tell_tag(const ep_ht_args &a, uint32_t kind, uint32_t rank, uint64_t tag)
+{
+    struct ep_device_net *net = net_of(a);
+    const uint64_t before = atomicMax((unsigned long long *)&net->ht_told[kind][rank], (unsigned long long)tag);
+
+    if (before < tag)
+        gin_raise(net, rank, ep_net_ht_signal_of(kind, a.rank), tag - before);
+}
+
+__device__ inline uint64_t step_of(uint64_t tag, uint32_t step) { return tag << kStepShift | step; }
+
+/* PUT.  One thread at a time for a rank. */
+__device__ inline void tell_step(const ep_ht_args &a, uint32_t rank, uint64_t tag, uint32_t step)
+{
+    struct ep_device_net *net = net_of(a);
+    const uint64_t before = load_u64(&net->ht_told[EP_NET_HT_PUT][rank]), value = step_of(tag, step);
+
+    if (before == value)
+        return;
+    store_u64(&net->ht_told[EP_NET_HT_PUT][rank], value);
+    gin_raise(net, rank, ep_net_ht_signal_of(EP_NET_HT_PUT, a.rank), value - before);
+}
+/* The last op of which it takes nothing any more, as this rank knows it. */
+__device__ inline uint64_t far_closed(const ep_ht_args &a, uint32_t rank)
+{
+    return max(told_by(a, EP_NET_HT_CLOSED, rank), told_by(a, EP_NET_HT_ACK, rank));
+}
+
+/* What the rank puts up to that step is there, or does not come: it may be that its signal is late when it has closed
+ * the op.  Whoever asks looks at the tag that what has come bears. */
+__device__ inline bool has_come(const ep_ht_args &a, uint32_t rank, uint64_t tag, uint32_t step)
+{
+    return (int64_t)(told_by(a, EP_NET_HT_PUT, rank) - step_of(tag, step)) >= 0 || far_closed(a, rank) >= tag;
+}
+
+__device__ inline bool may_put(const ep_ht_args &a, uint32_t rank)
+{
+    return told_by(a, EP_NET_HT_ACK, rank) >= load_u64(&net_of(a)->ht_last[rank]);
+}
+
+/* All that the rank has put for ops up to `tag` has landed and is not read any more: it is told so if it is over. */
+__device__ inline void acknowledge(const ep_ht_args &a, uint32_t rank, uint64_t tag)
+{
+    const uint64_t put = told_by(a, EP_NET_HT_PUT, rank);
+    const uint64_t back = (step_of(tag, kOver) - put) >> kStepShift; /* ops, as tags count them */
+
+    if (put && put % (1u << kStepShift) == kOver && (int64_t)(step_of(tag, kOver) - put) >= 0)
+        tell_tag(a, EP_NET_HT_ACK, rank, tag - back);
+}
+
+/* Warp 0 of block 0, lane r of rank r, when all else of the op is done. */
+__device__ inline void close_far(const ep_ht_args &a, uint64_t tag)
+{
+    const uint32_t r = threadIdx.x;
+    struct ep_device_net *net = net_of(a);
+
+    if (r < a.ranks && far_of(a) >> r & 1) {
+        if (load_u64(&net->ht_last[r]) == tag)
+            tell_step(a, r, tag, kOver);
+        if (load_u64(&a.state->from[r]) != EP_DEVICE_NEVER) {
+            acknowledge(a, r, tag);
+            if (load_u64(&net->ht_told[EP_NET_HT_ACK][r]) < tag)
+                tell_tag(a, EP_NET_HT_CLOSED, r, tag);
+        }
+    }
+    __syncwarp();
+}
+
+/* Whoever waits for the rank: what was not over when an earlier op ended may be so by now. */
+__device__ inline void catch_up(const ep_ht_args &a, uint32_t rank, uint64_t tag)
+{
+    acknowledge(a, rank, tag - 1);
+}
+
+/* ---- beginning -------------------------------------------------------------------------- */
+
+/* One thread: the dispatch is begun; nobody is about to join it. */
+__device__ inline void await_hold(const ep_ht_args &a)
+{
+    const uint64_t until = now_ns() + kMostHeld;
+
+    while (load_u64(&a.state->held) && now_ns() < until)
+        ;
+    fence_sys(); /* acquire: ht_from as it was when the hold ended */
+}
+
+/* Warp 0 of block 0, lane r of rank r, of a dispatch: who acts as a gate. */
+__device__ inline void choose_gates(const ep_ht_args &a, uint32_t members)
+{
+    struct ep_device_net *net = net_of(a);
+    const uint32_t r = threadIdx.x;
+
+    if (r < a.ranks && far_of(a) >> r & 1) {
+        const uint32_t next = net->next[r];
+
+        store_u32(&net->acts[r], members >> r & 1 ? r : members >> next & 1 ? next : EP_NET_NOBODY);
+        store_u32(&net->via[r], net->gate_here[r]); /* till it has said */
+    }
+    __syncwarp();
+}
+
+/* ---- puts ------------------------------------------------------------------------------------ */
+
+__device__ inline void put_beside(const ep_ht_args &a, uint32_t rank, uint64_t to, uint64_t from, uint64_t bytes)
+{
+    gin_put(net_of(a), rank, net_of(a)->beside, to, from, bytes);
+}
+
+/* Where the note for a rank on another node is written, and from there to it. */
+__device__ inline uint8_t *far_ask_at(const ep_ht_args &a, uint32_t to)
+{
+    const struct ep_device_net *net = net_of(a);
+
+    return (uint8_t *)net->at[a.rank] + net->map.asks_out + (uint64_t)to * net->map.ask_bytes;
+}
+__device__ inline void put_ask(const ep_ht_args &a, uint32_t rank, uint32_t bytes)
+{
+    const struct ep_net_map &m = net_of(a)->map;
+
+    put_beside(a, rank, m.asks + (uint64_t)a.rank * m.ask_bytes, m.asks_out + (uint64_t)rank * m.ask_bytes, bytes);
+}
+
+/* Where the note of a rank on another node comes to. */
+__device__ inline uint8_t *far_note_at(const ep_ht_args &a, uint32_t from)
+{
+    const struct ep_device_net *net = net_of(a);
+
+    return (uint8_t *)net->at[a.rank] + net->map.asks + (uint64_t)from * net->map.ask_bytes;
+}
+
+/* ---- boxes -------------------------------------------------------------------------------------- */
+
+/* Records, or sums, of the running op. */
+struct Box {
+    uint64_t out, in;  /* where the first of all is, beside a window */
+    uint64_t box_bytes, item_bytes;
+    uint32_t piece;    /* items of it */
+};
+
+__device__ inline Box records_of(const ep_ht_args &a)
+{
+    const struct ep_net_map &m = net_of(a)->map;
+    const uint64_t bytes = ep_net_record_bytes(a.max_top_k, a.row_bytes, a.row_scales * a.scale_bytes);
+
+    return { m.rows_out, m.rows_in, m.rows_bytes, bytes, ep_net_piece(a.max_tokens, bytes) };
+}
+__device__ inline Box sums_of(const ep_ht_args &a)
+{
+    const struct ep_net_map &m = net_of(a)->map;
+    const uint64_t bytes = ep_net_sum_head(a.max_top_k) + a.row_bytes;
+
+    return { m.sums_out, m.sums_in, m.sums_bytes, bytes, ep_net_piece(a.max_tokens, bytes) };
+}
+
+__device__ inline uint8_t *item_out(const ep_ht_args &a, const Box &box, uint32_t which, uint32_t i)
+{
+    return (uint8_t *)net_of(a)->at[a.rank] + box.out + which * box.box_bytes + i * box.item_bytes;
+}
+__device__ inline uint8_t *item_in(const ep_ht_args &a, const Box &box, uint32_t which, uint32_t i)
+{
+    return (uint8_t *)net_of(a)->at[a.rank] + box.in + which * box.box_bytes + i * box.item_bytes;
+}
+
+/* Item i is in its box: one thread, behind a fence. */
+__device__ inline void count_item(const ep_ht_args &a, const Box &box, uint32_t rank, uint32_t i)
+{
+    count_release(&net_of(a)->filled[rank][i / box.piece]);
+}
+
+/* The step that brings item i; the last one is kOver. */
+__device__ inline uint32_t step_of_item(const Box &box, uint32_t i) { return kFirstPiece + i / box.piece; }
+
+/* A warp, lane r what goes to rank r or to whoever acts as it, `peer`, which takes it: n items, which others fill in;
+ * which: our box, at: there.  Until all is put, or it is known that the rank does not ask for it. */
+__device__ inline void put_boxes(const ep_ht_args &a, uint64_t tag, const Box &box, uint32_t peer, uint32_t n,
+                                 uint32_t which, uint32_t at)
+{
+    const uint32_t r = threadIdx.x % 32, pieces = (n + box.piece - 1) / box.piece;
+    uint32_t next = 0;
+
+#pragma unroll 1
+    while (__ballot_sync(kAll, next < pieces)) {
+        if (next >= pieces)
+            continue;
+        const uint32_t first = next * box.piece, items = min(n - first, box.piece);
+
+        if (load_u32(&net_of(a)->silent) >> r & 1) {
+            next = pieces;
+        } else if (acquire_count(&net_of(a)->filled[r][next]) == items) {
+            fence_sys(); /* of all that those have written that were counted; partner: whoever reads what is put */
+            store_u64(&net_of(a)->ht_last[peer], tag);
+            put_beside(a, peer, box.in + at * box.box_bytes + first * box.item_bytes,
+                       box.out + which * box.box_bytes + first * box.item_bytes, items * box.item_bytes);
+            next++;
+            tell_step(a, peer, tag, next == pieces ? (uint32_t)kOver : step_of_item(box, first));
+        }
+    }
+}
+
+/* One block, when the op is over. */
+__device__ inline void clear_net(const ep_ht_args &a)
+{
+    struct ep_device_net *net = net_of(a);
+
+    for (uint32_t i = threadIdx.x; i < EP_DEVICE_MAX_RANKS * EP_NET_PIECES; i += kThreads)
+        (&net->filled[0][0])[i] = 0;
+    if (threadIdx.x < EP_DEVICE_MAX_RANKS)
+        net->records[threadIdx.x] = net->unsent[threadIdx.x] = 0;
+    if (threadIdx.x == 0)
+        net->open = net->relays = net->lost = net->silent = net->next_record = net->relayed_by = 0;
+}
+
+} // namespace ht
+} // namespace ep
+
+#else
+
+namespace ep {
+namespace ht {
+
+__device__ inline constexpr uint32_t far_of(const ep_ht_args &) { return 0; }
+__device__ inline uint32_t via(const ep_ht_args &, uint32_t r) { return r; }
+__device__ inline uint32_t gate_of(const ep_ht_args &, uint32_t r) { return r; }
+__device__ inline uint32_t gates_of(const ep_ht_args &, uint32_t) { return 0; }
+__device__ inline uint64_t far_closed(const ep_ht_args &, uint32_t) { return 0; }
+__device__ inline bool has_come(const ep_ht_args &, uint32_t, uint64_t, uint32_t) { return false; }
+__device__ inline void close_far(const ep_ht_args &, uint64_t) {}
+__device__ inline void catch_up(const ep_ht_args &, uint32_t, uint64_t) {}
+__device__ inline void await_hold(const ep_ht_args &) {}
+__device__ inline void choose_gates(const ep_ht_args &, uint32_t) {}
+__device__ inline uint8_t *far_note_at(const ep_ht_args &, uint32_t) { return nullptr; }
+__device__ inline uint8_t *far_ask_at(const ep_ht_args &, uint32_t) { return nullptr; }
+__device__ inline void clear_net(const ep_ht_args &) {}
+
+} // namespace ht
+} // namespace ep
+
+#endif
+
+#endif
