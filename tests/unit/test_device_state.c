@@ -1,4 +1,4 @@
-/* ep_device_check: what groups the kernels can do, to the last token and expert. */
+/* What groups the kernels can do, to the last token and expert; and how ranks of several nodes reach each other. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -8,7 +8,7 @@
 
 #include <cmocka.h>
 
-#include "device_state.h"
+#include "device_net.h"
 #include "ep_kernels.h"
 
 static struct ep_limits good(void)
@@ -148,6 +148,81 @@ static void experts_are_bounded_too(void **state)
     refused(&l, "experts is 65536");
 }
 
+/* ---- several nodes ------------------------------------------------------------------- */
+
+enum { RANKS = 7 };
+static const uint32_t on[RANKS] = { 0, 2, 0, 1, 0, 1, 0 }; /* 4, 2 and 1 of a node */
+
+static struct ep_layout_map map_over_nodes(void)
+{
+    struct ep_limits l = good();
+    struct ep_layout_map map;
+
+    l.ranks = RANKS;
+    l.experts = l.local_experts * RANKS;
+    l.modes |= 1u << EP_MODE_HT;
+    l.ht_max_tokens = 1000;
+    assert_int_equal(ep_layout_compute(&l, &map, NULL), EP_OK);
+    return map;
+}
+
+static void ranks_agree_on_gates_and_boxes(void **state)
+{
+    const struct ep_layout_map map = map_over_nodes();
+    static struct ep_device_net net[RANKS];
+    uint32_t users[RANKS][16] = { 0 };
+
+    (void)state;
+    for (uint32_t r = 0; r < RANKS; r++)
+        ep_net_describe(&map, on, r, &net[r]);
+    for (uint32_t r = 0; r < RANKS; r++) {
+        assert_int_equal(on[net[0].next[r]], on[r]);
+        for (uint32_t far = 0; far < RANKS; far++) {
+            const uint32_t gate = net[r].gate[far];
+
+            assert_int_equal(net[r].far >> far & 1, on[far] != on[r]);
+            if (on[far] == on[r])
+                continue;
+            assert_int_equal(on[gate], on[far]);
+            assert_int_equal(net[far].gate_here[r], gate); /* whoever is asked there says the same */
+            assert_int_equal(net[far].in[r], net[r].there[gate]);
+            assert_true(net[far].in[r] < net[far].map.gated);
+            assert_true(net[r].out[far] < net[r].map.outs);
+            assert_int_equal(net[r].out[far], net[far].back[r]); /* its node's box here */
+            if (far == gate)
+                assert_int_equal(users[gate][net[r].there[gate]]++, 0); /* nobody else's */
+        }
+    }
+}
+
+static void boxes_lie_one_behind_the_other(void **state)
+{
+    const struct ep_layout_map map = map_over_nodes();
+    const struct ep_net_shape shape = ep_net_shape_of(on, RANKS);
+    struct ep_net_map m;
+
+    (void)state;
+    assert_int_equal(shape.nodes, 3);
+    assert_int_equal(shape.most, 4);
+    assert_int_equal(shape.least, 1);
+    ep_net_lay_out(&map, &shape, &m);
+    assert_int_equal(m.outs, 2);
+    assert_int_equal(m.gated, 8); /* of four ranks on each of two other nodes, at most */
+    assert_int_equal(m.ins, 16);  /* and of those for whose gate it stands in */
+    assert_true(m.asks >= map.limits.ll_banks * map.bank_bytes);
+    assert_true(m.rows_out >= m.asks_out + RANKS * map.ht_note_stride);
+    assert_int_equal(m.sums_in, m.rows_out + m.outs * m.rows_bytes);
+    assert_int_equal(m.rows_in, m.sums_in + m.outs * m.sums_bytes);
+    assert_int_equal(m.sums_out, m.rows_in + m.ins * m.rows_bytes);
+    assert_int_equal(m.partials, m.sums_out + m.ins * m.sums_bytes);
+    assert_true(m.tags >= m.partials + (uint64_t)m.gated * m.places * 1000 * map.combine_row_bytes);
+    assert_true(m.bytes >= m.grads + (uint64_t)m.gated * m.places * 1000 * 8 * sizeof(float));
+    assert_int_equal(ep_net_beside_bytes(&map, &shape), m.bytes);
+    /* a box is put in pieces that steps can count */
+    assert_true((1000 + ep_net_piece(1000, 16) - 1) / ep_net_piece(1000, 16) <= EP_NET_PIECES);
+    assert_true(((1u << 20) + ep_net_piece(1u << 20, 1u << 16) - 1) / ep_net_piece(1u << 20, 1u << 16) <= EP_NET_PIECES);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -158,6 +233,8 @@ int main(void)
         cmocka_unit_test(without_ht_its_tables_take_nothing),
         cmocka_unit_test(tokens_are_bounded_by_shared_memory),
         cmocka_unit_test(experts_are_bounded_too),
+        cmocka_unit_test(ranks_agree_on_gates_and_boxes),
+        cmocka_unit_test(boxes_lie_one_behind_the_other),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
