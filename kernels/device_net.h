@@ -33,7 +33,7 @@ enum ep_net_signal {
 };
 /* HT: told by one rank. */
 enum ep_net_ht_signal {
-    EP_NET_HT_PUT,    /* which step of which op has come, ep_net_step() */
+    EP_NET_HT_PUT,    /* which step of which op has come: kernels/cuda/ht_net.cuh */
     EP_NET_HT_CLOSED, /* tag: it takes nothing for this op any more */
     EP_NET_HT_ACK,    /* the same, and all that was put to it up to this op has come */
     EP_NET_HT_SIGNALS
@@ -176,9 +176,10 @@ struct ep_device_net {
     uint64_t ht_told[EP_NET_HT_SIGNALS][EP_DEVICE_MAX_RANKS];
     uint64_t ht_last[EP_DEVICE_MAX_RANKS];   /* tag of the last op in which this rank put anything to it */
     struct ep_net_handle handles[EP_MAX_HANDLES];
-    /* the running op's, and all 0 between ops */
+    /* the running op's */
     uint32_t acts[EP_DEVICE_MAX_RANKS];      /* a gate: who takes what goes there; EP_NET_NOBODY */
     uint32_t via[EP_DEVICE_MAX_RANKS];       /* of any rank: who of this node takes what it sends here; here: itself */
+    /* and all 0 between ops */
     uint32_t records[EP_DEVICE_MAX_RANKS];   /* that a rank on another node sends here */
     uint32_t open;     /* mask: ranks on other nodes that this op may put to */
     uint32_t relays;   /* mask: ranks whose records go through here */
