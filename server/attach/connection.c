@@ -470,10 +470,14 @@ static void on_ready(uv_poll_t *poll, int status, int events)
         on_readable(connection);
 }
 
+/* Timers go before sockets: after a standstill of this process the HELLO may be there, unread. */
 static void on_deadline(uv_timer_t *timer)
 {
     struct connection *connection = timer->data;
 
+    on_readable(connection);
+    if (connection->state != CONNECTION_SILENT)
+        return;
     connection->attach->counters.silent++;
     connection_close(connection);
 }

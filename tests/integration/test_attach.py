@@ -429,6 +429,21 @@ class AttachTest(harness.TestCase):
         late.leave()
         self.check_steps(*workers)
 
+    def test_a_server_that_stood_still_reads_before_it_drops(self):
+        self.serve()
+        fds = "/proc/%d/fd" % self.server.pid
+        before = len(os.listdir(fds))
+        connection = self.side()
+        harness.wait_until(lambda: len(os.listdir(fds)) > before, "the connection accepted", interval=0.001)
+        ticket = self.claim(0)[0]
+        os.kill(self.server.pid, signal.SIGSTOP)
+        try:
+            connection.send(worker.pack(worker.HELLO, ticket))
+            time.sleep(2.5)  # more than a connection may be silent, less than a ticket is good for
+        finally:
+            os.kill(self.server.pid, signal.SIGCONT)
+        self.assertEqual(worker.Frame(connection.recv(4096)).type, worker.WELCOME)
+
     def test_a_second_hello_ends_the_attachment(self):
         workers = self.hostile()
         twice = Worker(self.server.socket, "other", 0)
