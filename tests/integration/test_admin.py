@@ -522,12 +522,15 @@ class StatsTest(AdminTest):
 
     def on_terminal(self, server, keys, rows=24, columns=100):
         """Runs top on a terminal of its own; (exit code, everything it wrote, the terminal's modes before, after)."""
+        go, let_go = os.pipe()
         pid, fd = pty.fork()
         if pid == 0:
+            os.read(go, 1)
             os.execve(harness.binary("ep-admin"), ["ep-admin", "top", "-i", "100ms"],
                       dict(harness.environment({"EP_SERVER": server.address}), TERM="xterm"))
         fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         before, seen = termios.tcgetattr(fd), b""
+        os.write(let_go, b".")
         end = time.monotonic() + harness.PATIENCE_S * harness.SCALE
         while time.monotonic() < end:
             if not select.select([fd], [], [], 0.2)[0]:
@@ -547,7 +550,8 @@ class StatsTest(AdminTest):
         else:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-        os.close(fd)
+        for each in (fd, go, let_go):
+            os.close(each)
         return os.waitstatus_to_exitcode(status), seen, before, after
 
     def test_top_on_a_terminal(self):
