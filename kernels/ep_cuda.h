@@ -21,7 +21,7 @@
 #include "device_state.h"
 #include "ep_kernels.h"
 
-#define EP_CUDA_API_VERSION 7u
+#define EP_CUDA_API_VERSION 8u
 #define EP_CUDA_UUID_BYTES 16u
 #define EP_CUDA_SERVE_OPS 128u /* entries that are posted and not over, at most: a stream holds no end of work */
 
@@ -207,6 +207,10 @@ struct ep_cuda_api {
     /* EP_UNAVAILABLE while work is under way. */
     ep_status (*stream_query)(uint32_t device, void *stream, struct ep_error *error);
     ep_status (*stream_sync)(uint32_t device, void *stream, struct ep_error *error);
+    /* What is put on it now runs when a graph is launched, and as often. */
+    ep_status (*stream_captured)(uint32_t device, void *stream, bool *captured, struct ep_error *error);
+    /* From here on, what the calling thread asks of the driver spoils no capture of another thread, whatever mode that has. */
+    void (*thread_relax)(void);
     ep_status (*graph_begin)(uint32_t device, void *stream, struct ep_error *error);
     ep_status (*graph_end)(uint32_t device, void *stream, struct ep_cuda_graph **out, struct ep_error *error);
     ep_status (*graph_launch)(struct ep_cuda_graph *graph, void *stream, struct ep_error *error);

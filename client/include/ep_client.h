@@ -89,6 +89,11 @@
  *         ... dispatch, experts, combine ...
  *     }
  *
+ * On cuda this is about what the program has put on streams, whether the GPU has come to it or not.  Ops of the rank and
+ * of its successor must be in order among each other as those of one rank must: on the same stream they are.  ep_leave()
+ * waits for the rank's ops; a program that does not want to wait calls it a few steps later.  A graph holds the memory of the rank that it was captured with: capture anew on the successor, and see
+ * ep_graph_begins().
+ *
  * Versioned structs start with their size, as ep_join_options above: set it to sizeof.  A library that
  * is older than the program takes them as long as what it does not know is 0.
  */
@@ -180,7 +185,7 @@ typedef struct ep_join_options {
     ep_executor executor;
     uint32_t ht_sms;        /* multiprocessors that HT ops fill, where this process runs them (cuda, executor direct);
                                0: all.  The others are free for what it computes meanwhile */
-    bool follow;            /* the program calls ep_advance() between its steps, see there; host backend */
+    bool follow;            /* the program calls ep_advance() between its steps, see there */
     const char *token;      /* when the group wants one (ep-admin group create --attach-token-file), 1 to 256 bytes; NULL:
                                the first line of the file that EP_ATTACH_TOKEN_FILE in the environment names, if that is
                                set; "": none.  A group that wants none takes any.  Only read during the call: who
@@ -195,8 +200,7 @@ typedef struct ep_join_options {
  * waited for.  EP_FAILED_PRECONDITION or EP_PERMISSION_DENIED: executor direct was asked for and the backend
  * has it not, or the group does not allow it.  EP_PERMISSION_DENIED: the group wants a token, and it was not given or is
  * another one.  EP_RESOURCE_EXHAUSTED: executor server, and the ops of other
- * ranks fill the GPU; the message says whose.  EP_UNIMPLEMENTED: this process cannot use GPUs, or `follow` was asked for
- * on one.
+ * ranks fill the GPU; the message says whose.  EP_UNIMPLEMENTED: this process cannot use GPUs.
  *
  * On cuda, the first join of a process starts the CUDA driver if nothing else has, and makes the GPU's
  * context: most of a second, against milliseconds of a process that has one.  A program that holds several
@@ -206,7 +210,8 @@ typedef struct ep_join_options {
 EP_API ep_status ep_join(ep_client *client, const ep_join_options *options, ep_rank **rank);
 
 /*
- * Gives the rank back: waits for running ops (bounded by the group's timeout), unmaps the window.
+ * Gives the rank back: waits for running ops (bounded by the group's timeout), unmaps the window; that of a rank that has
+ * gone over (ep_advance) is unmapped a moment later, or by ep_client_close().
  * All pointers into it and all handles die; on cuda, no kernel or graph of the caller may use them any
  * more.  NULL is allowed.
  */
@@ -234,6 +239,17 @@ EP_API void ep_leave(ep_rank *rank);
  * EP_FAILED_PRECONDITION: the rank does not follow, or has gone over before.
  */
 EP_API ep_status ep_advance(ep_rank *rank, ep_rank **next);
+
+/*
+ * A graph that holds so many dispatches of the rank is about to be launched.  Where a rank follows its group, how far all
+ * have come is told by the dispatches that have begun, and of those in graphs only the program knows when and how often
+ * that is.  Cached ones and those that send only count too, combines and completes do not.  Needed of ranks that follow;
+ * of others it does nothing.
+ *
+ * EP_FAILED_PRECONDITION: no dispatch may begin, as the rank has gone over or the last ep_advance() has not passed its
+ * boundary; do not launch it.
+ */
+EP_API ep_status ep_graph_begins(ep_rank *rank, uint32_t dispatches);
 
 /* Where an expert is: as local expert `local` of `rank`. */
 typedef struct ep_home {

@@ -1,7 +1,8 @@
 /*
  * A rank that follows its group over to the next epoch.
  *
- * Attaching there is the work of a thread: claims and greetings block.  Each rank that follows has a *successor*, which
+ * Attaching there is the work of a thread: claims and greetings block.  So is giving back the memory of a rank that has
+ * gone over and left, as its program goes on.  Each rank that follows has a *successor*, which
  * says how far that is.  The successor outlives its rank while the thread is at work for it, and goes then.
  *
  * When to go over is agreed on by the rank's thread (ep_advance) and the monitor (ASK, TURN) under turn.lock: the rank
@@ -62,6 +63,15 @@ static struct successor *find_work(const struct following *f, uint64_t *when_ns)
         *when_ns = earliest(*when_ns, s->again_ns);
     }
     return NULL;
+}
+
+static struct ep_rank *take_left(struct following *f)
+{
+    struct ep_rank *rank = f->left;
+
+    if (rank)
+        f->left = rank->next;
+    return rank;
 }
 
 static void unlink_successor(struct following *f, struct successor *s)
@@ -130,6 +140,27 @@ static void wait_for_work(struct following *f, uint64_t when_ns)
         pthread_cond_timedwait(&f->work, &f->lock, &when);
 }
 
+/* Under the lock, which it gives up meanwhile. */
+static void attach_successor(struct ep_client *client, struct successor *s)
+{
+    struct following *f = &client->following;
+
+    work_on(client, s);
+    if (!s->left)
+        return;
+    unlink_successor(f, s);
+    pthread_mutex_unlock(&f->lock);
+    free_successor(s);
+    pthread_mutex_lock(&f->lock);
+}
+
+static void finish_rank(struct following *f, struct ep_rank *rank)
+{
+    pthread_mutex_unlock(&f->lock);
+    rank_finish(rank);
+    pthread_mutex_lock(&f->lock);
+}
+
 static void *run(void *arg)
 {
     struct ep_client *client = arg;
@@ -140,18 +171,14 @@ static void *run(void *arg)
     while (!f->stop) {
         uint64_t when_ns;
         struct successor *s = find_work(f, &when_ns);
+        struct ep_rank *left = s ? NULL : take_left(f);
 
-        if (!s) {
+        if (s)
+            attach_successor(client, s);
+        else if (left)
+            finish_rank(f, left);
+        else
             wait_for_work(f, when_ns);
-            continue;
-        }
-        work_on(client, s);
-        if (!s->left)
-            continue;
-        unlink_successor(f, s);
-        pthread_mutex_unlock(&f->lock);
-        free_successor(s);
-        pthread_mutex_lock(&f->lock);
     }
     pthread_mutex_unlock(&f->lock);
     return NULL;
@@ -199,6 +226,8 @@ void following_stop(struct ep_client *client)
     pthread_mutex_unlock(&f->lock);
     if (started)
         pthread_join(f->thread, NULL);
+    for (struct ep_rank *rank; (rank = take_left(f));)
+        rank_finish(rank);
 }
 
 void following_fini(struct ep_client *client)
@@ -253,6 +282,24 @@ void follow_end(struct ep_rank *rank)
     pthread_mutex_unlock(&f->lock);
     if (ours)
         free_successor(s);
+}
+
+bool follow_finishes(struct ep_rank *rank)
+{
+    struct following *f = &rank->client->following;
+    bool taken;
+
+    if (!rank->turn.over)
+        return false;
+    pthread_mutex_lock(&f->lock);
+    taken = f->started && !f->stop;
+    if (taken) {
+        rank->next = f->left;
+        f->left = rank;
+        pthread_cond_signal(&f->work);
+    }
+    pthread_mutex_unlock(&f->lock);
+    return taken;
 }
 
 /* ---- what the server says: the monitor's thread ---------------------------------------- */
@@ -363,10 +410,37 @@ void turn_begin(struct ep_rank *rank, uint64_t position)
     t->passed = position + 1;
 }
 
-void turn_count(struct ep_rank *rank)
+ep_status turn_check(const struct ep_rank *rank, struct ep_error *error)
+{
+    const struct turn *turn = &rank->turn;
+
+    if (turn->stands)
+        return ep_error_set(error, EP_FAILED_PRECONDITION,
+                            "the last ep_advance() of this rank has not passed its boundary: call it again, others may go "
+                            "over to another epoch there");
+    if (turn->over)
+        return ep_error_set(error, EP_FAILED_PRECONDITION,
+                            "this rank has gone over to epoch %llu: dispatch on the one that ep_advance() gave; here only what "
+                            "began before is finished", (unsigned long long)turn->epoch);
+    return EP_OK;
+}
+
+void turn_count(struct ep_rank *rank, uint32_t dispatches)
 {
     /* One writer; the monitor may be a moment behind. */
-    __atomic_store_n(&rank->turn.position, rank->turn.position + 1, __ATOMIC_RELAXED);
+    __atomic_store_n(&rank->turn.position, rank->turn.position + dispatches, __ATOMIC_RELAXED);
+}
+
+ep_status ep_graph_begins(ep_rank *rank, uint32_t dispatches)
+{
+    struct ep_error *error = last_error();
+
+    if (!rank)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "rank is NULL");
+    if (turn_check(rank, error) != EP_OK)
+        return error->status;
+    turn_count(rank, dispatches);
+    return EP_OK;
 }
 
 enum boundary { BOUNDARY_PASSED, BOUNDARY_PROMISED, BOUNDARY_TURN };

@@ -107,6 +107,7 @@ struct following {
     bool started, stop;           /* under lock, as all below */
     pthread_t thread;
     struct successor *successors; /* one for each rank that follows */
+    struct ep_rank *left;         /* ranks that have gone over and left, and are to be finished */
 };
 
 /* What the rank's thread and the monitor agree on: see attach_frame.h. */
@@ -175,6 +176,8 @@ struct executor {
     /* May wait for room.  Of `pending` the start is filled in. */
     ep_status (*submit)(struct ep_rank *rank, const struct ep_op *op, const struct pending *pending,
                         ep_stream stream, struct ep_error *error);
+    /* Is what is put on the stream kept, to run when a graph is launched?  NULL: it never is. */
+    ep_status (*captured)(struct ep_rank *rank, ep_stream stream, bool *captured, struct ep_error *error);
     /* Until the handle's ops, or with NULL all of the rank's, are over and handle_result() has what became
      * of them. */
     ep_status (*wait)(struct ep_rank *rank, ep_handle *handle, uint64_t deadline_ns, bool interruptible,
@@ -194,7 +197,7 @@ struct executor {
 
 struct ep_rank {
     struct ep_client *client;
-    struct ep_rank *next; /* under the client's lock */
+    struct ep_rank *next; /* under the client's lock; of one that has left, under following.lock */
     uint64_t id;
     int socket;
     uint32_t rank;
@@ -293,6 +296,8 @@ void events_push(struct ep_rank *rank, const ep_event *event);
 struct ep_rank *rank_new(struct ep_client *client);
 /* Frees what is there; works on a half-made rank too. */
 void rank_free(struct ep_rank *rank);
+/* The end of one that has left: nothing of it runs, and its program has forgotten it.  Tells the server. */
+void rank_finish(struct ep_rank *rank);
 
 /* ---- advance.c ------------------------------------------------------------------ */
 
@@ -308,10 +313,15 @@ ep_status follow_begin(struct ep_rank *rank, const struct joining *how, struct e
 /* Drops the successor, if there is one that was not handed over.  Also of ranks that do not follow. */
 void follow_end(struct ep_rank *rank);
 
+/* True: the rank, which has gone over and is at rest, is finished by the thread. */
+bool follow_finishes(struct ep_rank *rank);
+
 /* The position at which the rank begins; nobody shares it yet. */
 void turn_begin(struct ep_rank *rank, uint64_t position);
-/* A dispatch has begun. */
-void turn_count(struct ep_rank *rank);
+/* EP_OK: a dispatch may begin. */
+ep_status turn_check(const struct ep_rank *rank, struct ep_error *error);
+/* So many have begun. */
+void turn_count(struct ep_rank *rank, uint32_t dispatches);
 /* The monitor's thread has heard EPOCH, ASK, TURN. */
 void follow_epoch(struct ep_rank *rank, uint64_t epoch);
 void turn_asked(struct ep_rank *rank, const struct ep_attach_frame *ask);
@@ -404,6 +414,7 @@ ep_status device_check_window(struct ep_rank *rank, uint32_t whose, struct ep_er
 ep_status device_read(struct device *d, void *to, const void *from, uint64_t bytes, struct ep_error *error);
 
 /* Of struct executor. */
+ep_status device_captured(struct ep_rank *rank, ep_stream stream, bool *captured, struct ep_error *error);
 ep_status device_submit(struct ep_rank *rank, const struct ep_op *op, const struct pending *pending,
                         ep_stream given, struct ep_error *error);
 ep_status device_wait(struct ep_rank *rank, ep_handle *handle, uint64_t deadline_ns, bool interruptible,

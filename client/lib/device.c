@@ -187,6 +187,13 @@ static ep_status note_stream(struct device *d, ep_stream stream, struct ep_error
     return EP_OK;
 }
 
+ep_status device_captured(struct ep_rank *rank, ep_stream stream, bool *captured, struct ep_error *error)
+{
+    const struct device *d = rank->device;
+
+    return d->api->stream_captured(d->ordinal, stream ? stream : d->own, captured, error);
+}
+
 /* Never waits for ops; may be captured. */
 ep_status device_submit(struct ep_rank *rank, const struct ep_op *op, const struct pending *pending,
                         ep_stream given, struct ep_error *error)

@@ -168,6 +168,7 @@ const struct executor direct_executor = {
     .kind = EP_EXECUTOR_DIRECT,
     .streams = true,
     .submit = device_submit,
+    .captured = device_captured,
     .wait = device_wait,
     .write = device_copy_in,
     .read = device_copy_out,

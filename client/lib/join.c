@@ -114,10 +114,6 @@ static ep_status check_reply(const Ep__V1__ClaimReply *reply, const ep_join_opti
         return ep_error_set(error, EP_UNIMPLEMENTED,
                             "ep_join_options.executor is %d: the group's backend has executor %d only",
                             (int)options->executor, (int)(*executor)->kind);
-    if (options->follow && (*executor)->streams)
-        return ep_error_set(error, EP_UNIMPLEMENTED,
-                            "ep_join_options.follow: how many ops have begun is known to the GPU alone, so ranks of backend "
-                            "cuda cannot go over by themselves; join without it, and leave and join again at EP_EVENT_EPOCH");
     return EP_OK;
 }
 
@@ -305,6 +301,8 @@ static ep_status attach_device(struct ep_rank *rank, const Ep__V1__ClaimReply *r
         error->status = EP_UNIMPLEMENTED;
         return ep_error_prefix(error, "the group's backend is cuda");
     }
+    if (rank->ahead) /* the program may be capturing */
+        api->thread_relax();
     return executor == &direct_executor ? direct_attach(rank, api, reply, welcome, fd, error)
                                         : mailbox_attach(rank, api, reply, welcome, fd, error);
 }

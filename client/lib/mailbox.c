@@ -126,6 +126,7 @@ const struct executor mailbox_executor = {
     .add_region = add_region,
     .drop_region = drop_region,
     .submit = device_submit,
+    .captured = device_captured,
     .wait = device_wait,
     .write = device_copy_in,
     .read = device_copy_out,

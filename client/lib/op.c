@@ -199,17 +199,7 @@ static ep_status check_dtypes(const struct call *c)
 /* What began before the turn may go on: cached passes too. */
 static ep_status check_turn(const struct call *c)
 {
-    const struct turn *turn = &c->rank->turn;
-
-    if (!(turn->over || turn->stands) || c->op->flags & EP_OP_CACHED)
-        return EP_OK;
-    if (turn->stands)
-        return ep_error_set(c->error, EP_FAILED_PRECONDITION,
-                            "the last ep_advance() of this rank has not passed its boundary: call it again, others may go "
-                            "over to another epoch there");
-    return ep_error_set(c->error, EP_FAILED_PRECONDITION,
-                        "this rank has gone over to epoch %llu: dispatch on the one that ep_advance() gave; here only what "
-                        "began before is finished", (unsigned long long)turn->epoch);
+    return c->op->flags & EP_OP_CACHED ? EP_OK : turn_check(c->rank, c->error);
 }
 
 /* A cached dispatch has the routing, and with it the shape, of the handle's last one. */
@@ -357,15 +347,30 @@ static ep_status fill_dispatch(const struct call *c, const struct ep_handle *han
     return dispatch_routing(c, args, rows);
 }
 
+/* What is captured begins with each launch of its graph: the program says when (ep_graph_begins). */
+static ep_status count_begun(struct ep_rank *rank, const struct ep_op *op, ep_stream stream, uint32_t *begun,
+                             struct ep_error *error)
+{
+    bool captured = false;
+
+    if (op->kind == EP_OP_DISPATCH && rank->successor && rank->executor->captured
+        && rank->executor->captured(rank, stream, &captured, error) != EP_OK)
+        return error->status;
+    *begun = op->kind == EP_OP_DISPATCH && !captured;
+    return EP_OK;
+}
+
 static ep_status submit(struct ep_handle *handle, const struct ep_op *op, enum op_part part, bool half,
                         ep_stream stream, struct ep_error *error)
 {
     struct pending pending = { .handle = handle, .part = part, .half = half };
+    struct ep_rank *rank = handle->rank;
+    uint32_t begun = 0;
 
-    if (handle->rank->executor->submit(handle->rank, op, &pending, stream, error) != EP_OK)
+    if (count_begun(rank, op, stream, &begun, error) != EP_OK
+        || rank->executor->submit(rank, op, &pending, stream, error) != EP_OK)
         return error->status;
-    if (op->kind == EP_OP_DISPATCH)
-        turn_count(handle->rank);
+    turn_count(rank, begun);
     return EP_OK;
 }
 

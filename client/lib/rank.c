@@ -64,17 +64,25 @@ static bool come_to_rest(struct ep_rank *rank)
     return rank->executor->drain(rank, ep_clock_ns() + LEAVE_SLACK_MS * EP_NS_PER_MS);
 }
 
+void rank_finish(struct ep_rank *rank)
+{
+    rank->executor->detach(rank);
+    say_bye(rank);
+    handles_free(rank);
+    rank_free(rank);
+}
+
 void ep_leave(ep_rank *rank)
 {
     if (!rank)
         return;
     follow_end(rank);
     if (come_to_rest(rank)) {
-        rank->executor->detach(rank);
-        say_bye(rank);
-    } else {
-        rank->executor = NULL; /* what still runs keeps its memory until the process ends */
+        if (!follow_finishes(rank))
+            rank_finish(rank);
+        return;
     }
+    rank->executor = NULL; /* what still runs keeps its memory until the process ends */
     handles_free(rank);
     rank_free(rank);
 }

@@ -178,6 +178,21 @@ static bool takes_share(const struct rank *rank, Ep__V1__Executor executor)
     return executor == EXECUTOR(SERVER) && ep_node_sms(rank->epoch->group->groups->node, rank->own->device) > 0;
 }
 
+/*
+ * All workers of the epoch before go over together, those too that have no place in the next one.  Until then successors
+ * run nothing; and who has come so far that it runs something there has been sent all that the old epoch owes it, so
+ * that whatever still runs there waits for nobody.
+ */
+static void discount_epoch(const struct epoch *before, uint32_t device, struct held *held)
+{
+    struct held its = { 0 };
+    uint32_t sms = 0, ranks = 0;
+
+    add_epoch(before, device, &its, &sms, &ranks);
+    held->sms -= sms;
+    held->leaving -= its.leaving;
+}
+
 ep_status executor_fits(const struct rank *rank, const struct rank *before, Ep__V1__Executor executor,
                         struct ep_error *error)
 {
@@ -187,8 +202,8 @@ ep_status executor_fits(const struct rank *rank, const struct rank *before, Ep__
     if (!takes_share(rank, executor))
         return EP_OK;
     held = held_of(groups, rank->own->device);
-    if (before && before->own->device == rank->own->device)
-        held.sms -= before->own->sms;
+    if (before)
+        discount_epoch(before->epoch, rank->own->device, &held);
     return held.sms + share_of(rank) <= ep_node_sms(groups->node, rank->own->device)
                ? EP_OK
                : refuse(rank, share_of(rank), &held, error);

@@ -561,6 +561,19 @@ static ep_status stream_sync(uint32_t device, void *stream, struct ep_error *err
     return EP_OK;
 }
 
+static ep_status stream_captured(uint32_t device, void *stream, bool *is, struct ep_error *error)
+{
+    (void)device, (void)error;
+    pthread_mutex_lock(&lock);
+    *is = captured && capturing == stream;
+    pthread_mutex_unlock(&lock);
+    return EP_OK;
+}
+
+static void thread_relax(void)
+{
+}
+
 /*
  * Words, so that an op that looks at one (`from`, above all) sees the old or the new one.  Rows are large
  * and nobody looks at them meanwhile.
@@ -784,6 +797,8 @@ const struct ep_cuda_api *ep_cuda_api(void)
     api.stream_destroy = stream_destroy;
     api.stream_query = stream_query;
     api.stream_sync = stream_sync;
+    api.stream_captured = stream_captured;
+    api.thread_relax = thread_relax;
     api.graph_begin = graph_begin;
     api.graph_end = graph_end;
     api.graph_launch = graph_launch;

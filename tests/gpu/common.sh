@@ -66,6 +66,32 @@ why() {
     echo "ended with $1$( (($1 == 124 || $1 == 137)) && echo ", after $2 s")"
 }
 
+# under_changes FLAG... -- COMMAND [ARGUMENT...]: the command is a soak of the group moe with --follow. Meanwhile the group is
+# updated with one flag after the other (a word; commas within), and its workers go over each time.
+under_changes() {
+    local changes=() said soak change
+    while [[ $1 != -- ]]; do
+        changes+=("$1")
+        shift
+    done
+    shift
+    said=$(mktemp)
+    "$@" >"$said" 2>&1 &
+    soak=$!
+    sleep 2 # they attach
+    for change in "${changes[@]}"; do
+        timeout --kill-after=5 60 "$bin/ep-admin" --timeout=40s group update moe "$change" --wait=30s || break
+        sleep 0.5
+    done
+    wait "$soak"
+    local code=$?
+    cat "$said"
+    ((code == 0)) && grep -F "follow: ${#changes[@]} turns" "$said"
+    code=$?
+    rm -f "$said"
+    return "$code"
+}
+
 # start_server DIR: its sockets, state and log are there, also what a former one left; server is its process.
 start_server() {
     local dir=$1 i

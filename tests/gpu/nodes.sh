@@ -174,6 +174,8 @@ beside() {
     wait "$work" && ((code == 0))
 }
 step 'a second group comes and goes while the first one works' beside
+step 'the group changes under a soak' under_changes --ll-max-tokens=48 --modes=ll --hidden=512 --modes=ll,ht --ht-max-tokens=300 \
+    -- bench --tokens=24 --soak=25 --follow
 step 'the group goes' admin group delete moe
 if ((times)); then
     step 'a group for large batches' admin group create moe --ranks="$ranks" --experts=256 --hidden=7168 --top-k=8 --modes=ht \

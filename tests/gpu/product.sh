@@ -302,6 +302,19 @@ run_server_returns() {
     none_wrong
 }
 
+# The group is changed under workers that go over to each new epoch, and check all results.
+run_changes() { # EXECUTOR [OPTION...]
+    local executor=$1
+    local soak=("$bin/ep-bench" --group=moe --backend=cuda --soak="$((quick ? 12 : 25))" --follow --tokens=4,24 --executor="$executor")
+    shift
+    serve --timeout-ms="$group_timeout_ms" "$@"
+    if ((quick)); then
+        under_changes --ll-max-tokens=48 --hidden=512 --ll-max-tokens=24 --hidden=1024 -- "${soak[@]}" --modes=ll
+    else
+        under_changes --ll-max-tokens=48 --modes=ll,ht --hidden=512 --modes=ht --ht-max-tokens=64 --modes=ll -- "${soak[@]}"
+    fi
+}
+
 run_late() {
     serve --timeout-ms=300 "$@"
     start_workers 0 $((last - 1))
@@ -385,6 +398,7 @@ process_steps() { # NAME [OPTION...]: of the group
     step "$name: kill -9 of the server, with many streams" run_server_killed_streams "$@"
     step "$name: kill -9 of the server, which returns" run_server_returns "$@"
     step "$name: a rank that is late is named" run_late "$@"
+    step "$name: the group changes under a soak" run_changes "$name" "$@"
 }
 
 ht_process_steps() { # NAME [OPTION...]: of the group

@@ -2,6 +2,7 @@
 """Attached workers go over to a group's next epoch together, ops going on: ep_advance(), worker --follow and
 ep-bench --soak --follow, which checks every result, while an operator changes the group."""
 
+import os
 import re
 import shutil
 import signal
@@ -9,11 +10,13 @@ import unittest
 
 import harness
 
+MODULE = os.path.join(os.path.dirname(harness.BIN), "unit", "libep_cuda_cpu.so")
 FOR_EVER = 3600  # seconds: it is ended when it has done what was waited for
 
 
 class TurnCase(harness.TestCase):
     """The group moe, and who looks at it.  self.servers: by name; "a" is asked."""
+    env = None
 
     def admin(self, *args, code=0):
         result = self.operate(self.servers["a"], *args)
@@ -56,7 +59,7 @@ class TurnCase(harness.TestCase):
     def soak(self, *flags, ranks=3):
         servers = ["--server=" + server.address for server in self.servers.values()]
         bench = self.spawn(["ep-bench", *servers, "--group=moe", "--soak=%d" % FOR_EVER, "--follow", "--tokens=4,16,32",
-                            "--output=json", *flags])
+                            "--output=json", *flags], env=self.env)
         self.wait_attached(ranks)
         return bench
 
@@ -83,7 +86,7 @@ class TurnCase(harness.TestCase):
 
     def worker(self, rank, *flags, node="a", tag=""):
         process = self.spawn(["worker", "--group=moe", "--rank=%d" % rank, "--pause-ms=2", "--mode=both", *flags],
-                             server=self.servers[node], name="w%d%s" % (rank, tag))
+                             env=self.env, server=self.servers[node], name="w%d%s" % (rank, tag))
         harness.wait_until(lambda: "attached" in process.out() or not process.alive(),
                            lambda: "worker %d attached: %s%s" % (rank, process.out(), process.log()))
         return process
@@ -208,6 +211,57 @@ class OneServerTest(TurnCase):
         self.servers["a"].kill()
         for worker in workers:
             self.assertNotEqual(worker.wait(), 0)
+
+
+@unittest.skipUnless(os.path.exists(MODULE), "no %s" % MODULE)
+class CudaTest(TurnCase):
+    """On GPUs, which a module stands in for that computes LL ops on CPUs."""
+    env = {"EP_CUDA_MODULE": MODULE}
+    executor = "--executor=direct"
+
+    def setUp(self):
+        super().setUp()
+        self.servers = {"a": self.start_server("--backend=cuda", env=self.env, name="a")}
+
+    def create(self, *flags, ranks=3):
+        super().create("--modes=ll", *flags, ranks=ranks)
+
+    def test_sizes_placement_and_ranks_change(self):
+        self.create()
+        bench = self.soak("--modes=ll", self.executor)
+        homes = self.write("homes", "[[0, 3, 6, 9, 1], [4, 7, 10, 2, 0], [5, 8, 11, 3]]")
+        epochs = [self.turn("--ll-max-tokens=32"), self.turn("--placement=" + homes),
+                  self.turn("--placement=contiguous", "--hidden=256"), self.turn("--ranks=4"), self.turn("--ranks=2")]
+        report = self.check_soak(bench, epochs)
+        self.assertEqual((report["turns"]["workers_added"], report["turns"]["workers_removed"]), (1, 2))
+
+    def test_workers_are_killed_and_replaced_over_changes(self):
+        self.create()
+        bench = self.soak("--modes=ll", self.executor, "--soak-kill=2")
+        for tokens in (32, 24, 16):
+            self.turn("--ll-max-tokens=%d" % tokens)
+        harness.wait_until(lambda: not bench.alive() or any(kills for _, kills in self.told(bench)), bench.log)
+        report = self.check_soak(bench)
+        self.assertGreaterEqual(report["turns"]["count"], 3)
+        self.assertGreater(report["soak"]["kills"], 0)
+
+    def test_workers_go_over_without_leaving(self):
+        self.create()
+        workers = [self.worker(rank, "--follow", "--mode=ll") for rank in range(3)]
+        self.check_steps(*workers, epoch=1)
+        for tokens in (32, 24):
+            self.check_steps(*workers, epoch=self.turn("--ll-max-tokens=%d" % tokens))
+        for worker in workers:
+            self.assertNotRegex(worker.out(), r"epoch \d: left")
+        for worker in workers:
+            self.assertEqual(worker.stop(), 0, worker.log())
+
+
+class ServedCudaTest(CudaTest):
+    executor = "--executor=server"
+
+    def create(self, *flags, ranks=3):
+        super().create("--direct=none", *flags, ranks=ranks)
 
 
 @unittest.skipUnless(shutil.which("etcd"), "etcd is not installed (package etcd-server)")

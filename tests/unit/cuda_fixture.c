@@ -901,6 +901,20 @@ static ep_status stream_sync(uint32_t device, void *stream, struct ep_error *err
     return EP_OK;
 }
 
+static ep_status stream_captured(uint32_t device, void *stream, bool *is, struct ep_error *error)
+{
+    ep_status status = enter("stream_captured", device, error);
+
+    if (status != EP_OK)
+        return status;
+    *is = captured && capturing == stream;
+    return leave();
+}
+
+static void thread_relax(void)
+{
+}
+
 static ep_status graph_begin(uint32_t device, void *stream, struct ep_error *error)
 {
     ep_status status = enter("graph_begin", device, error);
@@ -1032,6 +1046,8 @@ static const struct ep_cuda_api api = {
     .stream_destroy = stream_destroy,
     .stream_query = stream_query,
     .stream_sync = stream_sync,
+    .stream_captured = stream_captured,
+    .thread_relax = thread_relax,
     .graph_begin = graph_begin,
     .graph_end = graph_end,
     .graph_launch = graph_launch,

@@ -242,7 +242,7 @@ static void pass(struct fixture *f)
 
 static void dispatch(struct fixture *f)
 {
-    turn_count(f->rank);
+    turn_count(f->rank, 1);
 }
 
 /* The rank goes on with its successor, and leaves. */
@@ -349,6 +349,24 @@ static void test_the_rank_goes_over_at_the_first_boundary_at_or_beyond_the_posit
     dispatch(f);
     go_over(f, NEXT); /* at 4 */
     pass(f);
+}
+
+static void test_what_graphs_hold_counts_when_they_are_launched(void **state)
+{
+    struct fixture *f = *state;
+
+    assert_int_equal(ep_graph_begins(NULL, 1), EP_INVALID_ARGUMENT);
+    pass(f);
+    assert_int_equal(ep_graph_begins(f->rank, 3), EP_OK);
+    dispatch(f);
+    assert_int_equal(ask(f, NEXT, EP_ATTACH_NO_TURN).offset, 4);
+    say_epoch(f->server, NEXT);
+    ask_until_promised(f, NEXT, 6);
+    decide(f, NEXT, 6);
+    pass(f);
+    assert_int_equal(ep_graph_begins(f->rank, 3), EP_OK);
+    go_over(f, NEXT); /* at 7 */
+    assert_int_equal(ep_graph_begins(f->rank, 1), EP_OK);
 }
 
 static void test_a_boundary_that_was_passed_is_not_promised(void **state)
@@ -570,6 +588,7 @@ static void test_a_rank_that_has_gone_over_begins_nothing(void **state)
     assert_int_equal(ep_advance(f->rank, &next), EP_OK);
     assert_int_equal(ep_dispatch(handle, &args, NULL), EP_FAILED_PRECONDITION);
     assert_non_null(strstr(ep_error_message(), "has gone over to epoch 5"));
+    assert_int_equal(ep_graph_begins(f->rank, 1), EP_FAILED_PRECONDITION);
     args.flags = EP_OP_CACHED;
     assert_int_equal(ep_dispatch(handle, &args, NULL), EP_INVALID_ARGUMENT); /* of a mode that there is not */
     assert_int_equal(ep_advance(f->rank, &again), EP_FAILED_PRECONDITION);
@@ -636,6 +655,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_a_rank_that_does_not_follow_is_refused, make_without, destroy),
         WITH(test_a_look_tells_where_the_rank_is),
         WITH(test_the_rank_goes_over_at_the_first_boundary_at_or_beyond_the_position),
+        WITH(test_what_graphs_hold_counts_when_they_are_launched),
         WITH(test_a_boundary_that_was_passed_is_not_promised),
         WITH(test_nothing_is_promised_for_a_program_without_boundaries),
         WITH(test_nothing_is_promised_before_the_rank_is_attached),

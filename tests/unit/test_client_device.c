@@ -1145,6 +1145,35 @@ static void failures_between_looks_are_not_missed(void **state)
     destroy(f);
 }
 
+/* Of a rank that follows its group: successors are looked at by the library's thread, which has none here. */
+static void only_what_is_put_on_a_stream_to_run_counts(void **state)
+{
+    struct fixture *f = make_joined();
+    struct lane l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
+    struct ep_cuda_graph *graph;
+    int stream, successor;
+
+    (void)state;
+    f->rank->successor = (struct successor *)(void *)&successor;
+    ok(ep_dispatch(l.handle, &l.dispatch, &stream));
+    assert_int_equal(f->rank->turn.position, 1);
+    assert_int_equal(f->api->graph_begin(0, &stream, NULL), EP_OK);
+    ok(ep_dispatch(l.handle, &l.dispatch, &stream));
+    ok(ep_combine(l.handle, &l.combine, &stream));
+    assert_int_equal(f->api->graph_end(0, &stream, &graph, NULL), EP_OK);
+    assert_int_equal(f->rank->turn.position, 1);
+    ok(ep_graph_begins(f->rank, 1));
+    assert_int_equal(f->api->graph_launch(graph, &stream, NULL), EP_OK);
+    assert_int_equal(f->rank->turn.position, 2);
+    cuda_fixture.fail = "stream_captured";
+    refused(ep_dispatch(l.handle, &l.dispatch, &stream), EP_INTERNAL, "stream_captured");
+    cuda_fixture.fail = NULL;
+    assert_int_equal(f->rank->turn.position, 2);
+    f->rank->successor = NULL;
+    f->api->graph_destroy(graph);
+    destroy(f);
+}
+
 static void a_new_handle_does_not_see_its_predecessors_ops(void **state)
 {
     struct fixture *f = make_joined();
@@ -1633,6 +1662,7 @@ int main(void)
         SERVED(a_lost_server_ends_a_request),
         BOTH(a_failure_is_told_once),
         BOTH(failures_between_looks_are_not_missed),
+        BOTH(only_what_is_put_on_a_stream_to_run_counts),
         BOTH(a_new_handle_does_not_see_its_predecessors_ops),
         BOTH(a_new_worker_does_not_see_its_predecessors_ops),
         BOTH(a_wait_ends_with_the_work_or_at_its_deadline),
