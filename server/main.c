@@ -5,6 +5,7 @@
 
 #include "daemon.h"
 #include "ep_log.h"
+#include "ep_thread.h"
 #include "options.h"
 
 const char *argp_program_version = "ep-server " EP_VERSION " (" EP_COMMIT ")";
@@ -29,8 +30,10 @@ int main(int argc, char **argv)
 {
     struct ep_options *options = NULL;
     struct ep_error error = EP_ERROR_INIT;
-    ep_status status = ep_options_load(argc, argv, environ, &options, &error);
+    ep_status status;
 
+    ep_thread_controls();
+    status = ep_options_load(argc, argv, environ, &options, &error);
     if (status == EP_OK)
         status = act(options, argc, argv, &error);
     ep_options_free(options);

@@ -6,6 +6,7 @@
 
 #include "admin.h"
 #include "ep_log.h"
+#include "ep_thread.h"
 #include "output.h"
 
 static int usage_error(const struct ep_invocation *invocation, const struct ep_error *error)
@@ -84,6 +85,7 @@ static int run(int argc, char **argv)
 
 int main(int argc, char **argv)
 {
+    (void)setpriority(PRIO_PROCESS, 0, EP_CONTROL_NICE); /* on a node whose ranks compute */
     signal(SIGPIPE, SIG_IGN); /* a closed output is seen where it is written */
     setlocale(LC_CTYPE, "");
     setlocale(LC_TIME, "");

@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include "ep_futex.h"
+#include "ep_thread.h"
 
 enum { EVENTS = 64, SLEEP_MS = 100, YIELD_US = 20 };
 
@@ -263,6 +264,7 @@ static void *run(void *arg)
     struct ep_gin_comm *comm = arg;
     uint64_t last = ep_clock_ns();
 
+    (void)ep_thread_runs_ops();
     while (!stopped(comm)) {
         if (__atomic_load_n(&comm->wanted, __ATOMIC_RELAXED) != 0)
             usleep(YIELD_US); /* a mutex that is locked again at once is nobody else's */

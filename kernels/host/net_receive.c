@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include "ep_thread.h"
+
 /* A frame takes a quarter of a ring, so that place for the next one is there while one is worked off. */
 #define FRAME_PART  4u
 /* Of a ring that has been worked off and not been told yet. */
@@ -141,6 +143,7 @@ void *ep_host_net_run(void *arg)
     struct ep_host_net *net = arg;
     uint64_t room = 0;
 
+    (void)ep_thread_runs_ops();
     while (__atomic_load_n(&net->stop, __ATOMIC_ACQUIRE) == 0) {
         uint32_t seen = __atomic_load_n(&net->woken, __ATOMIC_ACQUIRE); /* partner: wake */
 

@@ -1,15 +1,38 @@
-/* ep_thread: what a thread is for, as the system's scheduler sees it. */
+/*
+ * ep_thread: what a thread is for, as the system's scheduler sees it.  Where there are too few cores, those come first
+ * that ops wait for, then those that run a cluster, then those that nobody waits for.
+ *
+ * On Linux a nice value is a thread's own (pthreads(7)), and new threads have that of the one that makes them.  Who may
+ * not raise priorities cannot take back what he has lowered.
+ */
 #ifndef EP_THREAD_H
 #define EP_THREAD_H
 
+#include <stdbool.h>
 #include <sys/resource.h>
 
+#define EP_OPS_NICE        (-5)
+#define EP_CONTROL_NICE    5
 #define EP_BACKGROUND_NICE 10
 
+/* Ops wait for what the calling thread does.  False, and nothing done: this process may not (root, CAP_SYS_NICE or
+ * RLIMIT_NICE). */
+static inline bool ep_thread_runs_ops(void)
+{
+    return setpriority(PRIO_PROCESS, 0, EP_OPS_NICE) == 0;
+}
+
 /*
- * Nobody waits for what the calling thread does: where there are too few cores, others come first.  For good: only who
- * may raise priorities could take it back.  (On Linux a nice value is a thread's own, see pthreads(7).)
+ * Of a process with both: its first thread, before there are others, and then those that run ops say so themselves.
+ * Where they may not, all stay as they are, as they would stand behind with this one.
  */
+static inline void ep_thread_controls(void)
+{
+    if (ep_thread_runs_ops())
+        (void)setpriority(PRIO_PROCESS, 0, EP_CONTROL_NICE);
+}
+
+/* Nobody waits for what the calling thread does. */
 static inline void ep_thread_goes_behind(void)
 {
     (void)setpriority(PRIO_PROCESS, 0, EP_BACKGROUND_NICE);

@@ -215,7 +215,8 @@ static void on_soon(uv_timer_t *soon)
 
 void group_after(struct ep_groups *groups, uint64_t ms)
 {
-    uv_timer_start(&groups->soon, on_soon, ms, 0);
+    if (!uv_is_active((uv_handle_t *)&groups->soon) || uv_timer_get_due_in(&groups->soon) > ms)
+        uv_timer_start(&groups->soon, on_soon, ms, 0);
 }
 
 /*

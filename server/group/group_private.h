@@ -323,6 +323,7 @@ void group_formed(struct group *group);
 void group_assess(struct group *group);
 /* on_tick() soon, from the loop. */
 void group_later(struct ep_groups *groups);
+/* In so many ms at the latest: who still waits then asks again. */
 void group_after(struct ep_groups *groups, uint64_t ms);
 /* Its records are gone: workers are told, and when they have let go, so is the group. */
 void group_remove(struct group *group);

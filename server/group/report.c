@@ -1,6 +1,6 @@
 /*
- * What every node lets the others know of its ranks: one record of each group, written when something has changed, as
- * often as the store takes it.  So every server can tell the whole state of a group.
+ * What every node lets the others know of its ranks: one record of each group, written when something has changed, and
+ * a moment after the last one at the earliest.  So every server can tell the whole state of a group.
  *
  * That a rank has left or joined is told faster (join.c), and may come before the record or after it: the time of a
  * rank's last change, which its own node gives and which only grows, says what is news.
@@ -13,6 +13,8 @@
 #include "group_private.h"
 
 #define AGAIN_MS 1000u /* after a report that the store did not take */
+/* Ranks come and go together: what is known so soon after a report is told in one, which all servers of the group read. */
+#define GATHER_MS 20u
 
 /* Mostly a report is in one piece of memory: there are as many as nodes, on every node. */
 #define REPORT_BYTES 640u
@@ -68,6 +70,7 @@ static void write_part(struct group *group, struct ep_session *session)
     struct arena arena = { 0 };
 
     group->reported = EP_STORE_ANY; /* whatever becomes of it */
+    group->report_after = group_now(group->groups) + GATHER_MS;
     share_note(group);
     records_report(group, status_report(&arena, group), EP_STORE_ANY, session, on_written, group);
     arena_clear(&arena);
@@ -82,15 +85,25 @@ static void take_back(struct group *group)
     records_report(group, NULL, written, NULL, on_written, group);
 }
 
+/* Looks again when it is time. */
+static bool is_too_soon(const struct group *group)
+{
+    const uint64_t now = group_now(group->groups);
+
+    if (now >= group->report_after)
+        return false;
+    group_after(group->groups, group->report_after - now);
+    return true;
+}
+
 void report_write(struct group *group)
 {
     struct ep_groups *groups = group->groups;
     struct ep_session *session = ep_cluster_session(groups->cluster);
 
-    if (!group->report_due || group->report_under_way || !session || groups->closing ||
-        group_now(groups) < group->report_after)
+    if (!group->report_due || group->report_under_way || !session || groups->closing)
         return;
-    if (has_part(group) ? !is_read(groups) : !group->reported)
+    if (has_part(group) ? !is_read(groups) || is_too_soon(group) : !group->reported)
         return;
     group->report_due = false;
     group->report_under_way = true;

@@ -436,13 +436,16 @@ static void settle(struct group *group)
 static void lead(struct group *group, const struct parts *parts)
 {
     struct turn *turn = &group->turn;
+    const uint64_t now = group_now(group->groups);
 
     if (turn->step == TURN_SETTLE) {
         settle(group);
         return;
     }
-    if (group_now(group->groups) < turn->until)
+    if (now < turn->until) {
+        group_after(group->groups, turn->until - now);
         return;
+    }
     switch (turn->step) {
     case TURN_NONE:
         if (!group->change && parts->some && group->turned.to != group->epoch_number)

@@ -26,6 +26,7 @@
 #include "ep_clock.h"
 #include "ep_futex.h"
 #include "ep_log.h"
+#include "ep_thread.h"
 
 /*
  * How long to look at the doorbell before sleeping.  A spin that ends with a doorbell saves the
@@ -255,6 +256,7 @@ static void *run(void *arg)
 {
     struct ep_engine *engine = arg;
 
+    (void)ep_thread_runs_ops();
     for (;;) {
         struct ep_ring_slot *slot = &engine->control->slot[engine->next];
 

@@ -8,6 +8,7 @@
 
 #include "ep_clock.h"
 #include "ep_log.h"
+#include "ep_thread.h"
 
 #define LIBRARY "libnccl.so.2"
 #define LEAST_VERSION 22809 /* 2.28.9 */
@@ -185,8 +186,10 @@ static void *form(void *arg)
     struct member *member = arg;
     struct nccl_world *world = member->world;
     struct ep_error *error = &member->error;
-    ep_status status = world->api->nccl_bind(member->rank.device, error);
+    ep_status status;
 
+    (void)ep_thread_runs_ops(); /* as the threads that NCCL makes here */
+    status = world->api->nccl_bind(member->rank.device, error);
     if (!status)
         status = say(nccl.init(&member->comm, (int)world->ranks, world->id, (int)member->rank.rank), "ncclCommInitRank",
                      NULL, error);

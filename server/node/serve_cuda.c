@@ -17,6 +17,7 @@
 
 #include "ep_clock.h"
 #include "ep_log.h"
+#include "ep_thread.h"
 #include "team_cuda.h"
 
 #define BATCH_OPS (EP_CUDA_SERVE_OPS / 2)
@@ -80,8 +81,10 @@ static void *run(void *arg)
     struct serve *serve = arg;
     const struct ep_cuda_api *api = serve->api;
     struct ep_error error = EP_ERROR_INIT;
-    ep_status status = api->serve_post(serve->serve, BATCH_OPS, &error);
+    ep_status status;
 
+    (void)ep_thread_runs_ops();
+    status = api->serve_post(serve->serve, BATCH_OPS, &error);
     while (!status && !stopping(serve)) {
         status = api->serve_post(serve->serve, BATCH_OPS, &error);
         if (!status)

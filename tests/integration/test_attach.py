@@ -154,6 +154,29 @@ class AttachTest(harness.TestCase):
         self.addCleanup(connection.close)
         return connection
 
+    # -- threads --
+
+    def may_raise_priorities(self):
+        with open("/proc/%d/status" % self.server.pid) as status:
+            return int(re.search(r"CapEff:\s+(\w+)", status.read())[1], 16) >> 23 & 1
+
+    def nices(self, prefix):
+        """Of the server's threads whose names begin so."""
+        tasks, found = "/proc/%d/task" % self.server.pid, set()
+        for task in os.listdir(tasks):
+            with open("%s/%s/stat" % (tasks, task)) as stat:
+                name, rest = re.match(r"\d+ \((.*)\) (.*)", stat.read()).groups()
+            if name.startswith(prefix):
+                found.add(int(rest.split()[16]))
+        return found
+
+    def test_threads_that_ops_wait_for_come_first(self):
+        self.serve()
+        self.start_worker(0)
+        raised = self.may_raise_priorities()
+        self.assertEqual(self.nices("ep-rank-"), {-5 if raised else 0})
+        self.assertEqual(self.nices("ep-server"), {5 if raised else 0})
+
     # -- claims --
 
     def test_a_held_rank_is_refused_and_the_holder_named(self):
