@@ -115,7 +115,7 @@ static void begin(struct run *c, uint64_t number)
     c->number = number;
     c->bank = c->r->map.ll + number % c->r->map.limits.ll_banks * c->r->map.bank_bytes;
     c->record.start_ns = start;
-    c->deadline_ns = start + c->r->state->timeout_ns;
+    c->deadline_ns = start + __atomic_load_n(&c->r->state->timeout_ns, __ATOMIC_RELAXED); /* the server may change it */
     if (c->r->state->begun < number) /* Dekker: the server writes `from`, then looks here */
         __atomic_store_n(&c->r->state->begun, number, __ATOMIC_SEQ_CST);
     for (uint32_t r = 0; r < c->r->ranks; r++)
