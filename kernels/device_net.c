@@ -46,16 +46,17 @@ static void lay_ht(const struct ep_layout_map *map, const struct ep_net_shape *s
     const uint64_t tokens = l->ht_max_tokens;
 
     out->outs = shape->nodes - 1;
+    out->ways = shape->most > 1 ? 2 : 1;
     out->gated = out->outs * ((shape->most + shape->least - 1) / shape->least);
-    out->ins = shape->most > 1 ? 2 * out->gated : out->gated;
+    out->ins = out->ways * out->gated;
     out->places = shape->most;
     out->ask_bytes = (uint32_t)map->ht_note_stride;
     out->rows_bytes = align_to(tokens * ep_net_record_bytes(l->top_k, map->row_bytes, map->scales_bytes), BOX_ALIGN);
     out->sums_bytes = align_to(tokens * (ep_net_sum_head(l->top_k) + map->combine_row_bytes), BOX_ALIGN);
     out->asks = take(&out->bytes, l->ranks * map->ht_note_stride);
     out->asks_out = take(&out->bytes, l->ranks * map->ht_note_stride);
-    out->rows_out = take(&out->bytes, out->outs * out->rows_bytes);
-    out->sums_in = take(&out->bytes, out->outs * out->sums_bytes);
+    out->rows_out = take(&out->bytes, out->ways * out->outs * out->rows_bytes);
+    out->sums_in = take(&out->bytes, out->ways * out->outs * out->sums_bytes);
     out->rows_in = take(&out->bytes, out->ins * out->rows_bytes);
     out->sums_out = take(&out->bytes, out->ins * out->sums_bytes);
     out->partials = take(&out->bytes, out->gated * out->places * tokens * map->combine_row_bytes);

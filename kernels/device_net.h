@@ -69,14 +69,14 @@ struct ep_net_shape {
 /* Offsets in the memory beside a window.  HT's are what a box takes with the widest rows. */
 struct ep_net_map {
     uint64_t asks, asks_out;     /* [R] a note of each rank on another node, and for each */
-    uint64_t rows_out, sums_in;  /* [outs] boxes, one for each other node */
+    uint64_t rows_out, sums_in;  /* [ways][outs] boxes, one for each other node, and one for when a rank stands in there */
     uint64_t rows_in, sums_out;  /* [ins] boxes: of each rank that has this one as its gate, or as that one's stand-in */
     uint64_t partials, tags, grads; /* [gated][places][T_ht] of the ranks of this node, for sums of the former,
                                        whoever makes them */
     uint64_t bytes;
     uint64_t rows_bytes, sums_bytes; /* of a box */
     uint32_t outs, ins, gated, places;
-    uint32_t ask_bytes, reserved;
+    uint32_t ask_bytes, ways;
 };
 
 /* A record: one token for a node.  Then the row and its scales. */
@@ -159,10 +159,10 @@ struct ep_device_net {
     uint32_t gate[EP_DEVICE_MAX_RANKS];   /* the gate of this one on its node */
     uint32_t gate_here[EP_DEVICE_MAX_RANKS]; /* its gate on this node */
     uint32_t in[EP_DEVICE_MAX_RANKS];     /* its box at that, in rows_in; at the stand-in it is behind the `gated` first */
-    uint32_t out[EP_DEVICE_MAX_RANKS];    /* the box of its node at this one */
+    uint32_t out[EP_DEVICE_MAX_RANKS];    /* the box of its node at this one; for a stand-in it is behind the `outs` first */
     uint32_t there[EP_DEVICE_MAX_RANKS];  /* a gate: this rank's box at it, as `in` */
     uint32_t next[EP_DEVICE_MAX_RANKS];   /* of any rank: who stands in for it; itself: nobody */
-    uint32_t back[EP_DEVICE_MAX_RANKS];   /* the box of this rank's node at it, in sums_in */
+    uint32_t back[EP_DEVICE_MAX_RANKS];   /* the box of this rank's node at it, in sums_in, as `out` */
     /* tables, from the start of this */
     uint64_t grants;    /* [ins] struct ep_net_grants, and what they are made of: */
     uint64_t taken;     /* [ins][R] struct ep_device_ht_grant */
@@ -175,6 +175,8 @@ struct ep_device_net {
     /* kernel */
     uint64_t ht_told[EP_NET_HT_SIGNALS][EP_DEVICE_MAX_RANKS];
     uint64_t ht_last[EP_DEVICE_MAX_RANKS];   /* tag of the last op in which this rank put anything to it */
+    uint64_t pushed_at[EP_DEVICE_MAX_RANKS]; /* tag of the last op with partials of this one for sums of its */
+    uint32_t pushed_by[EP_DEVICE_MAX_RANKS]; /* and who took them */
     struct ep_net_handle handles[EP_MAX_HANDLES];
     /* the running op's */
     uint32_t acts[EP_DEVICE_MAX_RANKS];      /* a gate: who takes what goes there; EP_NET_NOBODY */

@@ -201,7 +201,9 @@ struct ep_ht_flags {
     uint64_t begun;  /* may be writing since */
     uint64_t done;   /* has written all */
     uint64_t ceased; /* writes no more, and not all was written */
+    uint64_t reserved;
 };
+EP_STATIC_ASSERT(2 * sizeof(struct ep_ht_flags) <= EP_LINE, "a line has s's, and what another rank tells in its stead");
 
 /* ---- the ring ------------------------------------------------------------------ */
 

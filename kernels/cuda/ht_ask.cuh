@@ -72,16 +72,23 @@ __device__ inline uint32_t has_records(const ep_ht_args &a, uint32_t reached)
 }
 
 /* Warp 0 of block 0, lane r of rank r: the notes for these ranks, as soon as each can take it, and nothing is on its way
- * from where it lies; write(r) writes so many bytes; more: to whom something else is put in this op. */
+ * from where it lies; write(r) writes so many bytes; more: to whom something else is put in this op.  Who waits here
+ * catches up with all, in turn: of three ranks each could wait for the next one's ACK otherwise. */
 template <class Write>
 __device__ inline void ask_far(const ep_ht_args &a, const Op &op, uint32_t ranks, uint32_t bytes, uint32_t more,
                                Write write)
 {
     const uint32_t r = threadIdx.x;
     struct ep_device_net *net = net_of(a);
+    uint32_t look = r;
     const auto put = [&] {
-        if (!may_put(a, r))
+        if (!may_put(a, r)) {
+            const uint32_t other = look++ % a.ranks;
+
+            if (far_of(a) >> other & 1)
+                catch_up(a, other, op.tag);
             return false;
+        }
         store_u64(&net->ht_last[r], op.tag);
         write(r);
         fence_sys(); /* partner: whoever reads what is put */
@@ -125,7 +132,7 @@ __device__ inline void announce_relays(const ep_ht_args &a, const Op &op, uint32
 #pragma unroll 1
     for (uint32_t rest = mask; rest; rest &= rest - 1)
         if ((op.members & ~far_of(a)) >> lane & 1)
-            store_u64(&flags_at(a, lane, __ffs(rest) - 1)->begun, op.tag);
+            store_u64(&flags_of(a, lane, __ffs(rest) - 1)->begun, op.tag);
     if (lane == 0)
         net_of(a)->relays = mask;
     fence_total(); /* partner: close */

@@ -52,6 +52,11 @@ __device__ inline void take_asks(const ep_ht_args &a, const Op &op)
         run_of(a).asked_grads = grads;
     }
     __syncwarp();
+    const uint32_t taken = await_places(a, op, h);
+
+    if (lane == 0)
+        run_of(a).asked = mask & ~taken;
+    __syncwarp();
 }
 
 /* ---- pushing partials -------------------------------------------------------------------------------- */
@@ -237,7 +242,7 @@ __device__ inline Sources find_partials(const ep_ht_args &a, const Op &op, uint3
         comes = load_u64(partial_tag_at(a, a.rank, from.partial)) == op.tag;
     if (waits && comes) {
         const uint64_t *tag = partial_tag_at(a, a.rank, from.partial);
-        const struct ep_ht_flags *flags = flags_at(a, a.rank, lane);
+        const struct ep_ht_flags *flags = flags_of(a, a.rank, lane);
         const Wait end = wait_for(
             a, op, lane, [&] { return acquire_u64(tag) == op.tag; }, /* partner: push_partial */
             [&] { return load_u64(&flags->ceased) == op.tag || load_u64(&flags->done) == op.tag; });

@@ -127,10 +127,6 @@ __device__ inline uint32_t note_vecs(const ep_ht_args &a, Note kind)
     return kind == kAsk ? (EP_HT_ASK_EXPERTS + a.local_experts + 1) / 2 : EP_HT_GRANT_EXPERTS / 2 + a.local_experts;
 }
 
-__device__ inline struct ep_ht_flags *flags_at(const ep_ht_args &a, uint32_t where, uint32_t from)
-{
-    return (struct ep_ht_flags *)(a.window[where] + a.flags + (uint64_t)from * EP_LINE);
-}
 __device__ inline uint64_t *closed_at(const ep_ht_args &a, uint32_t where, uint32_t whose)
 {
     return (uint64_t *)(a.window[where] + a.closed + (uint64_t)whose * EP_LINE);
@@ -313,7 +309,7 @@ __device__ inline void announce(const ep_ht_args &a, const Op &op, uint32_t rank
     const uint32_t lane = threadIdx.x;
 
     if ((ranks & ~far_of(a)) >> lane & 1)
-        store_u64(&flags_at(a, lane, a.rank)->begun, op.tag);
+        store_u64(&flags_of(a, lane, a.rank)->begun, op.tag);
     fence_total(); /* partner: close */
     __syncwarp();
 }
@@ -344,7 +340,7 @@ __device__ inline void pushed(const ep_ht_args &a, const Op &op)
         return;
     if (lane < a.ranks && (op.members & ~far_of(a)) >> lane & 1) {
         const bool all = !(load_u32(&run.unsent) >> lane & 1);
-        struct ep_ht_flags *flags = flags_at(a, lane, a.rank);
+        struct ep_ht_flags *flags = flags_of(a, lane, a.rank);
 
         fence_sys(); /* release; partner: arrived, drain */
         store_u64(all ? &flags->done : &flags->ceased, op.tag);
@@ -356,7 +352,7 @@ __device__ inline void pushed(const ep_ht_args &a, const Op &op)
 __device__ inline void drain(const ep_ht_args &a, const Op &op)
 {
     const uint32_t lane = threadIdx.x;
-    const struct ep_ht_flags *flags = flags_at(a, a.rank, lane < a.ranks ? lane : 0);
+    const struct ep_ht_flags *flags = flags_of(a, a.rank, lane < a.ranks ? lane : 0);
     const uint64_t start = now_ns(), bound = load_u64(&run_of(a).timeout_ns);
 
     fence_total(); /* partner: announce */
@@ -379,9 +375,9 @@ __device__ inline void close(const ep_ht_args &a, const Op &op)
     fence_sys(); /* what this rank has told comes before */
     if (lane < a.ranks && !(far_of(a) >> lane & 1))
         store_u64(closed_at(a, lane, a.rank), op.tag);
+    close_far(a, op.tag); /* a late writer may be a gate that waits for one who waits for this */
     if (op.status != EP_OK || missed(a))
         drain(a, op);
-    close_far(a, op.tag);
 }
 
 /* A warp: the next piece of work of those that the counter counts. */

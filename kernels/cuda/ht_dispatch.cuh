@@ -102,7 +102,8 @@ __device__ inline uint32_t sum_up(const ep_ht_args &a, const Op &op, uint32_t ro
         else if (d != a.rank && roomy >> d & 1 && !(far_of(a) >> d & 1))
             run.wire_bytes += (uint64_t)a.totals[d] * (a.row_bytes + a.row_scales * a.scale_bytes);
     }
-    run.wire_bytes += relay::wire_bytes(a);
+    if (op.status == EP_OK)
+        run.wire_bytes += relay::wire_bytes(a);
     return sent;
 }
 

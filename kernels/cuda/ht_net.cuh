@@ -22,8 +22,15 @@
  * w puts to o in an op when ACK(o) is that of the last op in which it put anything to o (may_put): nothing is under way
  * from w to o, neither from w's boxes nor to o's, and o has closed that op, so it reads none of it.  An ACK that is not
  * told at the end of an op, as w was not over then, is told as soon as o sees it, when its next op begins or while it
- * waits (catch_up).  Each pair of ranks has boxes of its own.  Sums go back in s's op when s has asked for them in it.
+ * waits (catch_up); to all, whoever it is that it waits for to ask: of three ranks each could wait for the next one's
+ * ACK otherwise.  Each pair of ranks has boxes of its own, at both ends: who stands in for a gate does not use the gate's, for or from which a put may
+ * be under way for as long as it likes.  Nor does he use its flags (flags_of): the gate may tell an old op's late.  Sums
+ * go back in s's op when s has asked for them in it.
  * Whoever reads a box looks at the op's tag in each record too: after kOver it is there, or it does not come.
+ * Partials of s's tokens lie at its gate also when another rank stands in.  Who sums them up has asked for them; where it
+ * is not the one that did so last, that one has closed the op before (await_place).
+ * CLOSED is told before late writers are awaited (drain): these may be gates that wait for s, who waits for CLOSED.
+ * tests/model/ht_net.pml goes through this with two to four ranks, and breaks the rules one by one.
  *
  * ## Who is missed
  * A source chooses who acts as its gate when its dispatch begins, and says so in its asks; nobody else has to agree.  A
@@ -80,6 +87,27 @@ __device__ inline uint32_t box_at(const ep_ht_args &a, uint32_t gate)
     const struct ep_device_net *net = net_of(a);
 
     return net->there[gate] + (acts_as(a, gate) == gate ? 0 : net->map.gated);
+}
+/* Ours for what goes to the gate, or to whoever acts as it, and for the sums that come back; and s's for those that this
+ * rank puts to it. */
+__device__ inline uint32_t box_for(const ep_ht_args &a, uint32_t gate)
+{
+    const struct ep_device_net *net = net_of(a);
+
+    return net->out[gate] + (acts_as(a, gate) == gate ? 0 : net->map.outs);
+}
+__device__ inline uint32_t box_back(const ep_ht_args &a, uint32_t s)
+{
+    const struct ep_device_net *net = net_of(a);
+
+    return net->back[s] + (net->gate_here[s] == a.rank ? 0 : net->map.outs);
+}
+/* Where the rank `from` is told about at rank `where`, by whoever takes here what it sends; a rank of this node: by itself. */
+__device__ inline struct ep_ht_flags *flags_of(const ep_ht_args &a, uint32_t where, uint32_t from)
+{
+    struct ep_ht_flags *line = (struct ep_ht_flags *)(a.window[where] + a.flags + (uint64_t)from * EP_LINE);
+
+    return line + (far_of(a) >> from & 1 && via(a, from) != net_of(a)->gate_here[from]);
 }
 /* Mask: the gates of ranks on other nodes. */
 __device__ inline uint32_t gates_of(const ep_ht_args &a, uint32_t ranks)
@@ -166,7 +194,7 @@ __device__ inline void acknowledge(const ep_ht_args &a, uint32_t rank, uint64_t 
         tell_tag(a, EP_NET_HT_ACK, rank, tag - back);
 }
 
-/* Warp 0 of block 0, lane r of rank r, when all else of the op is done. */
+/* Warp 0 of block 0, lane r of rank r, when all blocks have read and put what they do. */
 __device__ inline void close_far(const ep_ht_args &a, uint64_t tag)
 {
     const uint32_t r = threadIdx.x;
@@ -338,6 +366,10 @@ namespace ht {
 
 __device__ inline constexpr uint32_t far_of(const ep_ht_args &) { return 0; }
 __device__ inline uint32_t via(const ep_ht_args &, uint32_t r) { return r; }
+__device__ inline struct ep_ht_flags *flags_of(const ep_ht_args &a, uint32_t where, uint32_t from)
+{
+    return (struct ep_ht_flags *)(a.window[where] + a.flags + (uint64_t)from * EP_LINE);
+}
 __device__ inline uint32_t gate_of(const ep_ht_args &, uint32_t r) { return r; }
 __device__ inline uint32_t gates_of(const ep_ht_args &, uint32_t) { return 0; }
 __device__ inline uint64_t far_closed(const ep_ht_args &, uint32_t) { return 0; }

@@ -64,6 +64,40 @@ __device__ inline uint32_t vias_of(const ep_ht_args &a, const struct ep_device_h
     return vias;
 }
 
+/* Warp 0 of block 0, lane s of rank s on another node, whose rows came: may this rank's partials of them be written?
+ * They lie in one place, whoever sums them up.  If it is another rank than the last time, as a gate came back, that one
+ * may still read the last ones: it has asked for them, but not for these.  False: so it is till the op's time is over. */
+__device__ inline bool await_place(const ep_ht_args &a, const Op &op, uint32_t s)
+{
+    struct ep_device_net *net = net_of(a);
+    const uint32_t by = load_u32(&net->pushed_by[s]);
+    const uint64_t at = load_u64(&net->pushed_at[s]), start = now_ns();
+
+    while (by != via(a, s) && closed_by(a, by) < at) {
+        const uint64_t now = now_ns();
+
+        if (now > op.deadline) {
+            miss(a, by, Wait::late, EP_WAIT_READY);
+            return false;
+        }
+        if (now - start > kDrainNs && !present(a, op.number, by))
+            break;
+    }
+    fence_sys(); /* acquire: what it has read */
+    store_u32(&net->pushed_by[s], via(a, s));
+    store_u64(&net->pushed_at[s], op.tag);
+    return true;
+}
+/* The same, all lanes; mask: who takes what is pushed and cannot be. */
+__device__ inline uint32_t await_places(const ep_ht_args &a, const Op &op, const struct ep_device_ht_handle &h)
+{
+    const uint32_t s = threadIdx.x;
+    const bool pushes = s < a.ranks && (h.arrived & far_of(a)) >> s & 1 && h.from[s] > 0
+                        && load_u32(&run_of(a).asked) >> via(a, s) & 1;
+
+    return __reduce_or_sync(kAll, pushes && !await_place(a, op, s) ? 1u << via(a, s) : 0);
+}
+
 /* Warp 0 of block 0: whose tokens' sums are made here, and the asks of those that make ours. */
 __device__ inline void ask_gates(const ep_ht_args &a, const Op &op)
 {
@@ -140,7 +174,7 @@ __device__ inline NodeTerms find_node_terms(const ep_ht_args &a, const Op &op, u
         comes = op.members >> lane & 1;
     }
     if (comes) {
-        const struct ep_ht_flags *flags = flags_at(a, a.rank, lane);
+        const struct ep_ht_flags *flags = flags_of(a, a.rank, lane);
         const Wait end = wait_for(
             a, op, lane, [&] { return acquire_u64(terms.partial.tag) == op.tag; }, /* partner: push_partial */
             [&] { return load_u64(&flags->ceased) == op.tag || load_u64(&flags->done) == op.tag; });
@@ -212,7 +246,7 @@ __device__ inline void put_sums(const ep_ht_args &a, const Op &op)
     const bool relays = load_u32(&net->relays) >> lane & 1;
 
     put_boxes(a, op.tag, sums_of(a), lane, relays ? net->handles[a.handle].from[lane] : 0, relays ? box_of(a, lane) : 0,
-              net->back[lane]);
+              box_back(a, lane));
 }
 
 /* One thread: what went over the network. */
@@ -245,7 +279,7 @@ __device__ inline bool await_sum(const ep_ht_args &a, const Op &op, const Box &b
 {
     struct ep_device_net *net = net_of(a);
     const uint32_t gate = threadIdx.x % 32, acting = acts_as(a, gate);
-    const uint8_t *sum = item_in(a, box, net->out[gate], i);
+    const uint8_t *sum = item_in(a, box, box_for(a, gate), i);
     const auto there = [&] { return has_come(a, acting, op.tag, step_of_item(box, i)); };
     bool comes = i < net->handles[a.handle].to[gate] && op.members >> acting & 1;
 
@@ -275,6 +309,7 @@ __device__ inline bool await_sum(const ep_ht_args &a, const Op &op, const Box &b
 #else
 
 __device__ inline uint32_t vias_of(const ep_ht_args &, const struct ep_device_ht_handle &) { return 0; }
+__device__ inline uint32_t await_places(const ep_ht_args &, const Op &, const struct ep_device_ht_handle &) { return 0; }
 __device__ inline void ask_gates(const ep_ht_args &, const Op &) {}
 template <class T> __device__ inline void sum_records(const ep_ht_args &, const Op &, Ring *) {}
 __device__ inline void put_sums(const ep_ht_args &, const Op &) {}

@@ -240,7 +240,7 @@ __device__ inline Record find_record(const ep_ht_args &a, const Grants &g, const
             record.i = i;
     }
     if (record.gates >> lane & 1) {
-        record.at = item_out(a, box, net_of(a)->out[lane], record.i);
+        record.at = item_out(a, box, box_for(a, lane), record.i);
         token->out = record.at + ep_net_record_head(a.max_top_k);
         token->scales = token->out + a.row_bytes;
     }

@@ -28,7 +28,7 @@ struct Arrival {
 __device__ inline bool await_header(const ep_ht_args &a, const Op &op, Arrival *row)
 {
     const uint8_t *header = header_at(a, a.rank, row->i);
-    const struct ep_ht_flags *flags = flags_at(a, a.rank, row->s);
+    const struct ep_ht_flags *flags = flags_of(a, a.rank, row->s);
     Vec v;
 
     if (threadIdx.x % 32 == 0) {
@@ -226,7 +226,7 @@ __device__ inline void await_rows(const ep_ht_args &a, const Op &op)
     const uint64_t start = now_ns();
 
     if (lane < a.ranks && h.from[lane] > 0) {
-        const struct ep_ht_flags *flags = flags_at(a, a.rank, lane);
+        const struct ep_ht_flags *flags = flags_of(a, a.rank, lane);
         const Wait end = wait_for(
             a, op, via(a, lane), [&] { return acquire_u64(&flags->done) == op.tag; }, /* partners: pushed, relayed */
             [&] { return load_u64(&flags->ceased) == op.tag; });

@@ -119,7 +119,7 @@ __device__ inline void relayed(const ep_ht_args &a, const Op &op)
         const uint32_t s = __ffs(rest) - 1, unsent = load_u32(&net->unsent[s]);
 
         if (lane < a.ranks && (op.members & ~far_of(a)) >> lane & 1) {
-            struct ep_ht_flags *flags = flags_at(a, lane, s);
+            struct ep_ht_flags *flags = flags_of(a, lane, s);
 
             store_u64(unsent >> lane & 1 ? &flags->ceased : &flags->done, op.tag);
         }
@@ -158,16 +158,18 @@ __device__ inline void put_records(const ep_ht_args &a, const Op &op)
     const bool sends = open_gates(a) >> lane & 1;
 
     put_boxes(a, op.tag, records_of(a), sends ? acts_as(a, lane) : 0, sends ? a.totals[gate_column(a, lane)] : 0,
-              net->out[lane], box_at(a, lane));
+              box_for(a, lane), box_at(a, lane));
 }
 
-/* Block 0's thread 0, at the end. */
+/* One thread, at the end. */
 __device__ inline void keep_handle(const ep_ht_args &a, const Op &op)
 {
     struct ep_device_net *net = net_of(a);
     struct ep_net_handle *h = &net->handles[a.handle];
-
     const uint32_t gates = op.status == EP_OK ? open_gates(a) : 0;
+
+    if (op.status == EP_STALE_HANDLE) /* what it has is of another dispatch, whose combines need it */
+        return;
 
     for (uint32_t r = 0; r < a.ranks; r++) {
         h->to[r] = gates >> r & 1 ? a.totals[gate_column(a, r)] : 0;
@@ -177,7 +179,7 @@ __device__ inline void keep_handle(const ep_ht_args &a, const Op &op)
     }
 }
 
-/* And what went over the network. */
+/* And what went over the network in a dispatch that took place. */
 __device__ inline uint64_t wire_bytes(const ep_ht_args &a)
 {
     const struct ep_device_net *net = net_of(a);

@@ -211,8 +211,8 @@ static void boxes_lie_one_behind_the_other(void **state)
     assert_int_equal(m.ins, 16);  /* and of those for whose gate it stands in */
     assert_true(m.asks >= map.limits.ll_banks * map.bank_bytes);
     assert_true(m.rows_out >= m.asks_out + RANKS * map.ht_note_stride);
-    assert_int_equal(m.sums_in, m.rows_out + m.outs * m.rows_bytes);
-    assert_int_equal(m.rows_in, m.sums_in + m.outs * m.sums_bytes);
+    assert_int_equal(m.sums_in, m.rows_out + 2 * m.outs * m.rows_bytes); /* for each gate, and for who stands in for it */
+    assert_int_equal(m.rows_in, m.sums_in + 2 * m.outs * m.sums_bytes);
     assert_int_equal(m.sums_out, m.rows_in + m.ins * m.rows_bytes);
     assert_int_equal(m.partials, m.sums_out + m.ins * m.sums_bytes);
     assert_true(m.tags >= m.partials + (uint64_t)m.gated * m.places * 1000 * map.combine_row_bytes);
