@@ -2,13 +2,14 @@
 
     ll.pml     low latency ops of ranks on GPUs
     ht.pml     high throughput ops of ranks on GPUs
+    ht_net.pml what these do when ranks are on several nodes
     join.pml   ranks that join and leave a group on several nodes
     epoch.pml  servers that agree on a group's next epoch
     turn.pml   ranks that go over to it
 
     python3 tests/model/run.py [NAME]     only the cases with NAME in their name
 
-A case is a model with a set of macros; the model says what they mean.  Three kinds:
+A case is a model with a set of macros; the model says what they mean.  Four kinds:
 
   in full   Every state that can be reached is looked at, so there is no counterexample with so many ranks and ops.
             They are small: of ll, 2 ranks with 2 to 6 dispatches, 3 ranks with 3 and no combine; of ht, 2 ranks with 2
@@ -17,8 +18,9 @@ A case is a model with a set of macros; the model says what they mean.  Three ki
             back, where one is killed.  SAMPLE_S seconds of a search in random order, in which a state counts as seen
             when its hash was (spin's bitstate search).  That finds mistakes and proves nothing.
   mutant    The protocol with a mistake in it.  The search must find a counterexample.
+  hunted    A mutant that is looked for in random order, as samples are, for HUNT_S seconds at most.
 
-It takes about five minutes on two idle cores.  A line per case, `ok` or `FAIL`, and `N passed, N failed`; 77 where
+It takes about six minutes on two idle cores.  A line per case, `ok` or `FAIL`, and `N passed, N failed`; 77 where
 spin or gcc is missing.  What they make lies below TMPDIR and goes with it.
 """
 import concurrent.futures
@@ -37,6 +39,7 @@ MEMORY_MB = 2000  # of one search
 DEPTH = 100000    # steps
 SEARCH_S = 400    # a full search has failed then
 SAMPLE_S = 6
+HUNT_S = 120
 SAMPLE_BITS = 30  # log2 of the bits that hashes are kept in
 SKIPPED = 77
 
@@ -68,7 +71,7 @@ def of(model):
                                                      "-O0" if kind == "mutant" or model == "ht" else "-O1", model)
 
 
-ht, join, epoch, turn = of("ht"), of("join"), of("epoch"), of("turn")
+ht, ht_net, join, epoch, turn = of("ht"), of("ht_net"), of("join"), of("epoch"), of("turn")
 
 
 SCRIPTS = ("PAIRS", "INTERLEAVED", "SPLIT", "SKIPPED", "REPLACED")
@@ -150,6 +153,49 @@ CASES = [
     ht("mutant, the source places its rows", "R=3 N=2 VICTIM=0 JOINS SKIPPED MUTANT_OWN_PLACE", "mutant"),
     ht("mutant, partials lie by who is there", "R=3 N=1 VICTIM=0 JOINS PAIRS MUTANT_PARTIALS_BY_MEMBERS", "mutant"),
 
+    ht_net("1 + 1 ranks, PAIRS", "SHAPE=11 N=4 PAIRS"),
+    ht_net("1 + 1 ranks, INTERLEAVED", "SHAPE=11 N=4 INTERLEAVED"),
+    ht_net("1 + 1 ranks, a timeout, PAIRS", "SHAPE=11 N=2 TIMEOUTS=1 PAIRS"),
+    ht_net("1 + 1 ranks, a timeout, SKIPPED", "SHAPE=11 N=3 TIMEOUTS=1 SKIPPED"),
+    ht_net("1 + 1 ranks, one joins, PAIRS", "SHAPE=11 N=3 JOINS PAIRS"),
+    ht_net("1 + 1 ranks, one leaves, PAIRS", "SHAPE=11 N=1 LEAVES PAIRS"),
+    ht_net("1 + 1 ranks, a node dies, PAIRS", "SHAPE=11 N=2 DIES PAIRS"),
+    ht_net("1 + 1 + 1 ranks, each has missed one, SKIPPED", "SHAPE=111 N=1 MISSED SKIPPED"),
+    ht_net("1 + 2 ranks, PAIRS", "SHAPE=12 N=1 PAIRS"),
+    ht_net("1 + 2 ranks, SKIPPED", "SHAPE=12 N=2 SKIPPED"),
+    ht_net("1 + 2 ranks, one way, PAIRS", "SHAPE=12 N=2 ONE_WAY PAIRS"),
+    ht_net("1 + 2 ranks, one way, the gate joins, SKIPPED", "SHAPE=12 N=2 ONE_WAY JOINS VICTIM=1 SKIPPED"),
+    ht_net("1 + 2 ranks, a timeout, SKIPPED", "SHAPE=12 N=1 TIMEOUTS=1 SKIPPED"),
+    ht_net("1 + 1 ranks, one leaves, PAIRS", "SHAPE=11 N=2 LEAVES PAIRS", "sampled"),
+    ht_net("1 + 1 + 1 ranks, PAIRS", "SHAPE=111 N=2 PAIRS", "sampled"),
+    ht_net("1 + 2 ranks, one way, the gate leaves, PAIRS", "SHAPE=12 N=2 ONE_WAY LEAVES VICTIM=1 PAIRS", "sampled"),
+    ht_net("1 + 2 ranks, the gate comes back, PAIRS", "SHAPE=12 N=3 ONE_WAY LEAVES JOINS VICTIM=1 PAIRS", "sampled"),
+    ht_net("1 + 2 ranks, two timeouts, INTERLEAVED", "SHAPE=12 N=2 TIMEOUTS=2 INTERLEAVED", "sampled"),
+    ht_net("1 + 3 ranks, the gate joins, INTERLEAVED", "SHAPE=13 N=2 ONE_WAY JOINS VICTIM=1 INTERLEAVED", "sampled"),
+    ht_net("2 + 2 ranks, PAIRS", "SHAPE=22 N=2 PAIRS", "sampled"),
+    ht_net("mutant, nobody waits for an ACK", "SHAPE=11 N=2 PAIRS MUTANT_NO_ACK", "mutant"),
+    ht_net("mutant, CLOSED is enough", "SHAPE=11 N=2 TIMEOUTS=1 PAIRS MUTANT_CLOSED_IS_ENOUGH", "mutant"),
+    ht_net("mutant, ACK while it is read", "SHAPE=11 N=2 TIMEOUTS=1 SKIPPED MUTANT_ACK_EARLY", "mutant"),
+    ht_net("mutant, ACK before all has come", "SHAPE=11 N=2 TIMEOUTS=1 SKIPPED MUTANT_ACK_UNSEEN", "mutant"),
+    ht_net("mutant, no ACK after the op", "SHAPE=11 N=2 TIMEOUTS=1 PAIRS MUTANT_NO_CATCH_UP", "mutant"),
+    ht_net("mutant, ACKs for whom one waits only", "SHAPE=111 N=1 MISSED SKIPPED MUTANT_CATCHES_UP_WITH_ONE", "mutant"),
+    ht_net("mutant, not told that it is over", "SHAPE=11 N=2 TIMEOUTS=1 SKIPPED MUTANT_NOT_OVER", "mutant"),
+    ht_net("mutant, not told that it is closed", "SHAPE=11 N=2 TIMEOUTS=1 PAIRS MUTANT_NOT_CLOSED", "mutant"),
+    ht_net("mutant, drains before it is told", "SHAPE=12 N=2 TIMEOUTS=2 SKIPPED MUTANT_DRAINS_FIRST", "hunted"),
+    ht_net("mutant, signals before data", "SHAPE=11 N=2 PAIRS MUTANT_SIGNAL_FIRST", "mutant"),
+    ht_net("mutant, records of any tag", "SHAPE=11 N=2 TIMEOUTS=1 PAIRS MUTANT_ANY_RECORD", "mutant"),
+    ht_net("mutant, sums of any tag", "SHAPE=11 N=2 TIMEOUTS=1 PAIRS MUTANT_ANY_SUM", "mutant"),
+    ht_net("mutant, waits do not look at from", "SHAPE=11 N=1 LEAVES PAIRS MUTANT_BLIND", "mutant"),
+    ht_net("mutant, rows are awaited as their source is", "SHAPE=12 N=1 SKIPPED MUTANT_AWAITS_SOURCE", "mutant"),
+    ht_net("mutant, a closed op is written to", "SHAPE=12 N=1 TIMEOUTS=1 SKIPPED MUTANT_NO_GATE", "hunted"),
+    ht_net("mutant, late gates are not awaited", "SHAPE=12 N=1 TIMEOUTS=1 SKIPPED MUTANT_NO_DRAIN", "mutant"),
+    ht_net("mutant, gates are not announced", "SHAPE=12 N=1 TIMEOUTS=1 SKIPPED MUTANT_NOT_ANNOUNCED", "mutant"),
+    ht_net("mutant, each finds out who is the gate", "SHAPE=12 N=1 ONE_WAY LEAVES VICTIM=1 SKIPPED MUTANT_OWN_GATE", "hunted"),
+    ht_net("mutant, one box for a gate and its stand-in", "SHAPE=12 N=2 ONE_WAY LEAVES VICTIM=1 SKIPPED MUTANT_ONE_BOX_OUT",
+           "hunted"),
+    ht_net("mutant, partials over those of another gate", "SHAPE=13 N=2 ONE_WAY JOINS VICTIM=1 INTERLEAVED "
+           "MUTANT_PARTIALS_AT_ONCE", "hunted"),
+
     join("2 nodes, a hold ends", "NODES=2 M=3 JOINS EXPIRES=2"),
     join("2 nodes, both join", "NODES=2 M=3 TWO_JOIN EXPIRES=1"),
     join("2 nodes, one is killed and joins", "NODES=2 M=3 KILLED EXPIRES=1"),
@@ -221,7 +267,7 @@ class Failed(Exception):
 
 def make(case, folder):
     """Makes the program that searches."""
-    search = ["-DBITSTATE", "-DT_RAND", "-DP_RAND"] if case.kind == "sampled" else ["-DCOLLAPSE"]
+    search = ["-DBITSTATE", "-DT_RAND", "-DP_RAND"] if case.kind in ("sampled", "hunted") else ["-DCOLLAPSE"]
     model = os.path.join(MODELS, case.model + ".pml")
     for command in (["spin", "-a", *("-D" + macro for macro in case.macros.split()), model],
                     ["gcc", case.gcc, "-w", "-DSAFETY", "-DVECTORSZ=2048", "-DMEMLIM=%d" % MEMORY_MB, *search,
@@ -236,14 +282,14 @@ def search(case, folder):
     flags = ["-m%d" % DEPTH, "-n"]
     if case.model == "ll" and "TIMEOUTS" in case.macros:
         flags.append("-E")  # ends of another kind are no errors then
-    if case.kind == "sampled":
+    if case.kind in ("sampled", "hunted"):
         flags += ["-w%d" % SAMPLE_BITS, "-RS1"]
     with subprocess.Popen(["./pan", *flags], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           text=True) as pan:
         try:
-            return pan.communicate(timeout=SAMPLE_S if case.kind == "sampled" else SEARCH_S)[0]
+            return pan.communicate(timeout={"sampled": SAMPLE_S, "hunted": HUNT_S}.get(case.kind, SEARCH_S))[0]
         except subprocess.TimeoutExpired:
-            if case.kind != "sampled":
+            if case.kind not in ("sampled", "hunted"):
                 pan.kill()
                 raise Failed("did not end within %d s" % SEARCH_S) from None
             pan.send_signal(signal.SIGINT)
@@ -259,7 +305,7 @@ def judge(case, out):
     if not errors or not states:
         return False, (out.strip().splitlines() or ["pan said nothing"])[-1]
     said = "%s states, depth %s, %s s" % (states[1], errors[1], seconds[1] if seconds else "0")
-    if case.kind == "mutant":
+    if case.kind in ("mutant", "hunted"):
         return bool(why), said + (", caught by " + why[1][:60] if why else ", not caught")
     if errors[2] != "0":
         return False, said + ", " + (why[1] if why else errors[2] + " errors")
