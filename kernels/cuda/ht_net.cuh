@@ -23,9 +23,9 @@
  * from w to o, neither from w's boxes nor to o's, and o has closed that op, so it reads none of it.  An ACK that is not
  * told at the end of an op, as w was not over then, is told as soon as o sees it, when its next op begins or while it
  * waits (catch_up); to all, whoever it is that it waits for to ask: of three ranks each could wait for the next one's
- * ACK otherwise.  Each pair of ranks has boxes of its own, at both ends: who stands in for a gate does not use the gate's, for or from which a put may
- * be under way for as long as it likes.  Nor does he use its flags (flags_of): the gate may tell an old op's late.  Sums
- * go back in s's op when s has asked for them in it.
+ * ACK otherwise.  Each pair of ranks has boxes of its own, at both ends: who stands in for a gate does not use the gate's,
+ * for or from which a put may be under way for as long as it likes.  Nor does he use its flags (flags_of): the gate may
+ * tell an old op's late.  Sums go back in s's op when s has asked for them in it.
  * Whoever reads a box looks at the op's tag in each record too: after kOver it is there, or it does not come.
  * Partials of s's tokens lie at its gate also when another rank stands in.  Who sums them up has asked for them; where it
  * is not the one that did so last, that one has closed the op before (await_place).
