@@ -174,7 +174,8 @@ class AttachTest(harness.TestCase):
         self.serve()
         self.start_worker(0)
         raised = self.may_raise_priorities()
-        self.assertEqual(self.nices("ep-rank-"), {-5 if raised else 0})
+        harness.wait_until(lambda: self.nices("ep-rank-") == {-5 if raised else 0},
+                           lambda: "engines at their priority: %s" % self.nices("ep-rank-"))
         self.assertEqual(self.nices("ep-server"), {5 if raised else 0})
 
     # -- claims --
