@@ -32,7 +32,9 @@ int main(int argc, char **argv)
     struct ep_error error = EP_ERROR_INIT;
     ep_status status;
 
-    ep_thread_controls();
+    /* Threads that run ops say so themselves.  Where they may not, they would stand behind with this one, which makes them. */
+    if (ep_thread_runs_ops())
+        ep_thread_controls();
     status = ep_options_load(argc, argv, environ, &options, &error);
     if (status == EP_OK)
         status = act(options, argc, argv, &error);

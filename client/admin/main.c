@@ -85,7 +85,7 @@ static int run(int argc, char **argv)
 
 int main(int argc, char **argv)
 {
-    (void)setpriority(PRIO_PROCESS, 0, EP_CONTROL_NICE); /* on a node whose ranks compute */
+    ep_thread_controls(); /* it may be on a node whose ranks compute */
     signal(SIGPIPE, SIG_IGN); /* a closed output is seen where it is written */
     setlocale(LC_CTYPE, "");
     setlocale(LC_TIME, "");

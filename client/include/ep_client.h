@@ -91,8 +91,8 @@
  *
  * On cuda this is about what the program has put on streams, whether the GPU has come to it or not.  Ops of the rank and
  * of its successor must be in order among each other as those of one rank must: on the same stream they are.  ep_leave()
- * waits for the rank's ops; a program that does not want to wait calls it a few steps later.  A graph holds the memory of the rank that it was captured with: capture anew on the successor, and see
- * ep_graph_begins().
+ * waits for the rank's ops; a program that does not want to wait calls it a few steps later.  A graph holds the memory of
+ * the rank that it was captured with: capture anew on the successor, and see ep_graph_begins().
  *
  * Versioned structs start with their size, as ep_join_options above: set it to sizeof.  A library that
  * is older than the program takes them as long as what it does not know is 0.

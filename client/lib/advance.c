@@ -2,8 +2,8 @@
  * A rank that follows its group over to the next epoch.
  *
  * Attaching there is the work of a thread: claims and greetings block.  So is giving back the memory of a rank that has
- * gone over and left, as its program goes on.  Each rank that follows has a *successor*, which
- * says how far that is.  The successor outlives its rank while the thread is at work for it, and goes then.
+ * gone over and left, as its program goes on.  Each rank that follows has a *successor*, which says how far that is.  The
+ * successor outlives its rank while the thread is at work for it, and goes then.
  *
  * When to go over is agreed on by the rank's thread (ep_advance) and the monitor (ASK, TURN) under turn.lock: the rank
  * passes a boundary, or it waits there because the monitor has promised that it would.

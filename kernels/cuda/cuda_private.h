@@ -146,6 +146,8 @@ ep_status ep_cuda_stream_create(uint32_t device, void **stream, struct ep_error 
 void ep_cuda_stream_destroy(uint32_t device, void *stream);
 ep_status ep_cuda_stream_query(uint32_t device, void *stream, struct ep_error *error);
 ep_status ep_cuda_stream_sync(uint32_t device, void *stream, struct ep_error *error);
+/* The same; the device's context is current. */
+ep_status ep_cuda_is_captured(uint32_t device, CUstream stream, bool *captured, struct ep_error *error);
 ep_status ep_cuda_stream_captured(uint32_t device, void *stream, bool *captured, struct ep_error *error);
 void ep_cuda_thread_relax(void);
 

@@ -201,19 +201,15 @@ static ep_status launch(const struct ep_cuda_ringer *ringer, const struct ep_op 
 /* The device's context is current. */
 static ep_status ring(struct ep_cuda_ringer *ringer, const struct ep_op *op, CUstream stream, struct ep_error *error)
 {
-    CUstreamCaptureStatus captures = CU_STREAM_CAPTURE_STATUS_NONE;
-    CUresult result;
+    bool captured;
 
     if (ep_cuda_check_reach(op, error) != EP_OK)
         return error->status;
     if (ringer->spins)
         return launch(ringer, op, stream, error);
-    result = cuStreamIsCapturing(stream, &captures);
-    if (result != CUDA_SUCCESS)
-        return ep_cuda_fail(error, result, "cuStreamIsCapturing on device %u", ringer->device);
-    if (captures == CU_STREAM_CAPTURE_STATUS_NONE)
-        return ring_recent(ringer, op, stream, error);
-    return ring_kept(ringer, op, stream, error);
+    if (ep_cuda_is_captured(ringer->device, stream, &captured, error) != EP_OK)
+        return error->status;
+    return captured ? ring_kept(ringer, op, stream, error) : ring_recent(ringer, op, stream, error);
 }
 
 ep_status ep_cuda_ring(struct ep_cuda_ringer *ringer, const struct ep_op *op, void *stream, struct ep_error *error)

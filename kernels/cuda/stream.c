@@ -61,19 +61,25 @@ ep_status ep_cuda_stream_sync(uint32_t device, void *stream, struct ep_error *er
 }
 
 /* An invalidated capture is one too: what is put on it runs never. */
+ep_status ep_cuda_is_captured(uint32_t device, CUstream stream, bool *captured, struct ep_error *error)
+{
+    CUstreamCaptureStatus captures = CU_STREAM_CAPTURE_STATUS_NONE;
+    const CUresult result = cuStreamIsCapturing(stream, &captures);
+
+    *captured = captures != CU_STREAM_CAPTURE_STATUS_NONE;
+    return result == CUDA_SUCCESS ? EP_OK : ep_cuda_fail(error, result, "cuStreamIsCapturing on device %u", device);
+}
+
 ep_status ep_cuda_stream_captured(uint32_t device, void *stream, bool *captured, struct ep_error *error)
 {
     const struct ep_cuda_context *context;
-    CUstreamCaptureStatus captures = CU_STREAM_CAPTURE_STATUS_NONE;
     ep_status status = ep_cuda_enter(device, &context, error);
-    CUresult result;
 
     if (status != EP_OK)
         return status;
-    result = cuStreamIsCapturing(ep_cuda_stream(context, stream), &captures);
+    status = ep_cuda_is_captured(device, ep_cuda_stream(context, stream), captured, error);
     ep_cuda_leave();
-    *captured = captures != CU_STREAM_CAPTURE_STATUS_NONE;
-    return result == CUDA_SUCCESS ? EP_OK : ep_cuda_fail(error, result, "cuStreamIsCapturing on device %u", device);
+    return status;
 }
 
 void ep_cuda_thread_relax(void)

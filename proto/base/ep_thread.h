@@ -22,14 +22,10 @@ static inline bool ep_thread_runs_ops(void)
     return setpriority(PRIO_PROCESS, 0, EP_OPS_NICE) == 0;
 }
 
-/*
- * Of a process with both: its first thread, before there are others, and then those that run ops say so themselves.
- * Where they may not, all stay as they are, as they would stand behind with this one.
- */
+/* What it does is about the cluster, and no op waits for it. */
 static inline void ep_thread_controls(void)
 {
-    if (ep_thread_runs_ops())
-        (void)setpriority(PRIO_PROCESS, 0, EP_CONTROL_NICE);
+    (void)setpriority(PRIO_PROCESS, 0, EP_CONTROL_NICE);
 }
 
 /* Nobody waits for what the calling thread does. */

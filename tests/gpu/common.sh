@@ -66,8 +66,24 @@ why() {
     echo "ended with $1$( (($1 == 124 || $1 == 137)) && echo ", after $2 s")"
 }
 
+# until_so COMMAND [ARGUMENT...]: waits for it to succeed, a minute at most.
+until_so() {
+    local i
+    for ((i = 0; i < 600; i++)); do
+        "$@" && return
+        sleep 0.1
+    done
+    echo "never so: $*"
+    return 1
+}
+
+nobody_in_old_epochs() {
+    local group
+    group=$("$bin/ep-admin" --timeout=40s group get moe) && ! grep -q '^old epochs' <<<"$group"
+}
+
 # under_changes FLAG... -- COMMAND [ARGUMENT...]: the command is a soak of the group moe with --follow. Meanwhile the group is
-# updated with one flag after the other (a word; commas within), and its workers go over each time.
+# updated with one flag after the other, and its workers go over each time.
 under_changes() {
     local changes=() said soak change
     while [[ $1 != -- ]]; do
@@ -78,10 +94,10 @@ under_changes() {
     said=$(mktemp)
     "$@" >"$said" 2>&1 &
     soak=$!
-    sleep 2 # they attach
+    until_so grep -q 'soak: [1-9]' "$said"
     for change in "${changes[@]}"; do
-        timeout --kill-after=5 60 "$bin/ep-admin" --timeout=40s group update moe "$change" --wait=30s || break
-        sleep 0.5
+        timeout --kill-after=5 60 "$bin/ep-admin" --timeout=40s group update moe "$change" || break
+        until_so nobody_in_old_epochs || break
     done
     wait "$soak"
     local code=$?

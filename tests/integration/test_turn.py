@@ -82,6 +82,16 @@ class TurnCase(harness.TestCase):
             self.assertEqual([turn["epoch"] for turn in report["turns"]["each"]], epochs, report["turns"])
         return report
 
+    def kill_over_changes(self, *flags):
+        self.create("--modes=ll")
+        bench = self.soak("--soak-kill=2", *flags)
+        for tokens in (32, 24, 16):
+            self.turn("--ll-max-tokens=%d" % tokens)
+        harness.wait_until(lambda: not bench.alive() or any(kills for _, kills in self.told(bench)), bench.log)
+        report = self.check_soak(bench)
+        self.assertGreaterEqual(report["turns"]["count"], 3)
+        self.assertGreater(report["soak"]["kills"], 0)
+
     # ---- worker
 
     def worker(self, rank, *flags, node="a", tag=""):
@@ -142,14 +152,7 @@ class OneServerTest(TurnCase):
         self.assertIn([turn["epoch"] for turn in report["turns"]["each"]], ([last], [first, last]))
 
     def test_workers_are_killed_and_replaced_over_changes(self):
-        self.create("--modes=ll")
-        bench = self.soak("--soak-kill=2")
-        for tokens in (32, 24, 16):
-            self.turn("--ll-max-tokens=%d" % tokens)
-        harness.wait_until(lambda: not bench.alive() or any(kills for _, kills in self.told(bench)), bench.log)
-        report = self.check_soak(bench)
-        self.assertGreaterEqual(report["turns"]["count"], 3)
-        self.assertGreater(report["soak"]["kills"], 0)
+        self.kill_over_changes()
 
     def test_workers_go_over_without_leaving(self):
         self.create()
@@ -236,14 +239,7 @@ class CudaTest(TurnCase):
         self.assertEqual((report["turns"]["workers_added"], report["turns"]["workers_removed"]), (1, 2))
 
     def test_workers_are_killed_and_replaced_over_changes(self):
-        self.create()
-        bench = self.soak("--modes=ll", self.executor, "--soak-kill=2")
-        for tokens in (32, 24, 16):
-            self.turn("--ll-max-tokens=%d" % tokens)
-        harness.wait_until(lambda: not bench.alive() or any(kills for _, kills in self.told(bench)), bench.log)
-        report = self.check_soak(bench)
-        self.assertGreaterEqual(report["turns"]["count"], 3)
-        self.assertGreater(report["soak"]["kills"], 0)
+        self.kill_over_changes("--modes=ll", self.executor)
 
     def test_workers_go_over_without_leaving(self):
         self.create()

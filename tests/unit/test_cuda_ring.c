@@ -85,11 +85,11 @@ CUresult cuStreamBatchMemOp(CUstream stream, unsigned int n, CUstreamBatchMemOpP
     return CUDA_SUCCESS;
 }
 
-CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status)
+ep_status ep_cuda_is_captured(uint32_t device, CUstream stream, bool *is, struct ep_error *error)
 {
-    (void)stream;
-    *status = capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
-    return CUDA_SUCCESS;
+    (void)device, (void)stream, (void)error;
+    *is = capturing;
+    return EP_OK;
 }
 
 static CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
