@@ -23,6 +23,9 @@
  *   - memory is VMM's: cuMemCreate, cuMemMap, cuMemSetAccess and cuMemUnmap do not wait for streams.  What a
  *     serve has beside its options is kept for the next one, and never freed;
  *   - all streams are non-blocking ones, and copies are waited for on their own stream;
+ *   - a context has room for 35 streams, or for as many as it had at once; to make more the driver waits for all of
+ *     its work, with the lock of the context held (seen on H200, driver 580, whatever their priorities and with 16
+ *     or 32 hardware queues).  NCCL makes streams for each communicator, so there is room before the first wait;
  *   - streams that share a hardware queue wait for each other.  There are CUDA_DEVICE_MAX_CONNECTIONS of them
  *     (ep_cuda.h: 32), which the driver gives out as streams are made.  Streams that wait are made once and
  *     kept, and only so many that some queues are left for others.
@@ -41,6 +44,7 @@
 #define FIND_OUT_EVERY 16u
 #define QUEUES_LEFT 4u /* for the module's own stream, and what else the process makes */
 #define RING_US 100u   /* between two rings at the end */
+#define STREAMS 512u   /* that a context has room for, before the first of them waits */
 
 /* What outlives a serve.  Of one device; in use by one serve or free. */
 struct place {
@@ -114,6 +118,28 @@ static ep_status fill_place(struct place *place, uint32_t device, struct ep_erro
     return status;
 }
 
+/*
+ * Streams that are made and given back leave their room, and 512 take a few ms.  The device's context is current, and
+ * none of its streams waits yet.
+ */
+static ep_status make_room(uint32_t device, struct ep_error *error)
+{
+    CUstream *streams = calloc(STREAMS, sizeof(CUstream));
+    ep_status status = EP_OK;
+    uint32_t n = 0;
+
+    if (!streams)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory to serve a rank");
+    while (!status && n < STREAMS) {
+        status = ep_cuda_stream_make(device, &streams[n], error);
+        n += !status;
+    }
+    while (n > 0)
+        cuStreamDestroy(streams[--n]);
+    free(streams);
+    return status;
+}
+
 /* Under the lock. */
 static ep_status make_place(uint32_t device, struct place **out, struct ep_error *error)
 {
@@ -124,6 +150,8 @@ static ep_status make_place(uint32_t device, struct place **out, struct ep_error
         return ep_error_set(error, EP_RESOURCE_EXHAUSTED,
                             "device %u serves %u ranks already: with CUDA_DEVICE_MAX_CONNECTIONS=%u, which is 32 at "
                             "most, one process can serve %u on a GPU", device, places_made[device], queues, most);
+    if (places_made[device] == 0 && make_room(device, error) != EP_OK)
+        return error->status;
     place = calloc(1, sizeof *place);
     if (!place)
         return ep_error_set(error, EP_NO_MEMORY, "no memory to serve a rank");
