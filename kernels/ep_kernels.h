@@ -144,7 +144,7 @@ void ep_op_late_text(char *text, size_t size, uint32_t late_rank, uint32_t mode,
 /* How the nodes of a group reach each other; kernels/gin carries it, and its environment says how (gin/plugin.c). */
 struct ep_host_net;
 
-#define EP_HOST_CARD_BYTES 256u
+#define EP_HOST_CARD_BYTES 288u
 struct ep_host_card { uint8_t bytes[EP_HOST_CARD_BYTES]; }; /* how other nodes reach this one; as secret as a key */
 
 ep_status ep_host_net_listen(struct ep_host_net **out, struct ep_host_card *card, struct ep_error *error);

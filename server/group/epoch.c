@@ -262,19 +262,35 @@ struct ep_team_beside epoch_beside(const struct ep_settled *settled, const struc
     return ep_team_beside(settled->spec->backend, &settled->map, plan->node);
 }
 
+static ep_status listen_here(struct epoch *epoch, struct ep_team_card *card, struct ep_error *error)
+{
+    const struct ranks here = epoch_ranks_of(epoch, epoch->own);
+    struct ep_team_net_rank *list = group_allocate(here.n, sizeof *list);
+    const struct ep_team_net_options options = {
+        .first = epoch->own == 0,
+        .group = epoch->group->name,
+        .ranks = epoch->n_ranks,
+        .here = list,
+        .n = here.n,
+    };
+    ep_status status;
+
+    for (uint32_t i = 0; i < here.n; i++)
+        list[i] = (struct ep_team_net_rank){ here.number[i], epoch->ranks[here.number[i]].own->device };
+    status = ep_team_net_listen(epoch->group->groups->node, &options, &epoch->net, card, error);
+    free(list);
+    return status;
+}
+
 static ep_status prepare_span(struct epoch *epoch, struct ep_team_card *card, struct ep_error *error)
 {
-    struct ep_node *node = epoch->group->groups->node;
     const uint64_t bytes = epoch_beside(&epoch->settled, &epoch->plan).node;
     ep_status status = share_reserve(epoch->group, first_here(epoch)->own->device, bytes, error);
 
     if (status)
         return status;
     epoch->span_bytes = bytes;
-    status = ep_team_net_listen(node, &epoch->net, card, error);
-    if (!status && epoch->own == 0 && is_on_gpus(epoch))
-        status = ep_team_net_lead(epoch->net, card, error);
-    return status;
+    return listen_here(epoch, card, error);
 }
 
 ep_status epoch_prepare(struct epoch *epoch, struct ep_team_card *card, struct ep_error *error)
@@ -383,21 +399,21 @@ static ep_status make_team_and_windows(struct epoch *epoch, struct ep_error *err
 static ep_status make_windows_known(struct epoch *epoch, struct ep_error *error)
 {
     const struct ranks here = epoch_ranks_of(epoch, epoch->own);
-    struct ep_team_net_rank *list;
+    struct ep_node_window **windows;
     ep_status status = EP_OK;
 
     if (!is_on_gpus(epoch))
         return EP_OK;
-    list = group_allocate(here.n, sizeof *list);
+    windows = group_allocate(here.n, sizeof *windows);
     for (uint32_t i = 0; !status && i < here.n; i++) {
         struct rank *rank = &epoch->ranks[here.number[i]];
 
         status = create_window(epoch, rank, error);
-        list[i] = (struct ep_team_net_rank){ rank->number, rank->own->device, rank->own->window };
+        windows[i] = rank->own->window;
     }
     if (!status)
-        status = ep_team_net_expect(epoch->net, epoch->n_ranks, list, here.n, error);
-    free(list);
+        ep_team_net_expect(epoch->net, windows);
+    free(windows);
     return status;
 }
 

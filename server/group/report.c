@@ -355,6 +355,7 @@ static void tear(struct epoch *epoch, uint32_t node, const char *reason)
     snprintf(epoch->torn, sizeof epoch->torn, "%s", reason);
     if (epoch != epoch->group->epoch)
         return;
+    ep_team_distrust(epoch->team);
     heal_later(epoch->group);
     EP_WARN("group", "a node of an epoch is lost", EP_S("group", epoch->group->name), EP_U("epoch", epoch->number),
             EP_S("node", epoch->plan.name[node]), EP_S("why", reason));

@@ -28,21 +28,24 @@ struct ep_team;
 
 /* ---- a team over several nodes --------------------------------------------------- */
 
-#define EP_TEAM_CARD_BYTES 256u
+#define EP_TEAM_CARD_BYTES 288u
 struct ep_team_card { uint8_t bytes[EP_TEAM_CARD_BYTES]; }; /* how the other nodes reach this one; as secret as a key */
 struct ep_team_net;                                         /* this node's end of a team's network */
 
-ep_status ep_team_net_listen(struct ep_node *node, struct ep_team_net **out, struct ep_team_card *card,
-                             struct ep_error *error);
-/* Of one node, the first, whose card has more to say. */
-ep_status ep_team_net_lead(struct ep_team_net *net, struct ep_team_card *card, struct ep_error *error);
-/* cuda, before it is connected: the windows of the ranks that are here, which others put to.  One rank per GPU. */
 struct ep_team_net_rank {
     uint32_t rank, device; /* device: of the node */
-    struct ep_node_window *window;
 };
-ep_status ep_team_net_expect(struct ep_team_net *net, uint32_t ranks, const struct ep_team_net_rank *here, uint32_t n,
-                             struct ep_error *error);
+struct ep_team_net_options {
+    bool first;                          /* the first node, whose card has more to say */
+    const char *group;                   /* of nets of one group with the same ranks the next goes on where it can */
+    uint32_t ranks;                      /* R */
+    const struct ep_team_net_rank *here; /* cuda: those of this node, one per GPU */
+    uint32_t n;
+};
+ep_status ep_team_net_listen(struct ep_node *node, const struct ep_team_net_options *options, struct ep_team_net **out,
+                             struct ep_team_card *card, struct ep_error *error);
+/* cuda, before it is connected: the windows of the ranks that are here, in that order, which others put to. */
+void ep_team_net_expect(struct ep_team_net *net, struct ep_node_window *const *windows);
 /* Collective: every node, with the cards of all.  Blocks until all are connected, timeout_ms at most, so on a thread
  * of the pool; the error names the node's index.  After a failure the net can only be closed. */
 ep_status ep_team_net_connect(struct ep_team_net *net, const struct ep_team_card *cards, uint32_t nodes, uint32_t own,
@@ -109,6 +112,8 @@ ep_status ep_team_reset(struct ep_team *team, struct ep_error *error);
  * otherwise go on among themselves and not know why.
  */
 void ep_team_cut(struct ep_team *team, uint32_t node);
+/* What leads to the other nodes may be broken: the next team does not go on with it. */
+void ep_team_distrust(struct ep_team *team);
 
 /*
  * A rank joins on all nodes at the same numbers: each node is held and tells what its ranks have begun, and each admits

@@ -84,6 +84,7 @@ static void *run(void *arg)
     ep_status status;
 
     (void)ep_thread_runs_ops();
+    nccl_serve_begins();
     status = api->serve_post(serve->serve, BATCH_OPS, &error);
     while (!status && !stopping(serve)) {
         status = api->serve_post(serve->serve, BATCH_OPS, &error);
@@ -309,7 +310,6 @@ static void close_unused(struct serve *serve)
 
     (void)serve->api->serve_end(serve->serve, 0, &ignored);
     serve->api->serve_close(serve->serve);
-    nccl_serve_ends();
 }
 
 static ep_status make(struct cuda_team *team, const struct ep_executor_options *options, struct serve **out,
@@ -323,12 +323,9 @@ static ep_status make(struct cuda_team *team, const struct ep_executor_options *
     init_lock(serve);
     serve->news.data = serve->ending.data = serve;
 
-    nccl_serve_begins();
-
     ep_status status = open_serve(serve, team, options, error);
 
     if (status) {
-        nccl_serve_ends();
         free_serve(serve);
         return status;
     }

@@ -206,7 +206,7 @@ void cuda_span_cut(struct ep_team *base, uint32_t node)
 
 ep_status cuda_span_make_net(struct cuda_team *team, uint32_t rank, struct ep_error *error)
 {
-    const struct nccl_rank *nccl = nccl_rank(team->span->net->nccl, rank);
+    const struct nccl_rank *nccl = nccl_rank(team->span->net->gpus, rank);
     struct cuda_rank *r = &team->ranks[rank];
     struct ep_device_net *net;
     ep_status status;
@@ -239,6 +239,14 @@ ep_status cuda_span_tell_window(struct cuda_team *team, uint32_t rank, struct ep
             status = cuda_write(team, i, &net->at[rank], &at, sizeof at, error);
         }
     return status;
+}
+
+void cuda_span_distrust(struct ep_team *base)
+{
+    struct cuda_team *team = cuda(base);
+
+    if (team->span)
+        nccl_distrust(team->span->net->gpus);
 }
 
 /* Losses are told from the watch's thread on.  The net of hosts is the watch's when this has gone well. */

@@ -1,5 +1,6 @@
 /* The backend's functions behind ep_team.h. */
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "ep_clock.h"
@@ -8,19 +9,35 @@
 
 /* ---- network ---------------------------------------------------------------------- */
 
-_Static_assert(sizeof(struct ep_team_card) == sizeof(struct ep_host_card), "cards are passed on as they are");
+#define EP_GPUS_CARD 128u /* of a card, what comes before is the host net's */
 
-#define NCCL_CARD (EP_TEAM_CARD_BYTES - NCCL_ID_BYTES) /* the other half of a card is the host net's */
+_Static_assert(sizeof(struct ep_team_card) == sizeof(struct ep_host_card), "cards are passed on as they are");
+_Static_assert(EP_GPUS_CARD + sizeof(struct nccl_card) <= EP_TEAM_CARD_BYTES, "a card has room for NCCL's");
 
 static bool is_cuda(const struct ep_node *node)
 {
     return ep_node_backend(node) == EP__V1__BACKEND__BACKEND_CUDA;
 }
 
-ep_status ep_team_net_listen(struct ep_node *node, struct ep_team_net **out, struct ep_team_card *card,
-                             struct ep_error *error)
+static ep_status open_gpus(struct ep_team_net *net, const struct ep_team_net_options *options, struct nccl_card *card,
+                           struct ep_error *error)
+{
+    net->here = calloc(options->n, sizeof *net->here);
+    if (!net->here)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a team's network");
+    net->n = options->n;
+    for (uint32_t i = 0; i < options->n; i++) {
+        net->here[i].rank = options->here[i].rank;
+        net->here[i].device = net->node->devices[options->here[i].device].ordinal;
+    }
+    return nccl_open(net->node->cuda, options->group, options->ranks, net->here, net->n, &net->gpus, card, error);
+}
+
+ep_status ep_team_net_listen(struct ep_node *node, const struct ep_team_net_options *options, struct ep_team_net **out,
+                             struct ep_team_card *card, struct ep_error *error)
 {
     struct ep_team_net *net;
+    struct nccl_card gpus;
     ep_status status = is_cuda(node) ? nccl_check(node->cuda, error) : EP_OK;
 
     if (status)
@@ -30,37 +47,44 @@ ep_status ep_team_net_listen(struct ep_node *node, struct ep_team_net **out, str
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a team's network");
     net->node = node;
     status = ep_host_net_listen(&net->host, (struct ep_host_card *)card, error);
+    if (!status && is_cuda(node)) {
+        status = open_gpus(net, options, &gpus, error);
+        if (!status && options->first)
+            status = nccl_invite(&gpus, error);
+        if (!status)
+            memcpy(card->bytes + EP_GPUS_CARD, &gpus, sizeof gpus);
+    }
     if (status)
-        free(net);
+        ep_team_net_close(net);
     else
         *out = net;
     return status;
 }
 
-ep_status ep_team_net_lead(struct ep_team_net *net, struct ep_team_card *card, struct ep_error *error)
+void ep_team_net_expect(struct ep_team_net *net, struct ep_node_window *const *windows)
 {
-    return is_cuda(net->node) ? nccl_id(card->bytes + NCCL_CARD, error) : EP_OK;
+    for (uint32_t i = 0; i < net->n; i++) {
+        struct nccl_memory *memory = net->here[i].memory;
+
+        memory[NCCL_WINDOW] = (struct nccl_memory){ .at = ep_node_window_base(windows[i]),
+                                                    .bytes = ep_node_window_whole(windows[i]) };
+        memory[NCCL_BESIDE] = (struct nccl_memory){ .at = ep_node_window_beside(windows[i]),
+                                                    .bytes = windows[i]->beside_bytes };
+    }
 }
 
-ep_status ep_team_net_expect(struct ep_team_net *net, uint32_t ranks, const struct ep_team_net_rank *here, uint32_t n,
-                             struct ep_error *error)
+static ep_status connect_gpus(struct ep_team_net *net, const struct ep_team_card *cards, uint32_t nodes, uint32_t timeout_ms,
+                              struct ep_error *error)
 {
-    if (!is_cuda(net->node))
-        return EP_OK;
-    net->here = calloc(n, sizeof *net->here);
-    if (!net->here)
-        return ep_error_set(error, EP_NO_MEMORY, "no memory for a team's network");
-    net->ranks = ranks;
-    net->n_here = n;
-    for (uint32_t i = 0; i < n; i++)
-        net->here[i] = (struct nccl_rank){ .rank = here[i].rank,
-                                           .device = net->node->devices[here[i].device].ordinal,
-                                           .memory = {
-                                               [NCCL_WINDOW] = { .at = ep_node_window_base(here[i].window),
-                                                                 .bytes = ep_node_window_whole(here[i].window) },
-                                               [NCCL_BESIDE] = { .at = ep_node_window_beside(here[i].window),
-                                                                 .bytes = here[i].window->beside_bytes } } };
-    return EP_OK;
+    struct nccl_card card, first;
+    bool goes_on = true;
+
+    memcpy(&first, cards[0].bytes + EP_GPUS_CARD, sizeof first);
+    for (uint32_t n = 0; n < nodes; n++) {
+        memcpy(&card, cards[n].bytes + EP_GPUS_CARD, sizeof card);
+        goes_on &= nccl_goes_on(net->gpus, &card);
+    }
+    return nccl_form(&net->gpus, goes_on ? NULL : &first, net->here, timeout_ms, error);
 }
 
 ep_status ep_team_net_connect(struct ep_team_net *net, const struct ep_team_card *cards, uint32_t nodes, uint32_t own,
@@ -70,18 +94,17 @@ ep_status ep_team_net_connect(struct ep_team_net *net, const struct ep_team_card
     ep_status status = ep_host_net_connect(net->host, (const struct ep_host_card *)cards, nodes, own, timeout_ms, error);
     uint64_t took_ms;
 
-    if (status || !net->here)
+    if (status || !net->gpus)
         return status;
     took_ms = (ep_clock_ns() - start) / EP_NS_PER_MS;
-    return nccl_form(net->node->cuda, cards[0].bytes + NCCL_CARD, net->ranks, net->here, net->n_here,
-                     took_ms < timeout_ms ? timeout_ms - (uint32_t)took_ms : 1, &net->nccl, error);
+    return connect_gpus(net, cards, nodes, took_ms < timeout_ms ? timeout_ms - (uint32_t)took_ms : 1, error);
 }
 
 void ep_team_net_close(struct ep_team_net *net)
 {
     if (!net)
         return;
-    nccl_leave(net->nccl);
+    nccl_close(net->gpus);
     ep_host_net_close(net->host);
     free(net->here);
     free(net);
@@ -139,6 +162,12 @@ void ep_team_cut(struct ep_team *team, uint32_t node)
 {
     if (team->ops->cut)
         team->ops->cut(team, node);
+}
+
+void ep_team_distrust(struct ep_team *team)
+{
+    if (team->ops->distrust)
+        team->ops->distrust(team);
 }
 
 ep_status ep_team_join(struct ep_team *team, uint32_t rank, struct ep_error *error)

@@ -448,6 +448,7 @@ static const struct ep_team_ops cuda_ops = {
     .leave = leave,
     .leave_all = leave_all,
     .cut = cuda_span_cut,
+    .distrust = cuda_span_distrust,
     .hold = cuda_span_hold,
     .admit = cuda_span_admit,
     .unhold = cuda_span_unhold,

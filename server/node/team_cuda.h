@@ -80,6 +80,7 @@ ep_status cuda_span_tell_window(struct cuda_team *team, uint32_t rank, struct ep
 uint64_t cuda_span_held(const struct cuda_team *team);
 /* As of struct ep_team_ops. */
 void cuda_span_cut(struct ep_team *team, uint32_t node);
+void cuda_span_distrust(struct ep_team *team);
 ep_status cuda_span_hold(struct ep_team *team, uint32_t hold_ms, uint64_t *hold, struct ep_team_numbers *begun,
                          struct ep_error *error);
 ep_status cuda_span_admit(struct ep_team *team, uint64_t hold, uint32_t rank, const struct ep_team_numbers *from,

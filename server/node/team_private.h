@@ -14,6 +14,7 @@ struct ep_team_ops {
     void (*leave)(struct ep_team *team, uint32_t rank);
     void (*leave_all)(struct ep_team *team);
     void (*cut)(struct ep_team *team, uint32_t node); /* NULL: as hold */
+    void (*distrust)(struct ep_team *team); /* NULL: no team goes on with what another one had */
     ep_status (*join)(struct ep_team *team, uint32_t rank, struct ep_error *error);
     ep_status (*reset)(struct ep_team *team, struct ep_error *error);
     /* All three, or none: the backend has no teams over several nodes. */
@@ -56,9 +57,9 @@ struct ep_executor {
 struct ep_team_net {
     struct ep_node *node;
     struct ep_host_net *host;
-    struct nccl_world *nccl; /* connected; NULL on the host backend */
-    uint32_t ranks, n_here;  /* of the team; on this node */
-    struct nccl_rank *here;  /* cuda: before it is connected */
+    struct nccl_net *gpus;  /* NULL: the host backend, or it could not be connected */
+    struct nccl_rank *here; /* cuda: n of them */
+    uint32_t n;
 };
 
 /* ---- lost.c: nodes that are gone, from a net's thread to the loop's ---- */

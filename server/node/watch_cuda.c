@@ -57,7 +57,10 @@ static void tell_timeout(struct cuda_watch *watch, const struct ep_device_report
         .late_rank = report->failure.late_rank,
     };
 
-    if (report->failure.status == EP_TIMEOUT && watch->options.on_timeout)
+    if (report->failure.status != EP_TIMEOUT)
+        return;
+    ep_team_distrust(&watch->team->base); /* the way to another node may be broken */
+    if (watch->options.on_timeout)
         watch->options.on_timeout(&timeout, watch->options.user);
 }
 

@@ -97,25 +97,17 @@ struct ep_team_beside ep_team_beside(Ep__V1__Backend backend, const struct ep_la
 }
 
 /* Of GPUs, which there are none of. */
-ep_status ep_team_net_lead(struct ep_team_net *net, struct ep_team_card *card, struct ep_error *error)
+void ep_team_net_expect(struct ep_team_net *net, struct ep_node_window *const *windows)
 {
-    (void)net, (void)card, (void)error;
-    return EP_OK;
+    (void)net, (void)windows;
 }
 
-ep_status ep_team_net_expect(struct ep_team_net *net, uint32_t ranks, const struct ep_team_net_rank *here, uint32_t n,
-                             struct ep_error *error)
-{
-    (void)net, (void)ranks, (void)here, (void)n, (void)error;
-    return EP_OK;
-}
-
-ep_status ep_team_net_listen(struct ep_node *node, struct ep_team_net **out, struct ep_team_card *card,
-                             struct ep_error *error)
+ep_status ep_team_net_listen(struct ep_node *node, const struct ep_team_net_options *options, struct ep_team_net **out,
+                             struct ep_team_card *card, struct ep_error *error)
 {
     struct ep_team_net *net = sim_allocate(1, sizeof *net);
 
-    (void)error;
+    (void)options, (void)error;
     net->own = sim_find(ep_node_name(node))->index;
     memset(card, 0, sizeof *card);
     memcpy(card->bytes, &net->own, sizeof net->own);
@@ -216,6 +208,11 @@ void ep_team_leave(struct ep_team *team, uint32_t rank)
 void ep_team_cut(struct ep_team *team, uint32_t node)
 {
     (void)team, (void)node;
+}
+
+void ep_team_distrust(struct ep_team *team)
+{
+    (void)team;
 }
 
 void ep_team_leave_all(struct ep_team *team)

@@ -5,7 +5,7 @@
 
 #include "nccl.h"
 
-int nccl_double_left;
+int nccl_double_made, nccl_double_left, nccl_double_windows;
 
 typedef struct { char internal[NCCL_ID_BYTES]; } unique_id;
 
@@ -38,6 +38,7 @@ int ncclCommInitRank(void **comm, int ranks, unique_id id, int rank)
     if (id.internal[0] != 'n' || rank >= ranks)
         return 4;
     *comm = malloc(1);
+    __atomic_fetch_add(&nccl_double_made, 1, __ATOMIC_RELAXED);
     return *comm ? 0 : 2;
 }
 
@@ -63,12 +64,14 @@ int ncclCommWindowRegister(void *comm, void *memory, size_t bytes, void **window
 {
     (void)comm, (void)flags;
     *window = bytes ? memory : NULL;
+    __atomic_fetch_add(&nccl_double_windows, 1, __ATOMIC_RELAXED);
     return 0;
 }
 
 int ncclCommWindowDeregister(void *comm, void *window)
 {
     (void)comm, (void)window;
+    __atomic_fetch_sub(&nccl_double_windows, 1, __ATOMIC_RELAXED);
     return 0;
 }
 

@@ -2,6 +2,7 @@
 #ifndef NCCL_DOUBLE_H
 #define NCCL_DOUBLE_H
 
-extern int nccl_double_left; /* communicators that were left, ever; atomic */
+/* Atomic: communicators (of one rank each) that were made and left, ever; windows that are registered. */
+extern int nccl_double_made, nccl_double_left, nccl_double_windows;
 
 #endif

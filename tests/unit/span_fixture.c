@@ -13,18 +13,18 @@ struct ep_team_net {
     const struct ep_node *node;
 };
 
-ep_status __wrap_ep_team_net_listen(struct ep_node *node, struct ep_team_net **out, struct ep_team_card *card,
-                                    struct ep_error *error);
+ep_status __wrap_ep_team_net_listen(struct ep_node *node, const struct ep_team_net_options *options,
+                                    struct ep_team_net **out, struct ep_team_card *card, struct ep_error *error);
 ep_status __wrap_ep_team_net_connect(struct ep_team_net *net, const struct ep_team_card *cards, uint32_t nodes,
                                      uint32_t own, uint32_t timeout_ms, struct ep_error *error);
 void __wrap_ep_team_net_close(struct ep_team_net *net);
 ep_status __real_ep_team_create(const struct ep_team_options *options, struct ep_team **out, struct ep_error *error);
 ep_status __wrap_ep_team_create(const struct ep_team_options *options, struct ep_team **out, struct ep_error *error);
 
-ep_status __wrap_ep_team_net_listen(struct ep_node *node, struct ep_team_net **out, struct ep_team_card *card,
-                                    struct ep_error *error)
+ep_status __wrap_ep_team_net_listen(struct ep_node *node, const struct ep_team_net_options *options,
+                                    struct ep_team_net **out, struct ep_team_card *card, struct ep_error *error)
 {
-    (void)error;
+    (void)options, (void)error;
     *out = calloc(1, sizeof **out);
     (*out)->node = node;
     memset(card, 0, sizeof *card);

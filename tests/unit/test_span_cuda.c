@@ -81,34 +81,42 @@ static void *connect_one(void *arg)
     return NULL;
 }
 
-static void expect_windows(struct fixture *f, uint32_t own)
+static void listen_at(struct fixture *f, uint32_t own)
 {
     struct ep_team_net_rank here[RANKS];
-    uint32_t n = 0;
+    struct ep_node_window *windows[RANKS];
+    struct ep_team_net_options options = { .first = own == 0, .group = "moe", .ranks = RANKS, .here = here };
 
     for (uint32_t r = 0; r < RANKS; r++)
-        if (node_of[r] == own)
-            here[n++] = (struct ep_team_net_rank){ r, device_of[r], f->window[r] };
-    assert_int_equal(ep_team_net_expect(f->net[own], RANKS, here, n, NULL), EP_OK);
+        if (node_of[r] == own) {
+            windows[options.n] = f->window[r];
+            here[options.n++] = (struct ep_team_net_rank){ r, device_of[r] };
+        }
+    assert_int_equal(ep_team_net_listen(f->node, &options, &f->net[own], &f->card[own], NULL), EP_OK);
+    ep_team_net_expect(f->net[own], windows);
 }
 
+/* All have listened. */
 static void connect_both(struct fixture *f)
 {
     struct connecting c[NODES];
     pthread_t thread;
 
-    for (uint32_t n = 0; n < NODES; n++) {
+    for (uint32_t n = 0; n < NODES; n++)
         c[n] = (struct connecting){ .f = f, .own = n };
-        assert_int_equal(ep_team_net_listen(f->node, &f->net[n], &f->card[n], NULL), EP_OK);
-        expect_windows(f, n);
-    }
-    assert_int_equal(ep_team_net_lead(f->net[0], &f->card[0], NULL), EP_OK);
     assert_int_equal(pthread_create(&thread, NULL, connect_one, &c[1]), 0);
     connect_one(&c[0]);
     pthread_join(thread, NULL);
     for (uint32_t n = 0; n < NODES; n++)
         if (c[n].status)
             fail_msg("node %u: %s", n, c[n].error.text);
+}
+
+static void listen_and_connect(struct fixture *f)
+{
+    for (uint32_t n = 0; n < NODES; n++)
+        listen_at(f, n);
+    connect_both(f);
 }
 
 static void on_lost(uint32_t node, const char *why, void *user)
@@ -160,7 +168,7 @@ static int setup(void **state)
                                                ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &f->map, node_of).rank, NULL),
                          EP_OK);
     }
-    connect_both(f);
+    listen_and_connect(f);
     make_team(f, 0);
     make_team(f, 1);
     *state = f;
@@ -331,43 +339,133 @@ static void a_node_that_is_cut_is_lost_to_both(void **state)
         uv_run(&f->loop, UV_RUN_ONCE);
 }
 
-static int left(void)
+/* ---- communicators -------------------------------------------------------------------------------- */
+
+static int value(const int *counter)
 {
-    return __atomic_load_n(&nccl_double_left, __ATOMIC_RELAXED);
+    return __atomic_load_n(counter, __ATOMIC_RELAXED);
+}
+
+static void destroy_team(struct fixture *f, uint32_t own)
+{
+    ep_team_destroy(f->team[own]);
+    f->team[own] = NULL;
 }
 
 /* NCCL would wait for streams that wait for workers. */
 static void communicators_stay_as_long_as_a_rank_is_served(void **state)
 {
     struct fixture *f = *state;
-    const int before = left();
+    const int before = value(&nccl_double_left), windows = value(&nccl_double_windows);
 
     nccl_serve_begins();
     nccl_serve_begins();
-    ep_team_destroy(f->team[1]);
-    f->team[1] = NULL;
-    assert_int_equal(left(), before);
+    destroy_team(f, 1);
+    assert_int_equal(value(&nccl_double_left), before);
+    assert_int_equal(value(&nccl_double_windows), windows - 4); /* its ranks' memory is their own again */
     nccl_serve_ends();
-    assert_int_equal(left(), before);
+    assert_int_equal(value(&nccl_double_left), before);
     nccl_serve_ends();
-    assert_int_equal(left(), before + 2);
-    ep_team_destroy(f->team[0]);
-    f->team[0] = NULL;
-    assert_int_equal(left(), before + 3);
+    assert_int_equal(value(&nccl_double_left), before + 2);
+    destroy_team(f, 0);
+    assert_int_equal(value(&nccl_double_left), before + 3);
+}
+
+/* The next epoch's nets, beside the first ones; how many communicators they made. */
+static int made_for_the_next(struct fixture *f)
+{
+    const int before = value(&nccl_double_made);
+
+    listen_and_connect(f);
+    return value(&nccl_double_made) - before;
+}
+
+static void close_nets(struct fixture *f)
+{
+    for (uint32_t n = 0; n < NODES; n++)
+        ep_team_net_close(f->net[n]);
+}
+
+static void the_next_epoch_goes_on_with_the_communicator(void **state)
+{
+    struct fixture *f = *state;
+    const int left = value(&nccl_double_left), windows = value(&nccl_double_windows);
+
+    assert_int_equal(made_for_the_next(f), 0);
+    assert_int_equal(value(&nccl_double_windows), 2 * windows);
+    destroy_team(f, 0); /* the first epoch's */
+    destroy_team(f, 1);
+    assert_int_equal(value(&nccl_double_windows), windows);
+    assert_int_equal(value(&nccl_double_left), left);
+    close_nets(f);
+    assert_int_equal(value(&nccl_double_windows), 0);
+    assert_int_equal(value(&nccl_double_left), left + RANKS);
+}
+
+/* A server that has started anew has no communicator, nor one where the old epoch is gone already. */
+static void unless_a_node_has_none(void **state)
+{
+    struct fixture *f = *state;
+
+    destroy_team(f, 1);
+    assert_int_equal(made_for_the_next(f), RANKS);
+    close_nets(f);
+}
+
+static void or_does_not_trust_it(void **state)
+{
+    struct fixture *f = *state;
+
+    ep_team_distrust(f->team[1]);
+    assert_int_equal(made_for_the_next(f), RANKS);
+    close_nets(f);
+}
+
+/* Between the card and the connection the old epoch may be given back. */
+static void one_that_was_offered_is_there_still(void **state)
+{
+    struct fixture *f = *state;
+    const int before = value(&nccl_double_made);
+
+    for (uint32_t n = 0; n < NODES; n++)
+        listen_at(f, n);
+    destroy_team(f, 0);
+    destroy_team(f, 1);
+    connect_both(f);
+    assert_int_equal(value(&nccl_double_made), before);
+    close_nets(f);
+}
+
+static void signals_run_out_and_another_is_made(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_team_net *old[NODES];
+    int made = 0;
+
+    for (int i = 1; i < 33; i++) { /* the team's is the first */
+        memcpy(old, f->net, sizeof old);
+        assert_int_equal(made, 0);
+        made = made_for_the_next(f);
+        for (uint32_t n = 0; n < NODES && i > 1; n++)
+            ep_team_net_close(old[n]);
+    }
+    assert_int_equal(made, RANKS);
+    close_nets(f);
 }
 
 static void without_the_right_nccl_it_is_refused(void **state)
 {
     struct fixture *f = *state;
     struct ep_error error = EP_ERROR_INIT;
+    const struct ep_team_net_options options = { .group = "moe" };
     struct ep_team_net *net;
     struct ep_team_card card;
 
     built_with = 0;
-    assert_int_equal(ep_team_net_listen(f->node, &net, &card, &error), EP_UNIMPLEMENTED);
+    assert_int_equal(ep_team_net_listen(f->node, &options, &net, &card, &error), EP_UNIMPLEMENTED);
     assert_non_null(strstr(error.text, "built without NCCL's headers"));
     built_with = 23007;
-    assert_int_equal(ep_team_net_listen(f->node, &net, &card, &error), EP_UNAVAILABLE);
+    assert_int_equal(ep_team_net_listen(f->node, &options, &net, &card, &error), EP_UNAVAILABLE);
     assert_non_null(strstr(error.text, "version 22809, the kernels were built for 23007"));
 }
 
@@ -383,6 +481,11 @@ int main(void)
         cmocka_unit_test_setup_teardown(a_hold_ends_by_itself, setup, teardown),
         cmocka_unit_test_setup_teardown(a_node_that_is_cut_is_lost_to_both, setup, teardown),
         cmocka_unit_test_setup_teardown(communicators_stay_as_long_as_a_rank_is_served, setup, teardown),
+        cmocka_unit_test_setup_teardown(the_next_epoch_goes_on_with_the_communicator, setup, teardown),
+        cmocka_unit_test_setup_teardown(unless_a_node_has_none, setup, teardown),
+        cmocka_unit_test_setup_teardown(or_does_not_trust_it, setup, teardown),
+        cmocka_unit_test_setup_teardown(one_that_was_offered_is_there_still, setup, teardown),
+        cmocka_unit_test_setup_teardown(signals_run_out_and_another_is_made, setup, teardown),
         cmocka_unit_test_setup_teardown(without_the_right_nccl_it_is_refused, setup, teardown),
     };
 

@@ -44,6 +44,8 @@ static void *connect_one(void *arg)
     return NULL;
 }
 
+static const struct ep_team_net_options anyone = { .group = "moe" };
+
 static void connect_both(struct fixture *f)
 {
     struct connecting c[NODES];
@@ -51,7 +53,7 @@ static void connect_both(struct fixture *f)
 
     for (uint32_t n = 0; n < NODES; n++) {
         c[n] = (struct connecting){ .f = f, .own = n };
-        assert_int_equal(ep_team_net_listen(f->node, &f->net[n], &f->card[n], NULL), EP_OK);
+        assert_int_equal(ep_team_net_listen(f->node, &anyone, &f->net[n], &f->card[n], NULL), EP_OK);
     }
     assert_int_equal(pthread_create(&thread, NULL, connect_one, &c[1]), 0);
     connect_one(&c[0]);
@@ -195,7 +197,7 @@ static void a_span_that_does_not_fit_its_network_is_refused(void **state)
     struct ep_team *team;
     struct ep_error error = EP_ERROR_INIT;
 
-    assert_int_equal(ep_team_net_listen(f->node, &net, &card, NULL), EP_OK);
+    assert_int_equal(ep_team_net_listen(f->node, &anyone, &net, &card, NULL), EP_OK);
     assert_int_equal(ep_team_net_connect(net, f->card, 1, 0, 100, &error), EP_INVALID_ARGUMENT);
     ep_team_net_close(net);
     ep_team_net_close(NULL);
