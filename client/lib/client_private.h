@@ -208,7 +208,7 @@ struct ep_rank {
     ep_home *homes;
     uint32_t n_homes;
 
-    const struct executor *executor; /* NULL until the rank is attached */
+    const struct executor *executor; /* NULL until the rank is claimed */
     uint8_t *window; /* cuda: GPU memory, never followed here */
     struct arena arena;
     struct ep_regions regions;
@@ -394,14 +394,14 @@ struct device {
  * Take the memory that WELCOME (frame and its descriptor, which stays the caller's) brings, or that follows it,
  * and make the rank ready to run ops.  What was made is left to detach() when they fail.
  */
-ep_status direct_attach(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
-                        const struct ep_attach_frame *welcome, int fd, struct ep_error *error);
-ep_status mailbox_attach(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
-                         const struct ep_attach_frame *welcome, int fd, struct ep_error *error);
+ep_status direct_attach(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, const struct ep_attach_frame *welcome,
+                        int fd, struct ep_error *error);
+ep_status mailbox_attach(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, const struct ep_attach_frame *welcome,
+                         int fd, struct ep_error *error);
 
-/* What these have in common: GPU, own window and streams at the beginning; the report at the end. */
-ep_status device_open(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
-                      const struct ep_attach_frame *welcome, int fd, struct ep_error *error);
+/* What these have in common: GPU and streams, before HELLO; the report at the end. */
+ep_status device_prepare(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
+                         struct ep_error *error);
 ep_status device_ready(struct ep_rank *rank, struct ep_error *error);
 
 /* Memory of rank `whose`, which must have the bytes that we expect. */

@@ -121,8 +121,8 @@ static ep_status make_streams(struct device *d, struct ep_error *error)
     return EP_OK;
 }
 
-ep_status device_open(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
-                      const struct ep_attach_frame *welcome, int fd, struct ep_error *error)
+ep_status device_prepare(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
+                         struct ep_error *error)
 {
     const uint32_t ranks = rank->shape.map.limits.ranks;
 
@@ -134,8 +134,7 @@ ep_status device_open(struct ep_rank *rank, const struct ep_cuda_api *api, const
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
     rank->device->api = api;
     rank->device->round = 1;
-    if (find_device(rank, reply, error) != EP_OK
-        || device_import_window(rank, rank->rank, welcome->value, fd, error) != EP_OK)
+    if (find_device(rank, reply, error) != EP_OK)
         return error->status;
     return make_streams(rank->device, error);
 }

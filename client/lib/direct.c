@@ -132,11 +132,10 @@ static ep_status launch(struct ep_rank *rank, const struct ep_op *op, ep_stream 
     return rank->device->api->rank_run(rank->device->runner, op, stream, error);
 }
 
-ep_status direct_attach(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
-                        const struct ep_attach_frame *welcome, int fd, struct ep_error *error)
+ep_status direct_attach(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, const struct ep_attach_frame *welcome,
+                        int fd, struct ep_error *error)
 {
-    rank->executor = &direct_executor;
-    if (device_open(rank, api, reply, welcome, fd, error) != EP_OK
+    if (device_import_window(rank, rank->rank, welcome->value, fd, error) != EP_OK
         || receive_all(rank, welcome->count, error) != EP_OK || check_identity(rank, error) != EP_OK
         || open_runner(rank, reply->sms, rank->ht_sms, error) != EP_OK)
         return error->status;

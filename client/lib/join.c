@@ -232,7 +232,6 @@ static ep_status map_window(struct ep_rank *rank, int fd, uint64_t bytes, struct
         return ep_error_errno(error, EP_NO_MEMORY, "map a window of %llu bytes", (unsigned long long)bytes);
     rank->window = window;
     rank->control = window;
-    rank->executor = &ring_executor;
     return EP_OK;
 }
 
@@ -291,9 +290,7 @@ static ep_status attach_host(struct ep_rank *rank, const struct ep_attach_frame 
 }
 
 /* A worker without a GPU, a driver or the module will never have them: nothing to try again. */
-static ep_status attach_device(struct ep_rank *rank, const Ep__V1__ClaimReply *reply,
-                               const struct executor *executor, const struct ep_attach_frame *welcome, int fd,
-                               struct ep_error *error)
+static ep_status prepare_device(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, struct ep_error *error)
 {
     const struct ep_cuda_api *api;
 
@@ -303,23 +300,31 @@ static ep_status attach_device(struct ep_rank *rank, const Ep__V1__ClaimReply *r
     }
     if (rank->ahead) /* the program may be capturing */
         api->thread_relax();
-    return executor == &direct_executor ? direct_attach(rank, api, reply, welcome, fd, error)
-                                        : mailbox_attach(rank, api, reply, welcome, fd, error);
+    return device_prepare(rank, api, reply, error);
 }
 
-static ep_status attach(struct ep_rank *rank, const Ep__V1__ClaimReply *reply,
-                        const struct executor *executor, struct ep_error *error)
+static ep_status attach_device(struct ep_rank *rank, const Ep__V1__ClaimReply *reply,
+                               const struct ep_attach_frame *welcome, int fd, struct ep_error *error)
 {
+    return rank->executor == &direct_executor ? direct_attach(rank, reply, welcome, fd, error)
+                                              : mailbox_attach(rank, reply, welcome, fd, error);
+}
+
+/* From HELLO on the peers wait for the rank; a new process takes some 100 ms to make a GPU's context. */
+static ep_status attach(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, struct ep_error *error)
+{
+    const bool on_gpu = rank->executor->backend == EP_BACKEND_CUDA;
     struct ep_attach_frame welcome;
     int fd = -1;
 
+    if (on_gpu && prepare_device(rank, reply, error) != EP_OK)
+        return error->status;
     if (connect_side(rank->client, reply->socket, &rank->socket, error) != EP_OK
         || greet(rank->socket, &reply->ticket, &welcome, &fd, error) != EP_OK)
         return error->status;
 
-    ep_status status = executor->backend == EP_BACKEND_CUDA
-                           ? attach_device(rank, reply, executor, &welcome, fd, error)
-                           : attach_host(rank, &welcome, fd, error);
+    ep_status status = on_gpu ? attach_device(rank, reply, &welcome, fd, error)
+                              : attach_host(rank, &welcome, fd, error);
 
     close(fd);
     if (status != EP_OK)
@@ -333,9 +338,7 @@ static ep_status attach(struct ep_rank *rank, const Ep__V1__ClaimReply *reply,
 static ep_status set_up(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, const struct joining *how,
                         struct ep_error *error)
 {
-    const struct executor *executor = NULL;
-
-    if (check_reply(reply, &how->options, &executor, error) != EP_OK
+    if (check_reply(reply, &how->options, &rank->executor, error) != EP_OK
         || shape_from_spec(reply->spec, reply->window_bytes, &rank->shape, error) != EP_OK)
         return error->status;
     rank->rank = reply->rank;
@@ -346,7 +349,7 @@ static ep_status set_up(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, c
                             rank->shape.map.limits.ranks);
     if (list_experts(rank, error) != EP_OK || list_homes(rank, error) != EP_OK
         || arena_init(&rank->arena, rank->shape.map.limits.arena_bytes, error) != EP_OK
-        || events_init(rank, error) != EP_OK || attach(rank, reply, executor, error) != EP_OK
+        || events_init(rank, error) != EP_OK || attach(rank, reply, error) != EP_OK
         || (how->options.follow && follow_begin(rank, how, error) != EP_OK))
         return error->status;
     return monitor_add(rank, error);

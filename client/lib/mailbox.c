@@ -42,15 +42,14 @@ static ep_status open_ringer(struct ep_rank *rank, const Ep__V1__ClaimReply *rep
                              error);
 }
 
-ep_status mailbox_attach(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
-                         const struct ep_attach_frame *welcome, int fd, struct ep_error *error)
+ep_status mailbox_attach(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, const struct ep_attach_frame *welcome,
+                         int fd, struct ep_error *error)
 {
-    rank->executor = &mailbox_executor;
     if (welcome->count != 0)
         return ep_error_set(error, EP_PROTOCOL,
                             "the server sends %u memories beside the window: under executor server there are none",
                             welcome->count);
-    if (device_open(rank, api, reply, welcome, fd, error) != EP_OK
+    if (device_import_window(rank, rank->rank, welcome->value, fd, error) != EP_OK
         || device_check_window(rank, rank->rank, error) != EP_OK || open_ringer(rank, reply, error) != EP_OK)
         return error->status;
     rank->device->launch = launch;

@@ -197,11 +197,9 @@ static void drop_rank(struct fixture *f, ep_rank *rank)
     (void)f;
 }
 
-typedef ep_status attach_fn(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
-                            const struct ep_attach_frame *welcome, int fd, struct ep_error *error);
-
 /* The frames after WELCOME have been sent. */
-static ep_status attach_as(struct fixture *f, attach_fn *fn, uint32_t device, uint32_t count, uint64_t window_bytes)
+static ep_status attach_as(struct fixture *f, const struct executor *executor, uint32_t device, uint32_t count,
+                           uint64_t window_bytes)
 {
     Ep__V1__ClaimReply reply = EP__V1__CLAIM_REPLY__INIT;
     struct ep_attach_frame welcome;
@@ -218,7 +216,11 @@ static ep_status attach_as(struct fixture *f, attach_fn *fn, uint32_t device, ui
     welcome.count = count;
     welcome.value = window_bytes;
     assert_int_equal(f->api->memory_export(f->window[ME], &fd, NULL), EP_OK);
-    status = fn(rank, f->api, &reply, &welcome, fd, last_error());
+    rank->executor = executor;
+    status = device_prepare(rank, f->api, &reply, last_error());
+    if (status == EP_OK)
+        status = executor == &direct_executor ? direct_attach(rank, &reply, &welcome, fd, last_error())
+                                              : mailbox_attach(rank, &reply, &welcome, fd, last_error());
     close(fd);
     if (status == EP_OK)
         f->rank = rank;
@@ -229,12 +231,12 @@ static ep_status attach_as(struct fixture *f, attach_fn *fn, uint32_t device, ui
 
 static ep_status attach(struct fixture *f, uint32_t device, uint32_t count, uint64_t window_bytes)
 {
-    return attach_as(f, direct_attach, device, count, window_bytes);
+    return attach_as(f, &direct_executor, device, count, window_bytes);
 }
 
 static ep_status attach_served(struct fixture *f, uint32_t device, uint32_t count)
 {
-    return attach_as(f, mailbox_attach, device, count, f->map.total_bytes);
+    return attach_as(f, &mailbox_executor, device, count, f->map.total_bytes);
 }
 
 static void destroy(struct fixture *f)
@@ -1442,7 +1444,7 @@ static void a_window_that_is_not_its_own_is_refused(void **state)
     destroy(f);
 
     f = make();
-    refused(attach_as(f, mailbox_attach, 0, 0, f->map.total_bytes + 4096), EP_PROTOCOL, "the window of rank 1 has");
+    refused(attach_as(f, &mailbox_executor, 0, 0, f->map.total_bytes + 4096), EP_PROTOCOL, "the window of rank 1 has");
     destroy(f);
 
     f = make();
