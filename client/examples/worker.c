@@ -50,6 +50,7 @@ struct worker {
     uint64_t awake_ns, pause_ns; /* since when no op has ended but for its own rest; the longest such time */
     bool leave;      /* asked to */
     bool rejoin;     /* and to come back in the new epoch */
+    bool half_way;   /* the others have done LL of this step already */
 };
 
 static volatile sig_atomic_t stop;
@@ -191,6 +192,7 @@ static ep_status settle_in(struct worker *w)
         fprintf(stderr, "worker: the group has no mode of those to use\n");
     if ((w->ll.used && !make_lane(w, &w->ll, EP_MODE_LL)) || (w->ht.used && !make_lane(w, &w->ht, EP_MODE_HT)))
         return EP_RESOURCE_EXHAUSTED;
+    w->half_way = w->ll.used && w->ht.used && w->info.ll_begun > w->info.ht_begun;
     return w->ll.used || w->ht.used ? EP_OK : EP_FAILED_PRECONDITION;
 }
 
@@ -339,7 +341,7 @@ static void report(struct worker *w)
 
 /* ---- the loop ------------------------------------------------------------------------------ */
 
-/* Others are of this step alone: a late rank, or one that has just joined and is a call ahead. */
+/* Others are of this step alone: a late rank. */
 static bool is_the_end(ep_status status)
 {
     return status == EP_SERVER_LOST || status == EP_DETACHED || status == EP_CANCELLED;
@@ -384,9 +386,10 @@ static ep_status steps(struct worker *w)
 {
     ep_status status;
 
-    status = next_epoch(w);
-    if (w->ll.used && status == EP_OK && !w->leave)
+    status = w->half_way ? EP_OK : next_epoch(w);
+    if (w->ll.used && !w->half_way && status == EP_OK && !w->leave)
         status = step(w, &w->ll);
+    w->half_way = false;
     if (w->ht.used && status == EP_OK && !w->leave)
         status = step(w, &w->ht);
     if (status == EP_OK || status == EP_CANCELLED) {

@@ -202,6 +202,11 @@ typedef struct ep_join_options {
  * another one.  EP_RESOURCE_EXHAUSTED: executor server, and the ops of other
  * ranks fill the GPU; the message says whose.  EP_UNIMPLEMENTED: this process cannot use GPUs.
  *
+ * Whoever joins a group at work does so between two ops of its peers, which may be in the middle of one of their steps.
+ * Its first op must be the one that they do next: how far they are is told by the dispatches that they have begun since
+ * the epoch began (ep_rank_info.ll_begun and ht_begun, 0 at first), so a program whose steps are all alike knows where in
+ * a step it begins, does what is left of that one, and calls ep_advance() after it for the first time.
+ *
  * On cuda, the first join of a process starts the CUDA driver if nothing else has, and makes the GPU's
  * context: most of a second, against milliseconds of a process that has one.  A program that holds several
  * ranks of one GPU sets CUDA_DEVICE_MAX_CONNECTIONS=32 in its environment when it begins: with fewer hardware
@@ -267,6 +272,7 @@ typedef struct ep_rank_info {
     uint8_t device_uuid[16];     /* cuda: the GPU that the rank's memory is on, as CUdevice and NVML name it */
     uint32_t n_homes;
     const ep_home *homes;        /* [n_homes] of all experts, in their order; valid while joined */
+    uint64_t ll_begun, ht_begun; /* dispatches of the group in this epoch before the rank's first one, see ep_join() */
 } ep_rank_info;
 
 EP_API ep_status ep_rank_describe(const ep_rank *rank, ep_rank_info *info);

@@ -203,6 +203,7 @@ struct ep_rank {
     uint32_t rank;
     uint64_t epoch;
     uint32_t ht_sms; /* ep_join_options */
+    uint64_t ll_begun, ht_begun; /* ep_rank_info */
     struct group_shape shape;
     uint32_t *local_to_expert;
     ep_home *homes;

@@ -329,6 +329,8 @@ static ep_status attach(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, s
     close(fd);
     if (status != EP_OK)
         return status;
+    rank->ll_begun = welcome.offset - welcome.ht;
+    rank->ht_begun = welcome.ht;
     turn_begin(rank, welcome.offset);
     if (fcntl(rank->socket, F_SETFL, O_NONBLOCK) < 0)
         return ep_error_errno(error, EP_IO, "the rank's connection");

@@ -144,6 +144,8 @@ ep_status ep_rank_describe(const ep_rank *rank, ep_rank_info *info)
     full.homes = rank->homes;
     full.backend = rank->executor->backend;
     full.executor = rank->executor->kind;
+    full.ll_begun = rank->ll_begun;
+    full.ht_begun = rank->ht_begun;
     if (rank->device)
         memcpy(full.device_uuid, rank->device->uuid, sizeof full.device_uuid);
     shape_info(&rank->shape, rank->epoch, &full.group);

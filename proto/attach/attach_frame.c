@@ -114,6 +114,9 @@ static ep_status check_unused(const struct ep_attach_frame *frame, struct ep_err
     if (frame->offset != 0 && !has_offset)
         return ep_error_set(error, EP_PROTOCOL, "frame offset is %llu: must be 0 in frames of type %u",
                             (unsigned long long)frame->offset, frame->type);
+    if (frame->ht > (frame->type == EP_ATTACH_WELCOME ? frame->offset : 0))
+        return ep_error_set(error, EP_PROTOCOL, "frame ht is %llu: must be 0, or in WELCOME at most its offset, %llu",
+                            (unsigned long long)frame->ht, (unsigned long long)frame->offset);
     if (frame->region != 0 && !is_request(frame))
         return ep_error_set(error, EP_PROTOCOL, "frame region is %u: must be 0 in frames of type %u", frame->region,
                             frame->type);

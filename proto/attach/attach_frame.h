@@ -16,7 +16,7 @@
  * the epoch that it leaves: ASK, to which it answers PROMISE, and in the end TURN.  These are never dropped, as events
  * may be; a worker that does not read them is cut off.  A rank's *position* is how many dispatches, LL and HT, have
  * begun before, counted from the epoch's beginning by the group's numbers (HT combines have none of their own); WELCOME
- * says at which the worker begins.  *passed* is 1 + the position of the last boundary between its steps that it passed
+ * says at which the worker begins, and how many of these are HT.  *passed* is 1 + the position of the last boundary between its steps that it passed
  * without turning; before the first it is 1 + the position at which it began.  A worker that promises T waits for the
  * decision at the first boundary whose position is T or more, for the group's timeout at most; at that boundary it goes
  * over when it hears TURN, and goes on when it hears of another ASK that does not ask for it.
@@ -32,7 +32,7 @@
 #include "ep_error.h"
 
 #define EP_ATTACH_MAGIC 0x41535045u /* "EPSA" */
-#define EP_ATTACH_VERSION 4u
+#define EP_ATTACH_VERSION 5u
 #define EP_ATTACH_TICKET_BYTES 16u
 #define EP_ATTACH_TEXT_BYTES 256u
 #define EP_ATTACH_NO_TURN UINT64_MAX /* ASK: promises nothing; what was promised is withdrawn */
@@ -82,12 +82,13 @@ struct ep_attach_frame {
                          * TURN: position; PROMISE: passed */
     uint64_t offset;    /* REGISTER: where these begin in the memory of the descriptor; WELCOME: position at which the
                          * rank begins; PROMISE: position now; else 0 */
+    uint64_t ht;        /* WELCOME: dispatches of the position that are HT; else 0 */
     uint32_t region;    /* REGISTER, UNREGISTER: number of the region, see window.h; else 0 */
     uint32_t reserved;  /* 0 */
     uint8_t ticket[EP_ATTACH_TICKET_BYTES]; /* HELLO */
     char text[EP_ATTACH_TEXT_BYTES];        /* NUL-terminated */
 };
-_Static_assert(sizeof(struct ep_attach_frame) == 328, "ep_attach_frame is part of the protocol");
+_Static_assert(sizeof(struct ep_attach_frame) == 336, "ep_attach_frame is part of the protocol");
 
 void ep_attach_frame_init(struct ep_attach_frame *frame, enum ep_attach_type type);
 

@@ -211,6 +211,7 @@ static void describe_memory(const struct ep_membership_info *info, const struct 
     frame->epoch = info->epoch;
     frame->value = memory->bytes;
     frame->offset = own ? info->position : 0;
+    frame->ht = own ? info->ht : 0;
     frame->count = own                                ? info->memories - 1
                    : memory->kind == EP_MEMORY_STATE ? EP_ATTACH_MEMORY_STATE
                                                      : EP_ATTACH_MEMORY_WINDOW;

@@ -198,7 +198,7 @@ struct ep_membership_info {
     uint64_t state_bytes;       /* direct: of the rank's state */
     uint32_t sms;               /* direct: multiprocessors that its kernels may fill; 0: all */
     uint32_t memories;          /* that the worker gets: its window; direct: its state, its peers' windows */
-    uint64_t position;          /* attached: at which it began */
+    uint64_t position, ht;      /* attached: at which it began; dispatches of that which are HT */
 };
 
 /* One of them. */

@@ -329,11 +329,12 @@ ep_status ep_groups_claim(struct ep_groups *groups, const char *name, int32_t nu
 }
 
 /* What lies behind the rank when it begins. */
-static uint64_t position_of(const struct rank *rank)
+static void tell_beginning(const struct rank *rank, struct ep_membership_info *info)
 {
     const struct ep_team_numbers first = ep_team_first(rank->epoch->team, rank->number);
 
-    return first.ll - 1 + first.ht - 1;
+    info->ht = first.ht - 1;
+    info->position = first.ll - 1 + info->ht;
 }
 
 void ep_membership_info(const struct ep_membership *member, struct ep_membership_info *info)
@@ -353,7 +354,7 @@ void ep_membership_info(const struct ep_membership *member, struct ep_membership
     info->device_uuid = ep_node_device_uuid(rank->epoch->group->groups->node, rank->own->device);
     info->mps = ep_node_device_mps(rank->epoch->group->groups->node, rank->own->device);
     if (member->attached)
-        info->position = position_of(rank);
+        tell_beginning(rank, info);
     info->memories = 1;
     if (member->executor != EP__V1__EXECUTOR__EXECUTOR_DIRECT)
         return;

@@ -104,7 +104,7 @@ class SpanTest(SpanCase):
 
     def test_a_killed_worker_is_left_and_its_successor_taken_in(self):
         self.create()
-        workers = self.workers("ll")  # of two modes in turn, a newcomer could not know whose turn it is
+        workers = self.workers("ll")
         self.check_steps(*workers)
         workers[3].kill()
         stay = workers[:3] + workers[4:]
@@ -115,6 +115,16 @@ class SpanTest(SpanCase):
         self.wait_states(["ATTACHED"] * 6)
         self.assertEqual(self.status("c")["phase"], "PHASE_READY")
         self.assertEqual(self.status("c")["epoch"], 1)
+
+    def test_a_newcomer_begins_where_the_others_are_in_their_step(self):
+        self.create()
+        workers = [self.worker(node, rank, "--pause-ms=0") for rank, node in enumerate(self.nodes("a"))]
+        self.check_steps(*workers)
+        for again in "abcd":  # each time they are in the first half of a step or in the second one
+            workers[3].kill()
+            self.wait_states(["ATTACHED"] * 3 + ["ABSENT"] + ["ATTACHED"] * 2)
+            workers[3] = self.worker("b", 3, "--pause-ms=0", tag=again)
+            self.check_steps(*workers)  # nobody was late
 
     def test_when_all_have_left_every_rank_is_expected_again(self):
         self.create()

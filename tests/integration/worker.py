@@ -18,14 +18,14 @@ import reflect
 HELLO, WELCOME, REFUSED, EVENT, BYE = 1, 2, 3, 4, 5
 REGISTER, UNREGISTER, ANSWER = 7, 8, 9
 RANK_LOST, RANK_JOINED, EPOCH, DRAINING, DETACHED, EVENTS_LOST = 1, 2, 3, 4, 5, 6
-MAGIC, VERSION, WINDOW_VERSION = 0x41535045, 4, 6
-LAYOUT = struct.Struct("=IHHIIIIQQQII16s256s")
+MAGIC, VERSION, WINDOW_VERSION = 0x41535045, 5, 6
+LAYOUT = struct.Struct("=IHHIIIIQQQQII16s256s")
 
 
 class Frame:
     def __init__(self, data):
         (self.magic, self.version, self.type, self.status, self.event, self.rank, self.count, self.epoch,
-         self.value, self.offset, self.region, _, self.ticket, text) = LAYOUT.unpack(data)
+         self.value, self.offset, self.ht, self.region, _, self.ticket, text) = LAYOUT.unpack(data)
         self.text = text.split(b"\0")[0].decode()
 
     def __repr__(self):
@@ -34,7 +34,7 @@ class Frame:
 
 
 def pack(kind, ticket=b"", count=0, value=0, offset=0, region=0):
-    return LAYOUT.pack(MAGIC, VERSION, kind, 0, 0, 0, count, 0, value, offset, region, 0, ticket, b"")
+    return LAYOUT.pack(MAGIC, VERSION, kind, 0, 0, 0, count, 0, value, offset, 0, region, 0, ticket, b"")
 
 
 def claim(rpc, group, rank=None, name="test-worker", token="", group_token=""):

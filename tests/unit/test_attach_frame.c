@@ -203,7 +203,13 @@ static void frames_of_a_turn_say_which_epoch_and_where(void **state)
     expect(&frame, EP_PROTOCOL, "epoch");
     frame = valid(EP_ATTACH_WELCOME);
     frame.offset = 12; /* the position at which it begins */
+    frame.ht = 12;
     expect(&frame, EP_OK, "");
+    frame.ht = 13;
+    expect(&frame, EP_PROTOCOL, "ht is 13");
+    frame = valid(EP_ATTACH_EVENT);
+    frame.ht = 1;
+    expect(&frame, EP_PROTOCOL, "ht is 1");
 }
 
 /* Every single flipped bit: parses to what was sent, or is refused. */
