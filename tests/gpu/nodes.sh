@@ -7,7 +7,7 @@ set -uo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: nodes.sh N [--gpus N] [--bench] [--limit S] [--logs DIR]
+usage: nodes.sh N [--gpus N] [--bench] [--pauses N] [--limit S] [--logs DIR]
 
 Starts N ep-servers on an etcd of their own, makes a group over all of them with a rank on each GPU, and runs verified
 dispatch and combine on it. Prints a line per step and, at the end, `N passed, N failed`. Exits with 77 where there is no
@@ -15,18 +15,21 @@ GPU, no NCCL or no etcd. Servers share a GPU where there are fewer GPUs than nod
 
   --gpus N    use N GPUs (default: all that nvidia-smi lists)
   --bench     then time high throughput with H 7168, K 8, E 256, T 4096, and print the table
+  --pauses N  then change modes and token limits N times, have the last server end and return N times, and print how long
+              workers that follow paused
   --limit S   seconds for a step (default 120)
   --logs DIR  keep complete output there
 TEXT
 }
 
-gpus='' logs='' limit_s=120 nodes='' times=0
+gpus='' logs='' limit_s=120 nodes='' times=0 pauses=0
 while (($#)); do
     case $1 in
     --gpus) gpus=${2:?--gpus needs a number}; shift ;;
     --limit) limit_s=${2:?--limit needs seconds}; shift ;;
     --logs) logs=${2:?--logs needs a folder}; shift ;;
     --bench) times=1 ;;
+    --pauses) pauses=${2:?--pauses needs a number}; shift ;;
     --help | -h) usage; exit 0 ;;
     [1-8]) nodes=$1 ;;
     *) usage >&2; exit 2 ;;
@@ -35,7 +38,7 @@ while (($#)); do
 done
 [[ -n $nodes ]] || { usage >&2; exit 2; }
 count_gpus
-need "$bin/ep-server" "$bin/ep-admin" "$bin/ep-bench"
+need "$bin/ep-server" "$bin/ep-admin" "$bin/ep-bench" "$bin/worker"
 open_logs
 dir=$(mktemp -d)
 processes=()
@@ -84,22 +87,33 @@ of_nccl=(NCCL_NET_PLUGIN="${NCCL_NET_PLUGIN-$(realpath "$lib")/libnccl-net-ep.so
     NCCL_GIN_ENABLE=1 NCCL_GIN_NCONTEXTS=1 NCCL_CUMEM_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MNNVL_ENABLE=0
     CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS="$((gpus < nodes ? 16 : 32))")
 
+# Where servers share a GPU, they are slow.
+patience=()
+((gpus >= nodes)) || patience=(--lost-after=20s)
+
+start_node() {
+    local node=$1
+    mkdir -p "$dir/$node"
+    rm -f "$dir/$node/ports"
+    env "${of_nccl[@]}" NCCL_HOSTID="ep-node-$node" "$bin/ep-server" --backend=cuda --gpus="$(share "$node")" --name="node-$node" \
+        --store="etcd://$store" --listen=127.0.0.1:0 --insecure --socket="$dir/$node/ep.sock" "${patience[@]}" \
+        --state-dir="$dir/$node/state" --port-file="$dir/$node/ports" --log-level=info >>"$dir/server-$node.out" 2>&1 &
+    processes+=("$!")
+    pids[node]=$!
+}
+
+# node_serves NODE: or it has ended.
+node_serves() { [[ -s $dir/$1/ports ]] || ! kill -0 "${pids[$1]}" 2>/dev/null; }
+
+await_node() { until_so node_serves "$1" && [[ -s $dir/$1/ports ]]; }
+
 start_nodes() {
-    local node i
+    local node
     for ((node = 0; node < nodes; node++)); do
-        mkdir -p "$dir/$node"
-        env "${of_nccl[@]}" NCCL_HOSTID="ep-node-$node" "$bin/ep-server" --backend=cuda --gpus="$(share "$node")" --name="node-$node" \
-            --store="etcd://$store" --listen=127.0.0.1:0 --insecure --socket="$dir/$node/ep.sock" --lost-after=20s \
-            --state-dir="$dir/$node/state" --port-file="$dir/$node/ports" --log-level=info >"$dir/server-$node.out" 2>&1 &
-        processes+=("$!")
-        pids[node]=$!
+        start_node "$node"
     done
     for ((node = 0; node < nodes; node++)); do
-        for ((i = 0; i < 600; i++)); do
-            [[ -s $dir/$node/ports ]] && break
-            kill -0 "${pids[node]}" 2>/dev/null || return 1
-            sleep 0.1
-        done
+        await_node "$node" || return 1
     done
 }
 
@@ -147,6 +161,124 @@ bench() {
 low() { bench --modes=ll "$@"; }
 high() { bench --modes=ht "$@"; }
 
+# ---- how long workers that follow pause ------------------------------------------------------------------
+
+# Followers print to $dir/follower-NODE-GPU.out.
+start_followers_of() {
+    local node=$1 gpu
+    for gpu in $(share "$node" | tr , ' '); do
+        "$bin/worker" --group=moe --server="unix:$dir/$node/ep.sock" --mode=both --follow --once --tokens=16 \
+            >>"$dir/follower-$node-$gpu.out" 2>&1 &
+        processes+=("$!")
+    done
+}
+
+start_followers() {
+    local node
+    for ((node = 0; node < nodes; node++)); do
+        start_followers_of "$node"
+    done
+    all_attached
+}
+
+# Every rank has a worker in the newest epoch, and none is elsewhere.
+is_whole() {
+    local group
+    group=$("$bin/ep-admin" --timeout=40s group get moe) || return 1
+    grep -q '^phase  *READY' <<<"$group" && grep -q "^ranks  *$ranks/$ranks attached" <<<"$group" && ! grep -q '^old epochs' <<<"$group"
+}
+all_attached() { until_so is_whole; }
+
+reported() { (($(grep -c 'longest pause' "$1") > $2)); }
+
+# await_reports FILE...: one more of each, which tells of all until now.
+await_reports() {
+    local file
+    local -A before=()
+    for file; do
+        before[$file]=$(grep -c 'longest pause' "$file")
+    done
+    for file; do
+        until_so reported "$file" "${before[$file]}" || return 1
+    done
+}
+
+# during NAME PATTERN COMMAND [ARGUMENT...]: runs it and tells the longest op and pause of followers meanwhile, ms.
+during() {
+    local name=$1 file
+    local files
+    mapfile -t files < <(compgen -G "$2")
+    local -A before=()
+    shift 2
+    await_reports "${files[@]}" || return 1
+    for file in "${files[@]}"; do
+        before[$file]=$(wc -l <"$file")
+    done
+    "$@" >&2 || return 1
+    await_reports "${files[@]}" || return 1
+    for file in "${files[@]}"; do
+        tail -n "+$((${before[$file]} + 1))" "$file"
+    done | awk -v name="$name" '
+        function more(a, b) { return b + 0 > a + 0 ? b + 0 : a + 0 }
+        { for (i = 1; i < NF; i++) {
+            if ($i == "most" && $(i - 1) == "at") op = more(op, $(i + 1))
+            if ($i == "pause") pause = more(pause, $(i + 1))
+            if ($i == "failures") failures = more(failures, $(i + 1))
+            if ($(i + 1) ~ /^wrong/) wrong += $i } }
+        END { printf "%-24s %9.1f %9.1f %9d %6d\n", name, op / 1000, pause / 1000, failures, wrong; exit wrong > 0 }'
+}
+
+update() { admin group update moe "$1" && all_attached; }
+
+nap() { sleep 1; }
+
+ended() { ! kill -0 "$1" 2>/dev/null; }
+
+# Under MPS the first program to start after one was killed fails, the next one runs.
+bring_back() {
+    start_node "$1"
+    await_node "$1" && return
+    start_node "$1"
+    await_node "$1"
+}
+
+# leave_and_return SIGNAL: the last server ends, and its workers with it; later it comes back, and others.
+leave_and_return() {
+    local last=$((nodes - 1))
+    kill "-$1" "${pids[last]}" && until_so ended "${pids[last]}" && sleep 2 && bring_back "$last" &&
+        start_followers_of "$last" && all_attached
+}
+
+pauses_of_changes() {
+    local i flag
+    for ((i = 0; i < pauses; i++)); do
+        during 'nothing' "$dir/follower-*" nap || return 1
+        for flag in --modes=ll --modes=ll,ht --modes=ht --modes=ll,ht --ll-max-tokens=64 --ll-max-tokens=32 --ht-max-tokens=512 \
+            --ht-max-tokens=256; do
+            during "$flag" "$dir/follower-*" update "$flag" || return 1
+        done
+    done
+}
+
+# Of the followers of all other nodes.
+pauses_of_servers() {
+    local i signal
+    for ((i = 0; i < pauses; i++)); do
+        for signal in TERM KILL; do
+            during "server ends, $signal" "$dir/follower-[!$((nodes - 1))]-*" leave_and_return "$signal" || return 1
+        done
+    done
+}
+
+measure_pauses() {
+    step 'a group that changes' admin group create "${group[@]}" --wait=60s &&
+        step 'workers that follow' start_followers || return
+    step 'pauses of changes' pauses_of_changes
+    step 'pauses while a server is away' pauses_of_servers
+    printf '%-24s %9s %9s %9s %6s\n' 'ms' 'op' 'pause' 'failures' 'wrong'
+    grep -hE '^(nothing|--|server ends)' "$dir"/pauses-*.out
+}
+
 declare -a pids
 start_etcd
 step "$nodes servers start" start_nodes || { closing_line; exit 1; }
@@ -180,7 +312,11 @@ step 'the group goes' admin group delete moe
 if ((times)); then
     step 'a group for large batches' admin group create moe --ranks="$ranks" --experts=256 --hidden=7168 --top-k=8 --modes=ht \
         --ht-max-tokens=4096 --arena=2GiB --timeout-ms=20000 --placement=spread --wait=60s &&
-        step 'times' high --no-verify --tokens=4096 --iters=30 --warmup=5 --layouts=flat,packed --dtypes=bf16,fp8
-    cat "$dir/times.out"
+        step 'times' high --no-verify --tokens=4096 --iters=30 --warmup=5 --layouts=flat,packed --dtypes=bf16,fp8 &&
+        cat "$dir/times.out"
+    step 'that group goes' admin group delete moe
+fi
+if ((pauses)); then
+    measure_pauses
 fi
 closing_line
