@@ -11,7 +11,7 @@
  *              kernel: begun = n; fence; look at from[]
  *              here:   from[r] = n in every state; look at every begun
  *          Either the kernel's look finds r, or ours finds that n was too low.  While ops run, they go on
- *          between two looks of ours; so n is raised by more than they went on, until it holds.  A rank that
+ *          between two looks of ours; so n is raised, in the end by more than they went on, until it holds.  A rank that
  *          has been told a lower number meanwhile stops waiting when it looks again.
  *          r's own begun counts too: what it sent in an earlier life bears those numbers.
  *          HT counts for itself: ht_from and ht_begun are held against each other in the same way and at the same
@@ -35,6 +35,7 @@
 /* A state that says more was overwritten by its worker: this many ops take longer than a machine lives. */
 #define MAX_NUMBER (1ull << 56)
 #define MAX_HT_NUMBER (MAX_NUMBER >> EP_HT_TAG_SHIFT)
+#define TRIES_AT_ONCE 16u
 
 static struct cuda_team *cuda(struct ep_team *team)
 {
@@ -173,11 +174,16 @@ static void leave_all(struct ep_team *base)
             cut(team, i);
 }
 
-/* from[rank] and ht_from[rank] are numbers that nobody has begun, in every state. */
+/*
+ * from[rank] and ht_from[rank] are numbers that nobody has begun, in every state.  Of a group of both modes they should be
+ * the next ones of one moment, as whoever joins knows by them where in a step the others are; where ops begin faster
+ * than all can be told, they are beyond what has begun, each for itself.
+ */
 static ep_status agree(struct cuda_team *team, uint32_t rank, struct ep_error *error)
 {
     uint64_t *from = &team->from[rank], *ht_from = &team->ht_from[rank];
     struct ep_team_numbers begun, before;
+    uint32_t at_once = has_ht(team) && team->map->limits.modes >> EP_MODE_LL & 1 ? TRIES_AT_ONCE : 0;
     ep_status status = cuda_read_begun(team, &begun, error);
 
     if (status)
@@ -190,10 +196,13 @@ static ep_status agree(struct cuda_team *team, uint32_t rank, struct ep_error *e
             return status;
         if (begun.ll < *from && begun.ht < *ht_from)
             return EP_OK;
+        const uint64_t ahead = at_once > 0 ? 0 : 2;
+
+        at_once -= at_once > 0;
         if (begun.ll >= *from)
-            *from = begun.ll + 1 + 2 * (begun.ll - before.ll);
+            *from = begun.ll + 1 + ahead * (begun.ll - before.ll);
         if (begun.ht >= *ht_from)
-            *ht_from = begun.ht + 1 + 2 * (begun.ht - before.ht);
+            *ht_from = begun.ht + 1 + ahead * (begun.ht - before.ht);
     }
 }
 
