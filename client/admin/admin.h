@@ -60,6 +60,9 @@ int ep_admin_fail(const struct ep_admin *admin, const struct ep_error *error);
 __attribute__((format(printf, 2, 3))) void ep_admin_note(const struct ep_admin *admin, const char *format,
                                                          ...);
 
+/* The note that a reply's `behind` is worth; "": none. */
+void ep_admin_note_behind(const struct ep_admin *admin, const char *behind);
+
 /* ---- the commands, one file each ---------------------------------------------------- */
 
 int ep_group_create(struct ep_admin *admin, const struct ep_invocation *invocation);

@@ -294,3 +294,9 @@ void ep_admin_note(const struct ep_admin *admin, const char *format, ...)
     ep_text_clean(text, clean, sizeof clean);
     fprintf(stderr, "ep-admin: %s: %s\n", admin->what, clean);
 }
+
+void ep_admin_note_behind(const struct ep_admin *admin, const char *behind)
+{
+    if (*behind)
+        ep_admin_note(admin, "this may be older than what was acknowledged: %s", behind);
+}

@@ -24,6 +24,7 @@ int ep_group_get(struct ep_admin *admin, const struct ep_invocation *invocation)
         ep_group_view_one((Ep__V1__Group *)reply, stdout);
     else
         code = ep_output_message(admin, reply);
+    ep_admin_note_behind(admin, ((Ep__V1__Group *)reply)->behind);
     ep_admin_free(reply);
     return code;
 }
@@ -49,6 +50,7 @@ int ep_group_list(struct ep_admin *admin, const struct ep_invocation *invocation
         ep_admin_note(admin, "there are no groups");
     else
         ep_group_view_list(list->groups, list->n_groups, stdout);
+    ep_admin_note_behind(admin, list->behind);
     ep_admin_free(reply);
     return code;
 }
@@ -109,6 +111,7 @@ static int show_outcome(struct ep_admin *admin, const struct ep_invocation *invo
     } else {
         print_outcome(admin, group, what);
     }
+    ep_admin_note_behind(admin, group->behind);
     if (code == 0 && waited && !dry_run && ep_group_status(group)->phase == EP__V1__PHASE__PHASE_DEGRADED)
         code = 6;
     return code;

@@ -87,6 +87,7 @@ int ep_group_history(struct ep_admin *admin, const struct ep_invocation *invocat
         print_changes((Ep__V1__GetHistoryReply *)reply);
     else
         code = ep_output_message(admin, reply);
+    ep_admin_note_behind(admin, ((Ep__V1__GetHistoryReply *)reply)->behind);
     ep_admin_free(reply);
     return code;
 }

@@ -181,6 +181,7 @@ int ep_node_list(struct ep_admin *admin, const struct ep_invocation *invocation)
             puts(list->nodes[i]->name);
     else
         print_list(list->nodes, list->n_nodes);
+    ep_admin_note_behind(admin, list->behind);
     ep_admin_free(reply);
     return code;
 }
@@ -210,6 +211,7 @@ int ep_node_get(struct ep_admin *admin, const struct ep_invocation *invocation)
         print_one((Ep__V1__NodeInfo *)reply);
     else
         code = ep_output_message(admin, reply);
+    ep_admin_note_behind(admin, ((Ep__V1__NodeInfo *)reply)->behind);
     ep_admin_free(reply);
     return code;
 }

@@ -49,6 +49,15 @@ void api_pending_closed(struct ep_rpc_call *call, void *user);
 /* Fails the call and returns true when *error is one. */
 bool api_failed(struct ep_rpc_call *call, const struct ep_error *error);
 
+/*
+ * answer: later, once what is here is not older than what was acknowledged when this is called; else `behind` says why it may
+ * be, and is not "".  name is copied.
+ */
+typedef void (*api_answer_fn)(struct ep_api *api, struct ep_rpc_call *call, const char *name, const char *behind);
+void api_read(struct ep_api *api, struct ep_rpc_call *call, const char *name, api_answer_fn answer);
+uint32_t api_read_ms(const struct ep_rpc_call *call); /* for which that is waited for */
+void api_read_closed(struct ep_rpc_call *call, void *user); /* on_closed of every handler that uses it */
+
 /* Handlers, one table for each service. */
 void api_create_group(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
 void api_get_group(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);

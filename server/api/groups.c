@@ -9,6 +9,32 @@
 #define MARGIN     10     /* of that one part is for the answer */
 #define SEE_MS     3000u  /* until this server's view has what the leader has answered */
 
+/* ---- answers from this server's view ---------------------------------------------------------- */
+
+/* Packing does not write; the generated types have no const. */
+static char *text(const char *behind)
+{
+    return (char *)(uintptr_t)behind;
+}
+
+static void reply_group(struct ep_rpc_call *call, const Ep__V1__Group *group, const char *behind)
+{
+    Ep__V1__Group reply = *group;
+
+    reply.behind = text(behind);
+    ep_rpc_reply(call, &reply.base);
+}
+
+/* Nor is it certain then that what is not here is not there. */
+static void fail_read(struct ep_rpc_call *call, const struct ep_error *error, const char *behind)
+{
+    struct ep_error why = *error;
+
+    if (*behind && error->status == EP_NOT_FOUND)
+        ep_error_set(&why, error->status, "%s, as far as this server knows: %.200s", error->text, behind);
+    ep_rpc_fail(call, &why);
+}
+
 /* ---- changes that are made here --------------------------------------------------------------- */
 
 /* The store has answered: so do we. */
@@ -73,7 +99,7 @@ static uint32_t time_for(const struct ep_rpc_call *call)
 
 /* ---- changes that are handed on ------------------------------------------------------------------ */
 
-/* What the caller asks for next must not be older than what it was told. */
+/* The leader has made it, and what the caller asks for next must not be older than what it is told: what is here is the answer. */
 static void on_seen(const struct ep_error *seen, void *user)
 {
     const struct api_pending was = *(struct api_pending *)user;
@@ -83,9 +109,14 @@ static void on_seen(const struct ep_error *seen, void *user)
                                                           : NULL;
     struct ep_rpc_call *call = api_pending_finish(user, &error);
 
-    (void)seen; /* the leader has made it: what is here is the answer */
-    if (call && !api_failed(call, &error))
-        ep_rpc_reply(call, group ? &group->base : &deleted.base);
+    if (!call)
+        return;
+    if (group)
+        reply_group(call, group, seen->text);
+    else if (error.status)
+        fail_read(call, &error, seen->text);
+    else
+        ep_rpc_reply(call, &deleted.base);
 }
 
 static void on_forwarded(const struct ep_error *error, const ProtobufCMessage *reply, void *user)
@@ -302,54 +333,63 @@ void api_delete_group_here(struct ep_rpc_call *call, const ProtobufCMessage *mes
 
 /* ---- reading -------------------------------------------------------------------------------------------- */
 
-void api_get_group(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
+static void answer_group(struct ep_api *api, struct ep_rpc_call *call, const char *name, const char *behind)
 {
-    const Ep__V1__GetGroupRequest *request = (const Ep__V1__GetGroupRequest *)message;
-    struct ep_api *api = user;
     struct ep_error error = EP_ERROR_INIT;
-    const Ep__V1__Group *group = ep_groups_get(api->options.groups, request->name, &error);
+    const Ep__V1__Group *group = ep_groups_get(api->options.groups, name, &error);
 
-    api->requests++;
     if (group)
-        ep_rpc_reply(call, &group->base);
+        reply_group(call, group, behind);
     else
-        ep_rpc_fail(call, &error);
+        fail_read(call, &error, behind);
 }
 
-void api_list_groups(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
+void api_get_group(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
+{
+    api_read(user, call, ((const Ep__V1__GetGroupRequest *)message)->name, answer_group);
+}
+
+static void answer_groups(struct ep_api *api, struct ep_rpc_call *call, const char *name, const char *behind)
 {
     Ep__V1__ListGroupsReply reply = EP__V1__LIST_GROUPS_REPLY__INIT;
     struct ep_error error = { EP_NO_MEMORY, "out of memory" };
-    struct ep_api *api = user;
     size_t n = ep_groups_count(api->options.groups);
 
-    (void)message;
-    api->requests++;
+    (void)name;
     reply.groups = calloc(n ? n : 1, sizeof *reply.groups);
     if (!reply.groups) {
         ep_rpc_fail(call, &error);
         return;
     }
-    /* Packing does not write; the generated type has no const. */
     for (size_t i = 0; i < n; i++)
         reply.groups[i] = (Ep__V1__Group *)(uintptr_t)ep_groups_at(api->options.groups, i);
     reply.n_groups = n;
+    reply.behind = text(behind);
     ep_rpc_reply(call, &reply.base);
     free(reply.groups);
 }
 
-void api_get_history(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
+void api_list_groups(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
 {
-    const Ep__V1__GetHistoryRequest *request = (const Ep__V1__GetHistoryRequest *)message;
+    (void)message;
+    api_read(user, call, "", answer_groups);
+}
+
+static void answer_history(struct ep_api *api, struct ep_rpc_call *call, const char *name, const char *behind)
+{
     Ep__V1__GetHistoryReply reply = EP__V1__GET_HISTORY_REPLY__INIT;
     Ep__V1__GroupChange *changes[EP_GROUP_HISTORY];
     struct ep_error error = EP_ERROR_INIT;
-    struct ep_api *api = user;
 
-    api->requests++;
     reply.changes = changes;
-    if (ep_groups_history(api->options.groups, request->name, changes, &reply.n_changes, &error))
-        ep_rpc_fail(call, &error);
+    reply.behind = text(behind);
+    if (ep_groups_history(api->options.groups, name, changes, &reply.n_changes, &error))
+        fail_read(call, &error, behind);
     else
         ep_rpc_reply(call, &reply.base);
+}
+
+void api_get_history(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
+{
+    api_read(user, call, ((const Ep__V1__GetHistoryRequest *)message)->name, answer_history);
 }

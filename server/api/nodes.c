@@ -160,21 +160,20 @@ static void listing_clear(struct listing *l, size_t room)
     free(l->list);
 }
 
-void api_list_nodes(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
+static void answer_nodes(struct ep_api *api, struct ep_rpc_call *call, const char *name, const char *behind)
 {
     struct ep_error error = { EP_NO_MEMORY, "out of memory" };
     Ep__V1__ListNodesReply reply = EP__V1__LIST_NODES_REPLY__INIT;
-    struct ep_api *api = user;
     size_t room = ep_cluster_count(api->options.cluster) + 1;
     struct listing l = { .views = calloc(room, sizeof *l.views), .list = calloc(room, sizeof *l.list) };
 
-    (void)message;
-    api->requests++;
+    (void)name;
     if (l.views && l.list)
         fill_own(api, &l.own);
     if (l.own.name && list_all(api, &l)) {
         reply.nodes = l.list;
         reply.n_nodes = l.n;
+        reply.behind = (char *)(uintptr_t)behind;
         ep_rpc_reply(call, &reply.base);
     } else {
         ep_rpc_fail(call, &error);
@@ -182,17 +181,24 @@ void api_list_nodes(struct ep_rpc_call *call, const ProtobufCMessage *message, v
     listing_clear(&l, room);
 }
 
+void api_list_nodes(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
+{
+    (void)message;
+    api_read(user, call, "", answer_nodes);
+}
+
 /* ---- get -------------------------------------------------------------------------------- */
 
-/* A look at another node waits for its answer to a ping.  The call may end before. */
+/* A look at another node waits for its answer to a ping, and then as all reads do.  The call may end before. */
 struct look {
     struct ep_api *api;
     struct ep_rpc_call *call; /* NULL: it has ended */
-    uint64_t began_ns;
+    uint64_t began_ns, round_trip_us; /* 0: another than the one in the table has answered */
+    struct ep_error error;            /* of the ping */
     char name[];
 };
 
-static void reply_look(const struct look *look, const struct ep_error *error, bool same_boot)
+static void reply_look(const struct look *look, const char *behind)
 {
     const struct ep_cluster_node *node = find(look->api, look->call, look->name);
     Ep__V1__NodeInfo info;
@@ -200,24 +206,38 @@ static void reply_look(const struct look *look, const struct ep_error *error, bo
     if (!node)
         return;
     (void)view_of(look->api, node, &info);
-    if (error->status)
-        info.unreachable = (char *)(uintptr_t)error->text;
-    else if (same_boot)
-        info.round_trip_us = (ep_clock_ns() - look->began_ns) / EP_NS_PER_US + 1;
+    info.unreachable = (char *)(uintptr_t)look->error.text;
+    info.round_trip_us = look->round_trip_us;
+    info.behind = (char *)(uintptr_t)behind;
     reply_view(look->call, &info);
+}
+
+static void on_time(const struct ep_error *error, void *user)
+{
+    struct look *look = user;
+
+    if (look->call) {
+        ep_rpc_call_set_user(look->call, NULL);
+        reply_look(look, error->text);
+    }
+    free(look);
 }
 
 static void on_pong(const struct ep_error *error, const ProtobufCMessage *reply, void *user)
 {
     const Ep__V1__PingReply *pong = (const Ep__V1__PingReply *)reply;
     struct look *look = user;
-    const struct ep_cluster_node *node = ep_cluster_find(look->api->options.cluster, look->name);
+    const struct ep_cluster_node *node;
 
-    if (look->call) {
-        ep_rpc_call_set_user(look->call, NULL);
-        reply_look(look, error, pong && node && pong->boot_us == node->boot);
+    if (!look->call) {
+        free(look);
+        return;
     }
-    free(look);
+    node = ep_cluster_find(look->api->options.cluster, look->name);
+    look->error = *error;
+    if (pong && node && pong->boot_us == node->boot)
+        look->round_trip_us = (ep_clock_ns() - look->began_ns) / EP_NS_PER_US + 1;
+    ep_groups_before_read(look->api->options.groups, api_read_ms(look->call), on_time, look);
 }
 
 void api_look_closed(struct ep_rpc_call *call, void *user)

@@ -20,7 +20,7 @@
 #define SERVER_SUFFIX "/server"
 #define CORDON_SUFFIX "/cordon"
 #define CORDON_STAY   "stay" /* behind the reason and its NUL */
-#define MARK_KEY      NODES_PREFIX "mark"
+#define MARK_KEY      NODES_PREFIX ".mark"
 #define LEADER_KEY    "leader"
 
 #define KEY_MAX 320

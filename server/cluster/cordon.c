@@ -108,8 +108,8 @@ void ep_cluster_cordon(struct ep_cluster *c, const char *name, const char *reaso
                        ep_cluster_cordon_fn done, void *user)
 {
     struct cordon_change *change = cluster_allocate(sizeof *change);
-    struct ep_store_write write = { .expected = EP_STORE_ANY };
-    char key[KEY_MAX], *value = reason ? value_of(reason, workers_stay, &write.size) : NULL;
+    struct ep_store_write writes[] = { { .expected = EP_STORE_ANY }, ep_cluster_mark() };
+    char key[KEY_MAX], *value = reason ? value_of(reason, workers_stay, &writes[0].size) : NULL;
 
     *change = (struct cordon_change){ .next = c->cordons,
                                       .cluster = c,
@@ -119,10 +119,10 @@ void ep_cluster_cordon(struct ep_cluster *c, const char *name, const char *reaso
                                       .user = user };
     c->cordons = change;
     table_key(key, name, CORDON_SUFFIX);
-    write.key = key;
-    write.value = value;
+    writes[0].key = key;
+    writes[0].value = value;
     cluster_hold(c);
-    ep_store_commit(c->options.store, &write, 1, on_stored, change);
+    ep_store_commit(c->options.store, writes, 2, on_stored, change);
     free(value);
 }
 

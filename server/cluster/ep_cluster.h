@@ -10,7 +10,7 @@
  *   nodes/NAME/cordon   why the node takes no new work; written for an operator by any server, stays until an
  *                       operator takes it away.  The node watches it and does what it says.  Behind a NUL there may be
  *                       "stay": its workers are not asked to leave yet.
- *   nodes/mark          nothing; written so that a watch comes to that revision (ep_cluster_mark()).
+ *   nodes/.mark         nothing; written with each cordon, and so that a watch comes to that revision (ep_cluster_mark()).
  *   leader              the name of the node that leads.
  *
  * The table of nodes follows from that: nodes with a server, and those without one that are cordoned, which an
@@ -90,7 +90,8 @@ const Ep__V1__NodeInfo *ep_cluster_info(const struct ep_cluster *cluster, const 
 
 /*
  * A write for a commit, which tells nothing: once the table knows the commit's revision, it has all that was in the store
- * before.  EP_CLUSTER_MARK is told when one has come.
+ * before.  EP_CLUSTER_MARK is told when one has come.  As cordons are written with it, a table that knows the revision
+ * at which the store has its key knows all of them.
  */
 struct ep_store_write ep_cluster_mark(void);
 bool ep_cluster_knows(const struct ep_cluster *cluster, uint64_t revision);

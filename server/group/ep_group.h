@@ -98,8 +98,15 @@ typedef void (*ep_groups_wait_fn)(const struct ep_error *error, void *user);
 void ep_groups_before_change(struct ep_groups *groups, const char *name, uint32_t within_ms, ep_groups_wait_fn done,
                              void *user);
 
-/* done: once this server's view has the group at this revision and epoch, or has it no more (revision 0); or time is up,
- * which is no error. */
+/*
+ * To be waited for before what is here is told.  done: once this server's view, of nodes and of groups, has all changes that
+ * any server had acknowledged when this was called.  Or when time is up, or the store does not answer: then *error says
+ * why the view may be behind.
+ */
+void ep_groups_before_read(struct ep_groups *groups, uint32_t within_ms, ep_groups_wait_fn done, void *user);
+
+/* done: once this server's view has the group at this revision and epoch, or has it no more (revision 0); or time is up:
+ * then *error says that the view is behind. */
 void ep_groups_see(struct ep_groups *groups, const char *name, uint64_t revision, uint64_t epoch, uint32_t within_ms,
                    ep_groups_wait_fn done, void *user);
 

@@ -283,6 +283,7 @@ struct ep_groups {
     uint32_t asks;  /* numbers of what workers were asked */
     struct join *joins;
     struct wait *waits;
+    bool reading_marks; /* for those of them that asked for it before it was begun */
     struct group **list; /* by name */
     size_t n;
     struct ep_group_watch *watches;
@@ -484,6 +485,14 @@ void records_renew(struct group *group, const Ep__V1__GroupStatus *status, recor
 void records_history(struct group *group, const Ep__V1__GroupChange *entry, records_done_fn done, void *user);
 /* Tells nothing: what was in the store before, a view that has come to its revision knows. */
 void records_mark(struct ep_groups *groups, records_done_fn done, void *user);
+
+/* Revisions at which the store has the marks now: who has come to them knows all that was acknowledged. */
+struct records_marks {
+    uint64_t groups, nodes;
+};
+typedef void (*records_marks_fn)(const struct ep_error *error, const struct records_marks *marks, void *user);
+void records_read_marks(struct ep_groups *groups, records_marks_fn done, void *user);
+
 void records_delete(struct group *group, records_done_fn done, void *user);
 /* This node's report, bound to its session; NULL takes away the one of that revision. */
 void records_report(struct group *group, const Ep__V1__GroupStatus *status, uint64_t expected,

@@ -8,7 +8,8 @@
  *   groups/NAME/history/NN    ep.v1.GroupChange: one of the last 64 changes, NN its number's remainder (history.c).
  *   groups/NAME/members/NODE  ep.v1.GroupStatus {epoch, phase, reason, ranks}: what a node reports of its part.  It goes
  *                             with the node's session.
- *   groups/mark               nothing; written before a change is judged, so that the watch comes to that revision.
+ *   groups/.mark              nothing; written before a change is judged, so that the watch comes to that revision, and with
+ *                             each change: a view that has come to its revision has all of them, deletions too.
  *
  * The leader writes the first two, in one commit that only a leader can make; everybody reads them (view.c).
  */
@@ -17,8 +18,10 @@
 
 #include "group_private.h"
 
-_Static_assert(3 + HISTORY_KEPT <= EP_STORE_MAX_WRITES, "a deletion is one commit");
+_Static_assert(4 + HISTORY_KEPT <= EP_STORE_MAX_WRITES, "a deletion is one commit");
 _Static_assert(HISTORY_KEPT <= 64, "ep_groups.history_slots has a bit for each");
+
+#define MARK_KEY RECORDS_PREFIX ".mark" /* no group has a name that begins so */
 
 struct keys {
     char spec[RECORDS_KEY_MAX], status[RECORDS_KEY_MAX];
@@ -68,6 +71,20 @@ static void commit(struct ep_groups *groups, const struct ep_store_write *writes
     ep_store_commit(groups->store, writes, n, on_written, pending);
 }
 
+static struct ep_store_write mark(void)
+{
+    return (struct ep_store_write){ .key = MARK_KEY, .value = "", .expected = EP_STORE_ANY };
+}
+
+/* Only by a leader; writes has room for two more. */
+static void commit_as_leader(struct ep_groups *groups, struct ep_store_write *writes, size_t n, records_done_fn done,
+                             void *user)
+{
+    writes[n++] = mark();
+    writes[n++] = ep_cluster_guard(groups->cluster);
+    commit(groups, writes, n, done, user);
+}
+
 /* ---- history ----------------------------------------------------------------------------------- */
 
 struct slot {
@@ -102,19 +119,20 @@ void records_history(struct group *group, const Ep__V1__GroupChange *entry, reco
     struct keys keys = keys_of(group->name);
     struct slot slot;
     void *packed;
-    const struct ep_store_write writes[] = {
+    struct ep_store_write writes[] = {
         write_entry(group, entry, &slot, &packed),
         { .key = keys.spec, .expected = group->revision, .check_only = true },
-        ep_cluster_guard(group->groups->cluster),
+        { 0 },
+        { 0 },
     };
 
-    commit(group->groups, writes, 3, done, user);
+    commit_as_leader(group->groups, writes, 2, done, user);
     free(packed);
 }
 
 /* ---- changes ------------------------------------------------------------------------------------ */
 
-/* With the entry of the change that is under way, and only by a leader; writes has room for two more. */
+/* With the entry of the change that is under way; writes has room for three more. */
 static void commit_change(struct group *group, struct ep_store_write *writes, size_t n, records_done_fn done,
                           void *user)
 {
@@ -123,8 +141,7 @@ static void commit_change(struct group *group, struct ep_store_write *writes, si
 
     if (group->change)
         writes[n++] = write_entry(group, group->change->entry, &slot, &packed);
-    writes[n++] = ep_cluster_guard(group->groups->cluster);
-    commit(group->groups, writes, n, done, user);
+    commit_as_leader(group->groups, writes, n, done, user);
     free(packed);
 }
 
@@ -135,6 +152,7 @@ void records_save(struct group *group, const Ep__V1__GroupSpec *asked, const Ep_
     struct ep_store_write writes[] = {
         { .key = keys.spec, .expected = group->revision },
         { .key = keys.status, .expected = group->status_revision },
+        { 0 },
         { 0 },
         { 0 },
     };
@@ -155,6 +173,7 @@ void records_renew(struct group *group, const Ep__V1__GroupStatus *status, recor
         { .key = keys.status, .expected = group->status_revision },
         { 0 },
         { 0 },
+        { 0 },
     };
     void *packed = ep_message_pack(&status->base, &writes[1].size);
 
@@ -167,7 +186,7 @@ void records_delete(struct group *group, records_done_fn done, void *user)
 {
     struct keys keys = keys_of(group->name);
     struct slot slots[HISTORY_KEPT];
-    struct ep_store_write writes[3 + HISTORY_KEPT] = {
+    struct ep_store_write writes[4 + HISTORY_KEPT] = {
         { .key = keys.spec, .expected = group->revision },
         { .key = keys.status, .expected = EP_STORE_ANY },
     };
@@ -178,19 +197,67 @@ void records_delete(struct group *group, records_done_fn done, void *user)
         if (group->history_slots >> i & 1)
             writes[n++] = (struct ep_store_write){ .key = slots[i].key, .expected = EP_STORE_ANY };
     }
-    writes[n++] = ep_cluster_guard(group->groups->cluster);
-    commit(group->groups, writes, n, done, user);
+    commit_as_leader(group->groups, writes, n, done, user);
 }
+
+/* ---- marks ------------------------------------------------------------------------------------- */
 
 void records_mark(struct ep_groups *groups, records_done_fn done, void *user)
 {
-    const struct ep_store_write writes[] = {
-        { .key = RECORDS_PREFIX "mark", .value = "", .expected = EP_STORE_ANY },
-        ep_cluster_mark(),
-    };
+    const struct ep_store_write writes[] = { mark(), ep_cluster_mark() };
 
     commit(groups, writes, 2, done, user);
 }
+
+struct reading {
+    struct ep_groups *groups;
+    struct records_marks marks;
+    records_marks_fn done;
+    void *user;
+};
+
+static void end_reading(struct reading *reading, const struct ep_error *error)
+{
+    reading->groups->commits--;
+    reading->done(error, &reading->marks, reading->user);
+    group_later(reading->groups);
+    free(reading);
+}
+
+static uint64_t revision_of(const struct ep_record *records, size_t n)
+{
+    return n ? records[0].revision : 0; /* not written yet */
+}
+
+static void on_mark_of_nodes(const struct ep_error *error, const struct ep_record *records, size_t n, void *user)
+{
+    struct reading *reading = user;
+
+    reading->marks.nodes = revision_of(records, n);
+    end_reading(reading, error);
+}
+
+static void on_mark_of_groups(const struct ep_error *error, const struct ep_record *records, size_t n, void *user)
+{
+    struct reading *reading = user;
+
+    reading->marks.groups = revision_of(records, n);
+    if (error->status)
+        end_reading(reading, error);
+    else
+        ep_store_list(reading->groups->store, ep_cluster_mark().key, on_mark_of_nodes, reading);
+}
+
+void records_read_marks(struct ep_groups *groups, records_marks_fn done, void *user)
+{
+    struct reading *reading = group_allocate(1, sizeof *reading);
+
+    *reading = (struct reading){ .groups = groups, .done = done, .user = user };
+    groups->commits++;
+    ep_store_list(groups->store, MARK_KEY, on_mark_of_groups, reading);
+}
+
+/* ---- reports ----------------------------------------------------------------------------------- */
 
 void records_report(struct group *group, const Ep__V1__GroupStatus *status, uint64_t expected,
                     struct ep_session *session, records_done_fn done, void *user)

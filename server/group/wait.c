@@ -9,16 +9,24 @@
  * Before a change: this server leads, or another does that can be asked; a record that it wrote then, the mark, has
  * come back by both watches, so all that was in the store before has too; and the leader is not at work on the group of
  * its own accord.
+ *
+ * Before a read: both watches have come to the marks that the store had then, with which all changes are written.  A watch
+ * may be seconds late without knowing it: after a cut its connection first has to send again what was lost.
  */
 struct wait {
     struct wait *next;
     struct ep_groups *groups;
     char name[64];
     uint64_t until; /* loop time, ms */
-    bool change;    /* before one; else the group is to be seen as the next two say */
+    enum {
+        BEFORE_CHANGE,
+        BEFORE_READ,
+        TO_SEE /* the group as the next two say */
+    } kind;
     uint64_t revision, epoch;
-    bool marking;  /* the mark is on its way to the store */
-    uint64_t mark; /* its revision; 0: not written */
+    bool asking; /* the mark is on its way to the store, or what was read of them on its way here */
+    bool known;  /* these are */
+    struct records_marks marks;
     struct ep_error error;
     ep_groups_wait_fn done;
     void *user;
@@ -29,21 +37,49 @@ static bool is_late(const struct wait *wait)
     return wait->groups->closing || wait->error.status || group_now(wait->groups) >= wait->until;
 }
 
-/* ---- the mark ----------------------------------------------------------------------------------- */
+/* ---- the marks ----------------------------------------------------------------------------------- */
 
 /* Of a commit that was asked for, so it is there until it is answered. */
 static void on_marked(const struct ep_error *error, uint64_t revision, void *user)
 {
     struct wait *wait = user;
 
-    wait->marking = false;
-    wait->mark = revision;
+    wait->asking = false;
+    wait->known = !error->status;
+    wait->marks = (struct records_marks){ .groups = revision, .nodes = revision };
     wait->error = *error;
 }
 
-static bool knows_mark(const struct wait *wait)
+static bool has_come(const struct wait *wait)
 {
-    return wait->groups->view >= wait->mark && ep_cluster_knows(wait->groups->cluster, wait->mark);
+    return wait->known && wait->groups->view >= wait->marks.groups &&
+           ep_cluster_knows(wait->groups->cluster, wait->marks.nodes);
+}
+
+/* Whoever waits may be gone by now. */
+static void on_marks(const struct ep_error *error, const struct records_marks *marks, void *user)
+{
+    struct ep_groups *groups = user;
+
+    groups->reading_marks = false;
+    for (struct wait *wait = groups->waits; wait; wait = wait->next)
+        if (wait->kind == BEFORE_READ && wait->asking) {
+            wait->asking = false;
+            wait->known = !error->status;
+            wait->marks = *marks;
+            wait->error = *error;
+        }
+}
+
+/* One at a time, for all who ask by then: changes wait behind it. */
+static void read_marks(struct ep_groups *groups)
+{
+    if (groups->reading_marks)
+        return;
+    groups->reading_marks = true;
+    for (struct wait *wait = groups->waits; wait; wait = wait->next)
+        wait->asking |= wait->kind == BEFORE_READ && !wait->known;
+    records_read_marks(groups, on_marks, groups);
 }
 
 /* ---- before a change ------------------------------------------------------------------------------ */
@@ -72,19 +108,19 @@ static bool is_renewed(struct ep_groups *groups, const char *name)
 /* Of the leader. */
 static bool is_up_to_date(struct wait *wait)
 {
-    if (!wait->mark) {
-        wait->marking = true;
+    if (!wait->known) {
+        wait->asking = true;
         records_mark(wait->groups, on_marked, wait);
         return false;
     }
-    return knows_mark(wait) && !is_renewed(wait->groups, wait->name);
+    return has_come(wait) && !is_renewed(wait->groups, wait->name);
 }
 
 static bool may_change(struct wait *wait)
 {
     struct ep_groups *groups = wait->groups;
 
-    if (wait->marking)
+    if (wait->asking)
         return false;
     if (is_late(wait))
         return true;
@@ -93,27 +129,48 @@ static bool may_change(struct wait *wait)
     return is_led(groups) || is_in_vain(groups);
 }
 
-/* What else is amiss the change is refused for. */
-static void judge(struct wait *wait)
+/* ---- before a read, after a change ------------------------------------------------------------------ */
+
+static bool may_read(struct wait *wait)
 {
-    const struct ep_groups *groups = wait->groups;
-    const bool is_behind = !wait->mark || !knows_mark(wait);
-
-    if (wait->change && is_behind && ep_cluster_leads(groups->cluster) && !groups->closing && !wait->error.status)
-        ep_error_set(&wait->error, EP_UNAVAILABLE, "the store does not tell node %s, which leads, what is new in it, "
-                     "so nothing can be changed: try again", nodes_self(groups));
+    if (!wait->known && !wait->asking && !is_late(wait))
+        read_marks(wait->groups);
+    return is_late(wait) || has_come(wait);
 }
-
-/* ---- all waits --------------------------------------------------------------------------------------- */
 
 static bool sees(const struct wait *wait)
 {
     const struct group *group = group_find(wait->groups, wait->name);
     const bool there = group && group->visible && !group->gone;
 
-    if (is_late(wait))
-        return true;
     return wait->revision ? there && group->revision >= wait->revision && group->epoch_number >= wait->epoch : !there;
+}
+
+/* ---- all waits --------------------------------------------------------------------------------------- */
+
+static bool is_over(struct wait *wait)
+{
+    switch (wait->kind) {
+    case BEFORE_CHANGE: return may_change(wait);
+    case BEFORE_READ: return may_read(wait);
+    case TO_SEE: break;
+    }
+    return is_late(wait) || sees(wait);
+}
+
+/* What else is amiss a change is refused for. */
+static void judge(struct wait *wait)
+{
+    const struct ep_groups *groups = wait->groups;
+
+    if (groups->closing || wait->error.status || (wait->kind == TO_SEE ? sees(wait) : has_come(wait)))
+        return;
+    if (wait->kind != BEFORE_CHANGE)
+        ep_error_set(&wait->error, EP_UNAVAILABLE, "the store does not tell node %s what is new in it",
+                     nodes_self(groups));
+    else if (ep_cluster_leads(groups->cluster))
+        ep_error_set(&wait->error, EP_UNAVAILABLE, "the store does not tell node %s, which leads, what is new in it, "
+                     "so nothing can be changed: try again", nodes_self(groups));
 }
 
 void wait_look(struct ep_groups *groups)
@@ -121,7 +178,7 @@ void wait_look(struct ep_groups *groups)
     for (struct wait **at = &groups->waits; *at;) {
         struct wait *wait = *at;
 
-        if (!(wait->change ? may_change(wait) : sees(wait))) {
+        if (!is_over(wait)) {
             at = &wait->next;
             continue;
         }
@@ -152,11 +209,17 @@ void ep_groups_see(struct ep_groups *groups, const char *name, uint64_t revision
                    ep_groups_wait_fn done, void *user)
 {
     begin(groups, name, within_ms,
-          &(const struct wait){ .revision = revision, .epoch = epoch, .done = done, .user = user });
+          &(const struct wait){
+              .kind = TO_SEE, .revision = revision, .epoch = epoch, .done = done, .user = user });
 }
 
 void ep_groups_before_change(struct ep_groups *groups, const char *name, uint32_t within_ms, ep_groups_wait_fn done,
                              void *user)
 {
-    begin(groups, name, within_ms, &(const struct wait){ .change = true, .done = done, .user = user });
+    begin(groups, name, within_ms, &(const struct wait){ .kind = BEFORE_CHANGE, .done = done, .user = user });
+}
+
+void ep_groups_before_read(struct ep_groups *groups, uint32_t within_ms, ep_groups_wait_fn done, void *user)
+{
+    begin(groups, "", within_ms, &(const struct wait){ .kind = BEFORE_READ, .done = done, .user = user });
 }

@@ -11,7 +11,7 @@ printed: the same seed brings the same faults.
 What must hold, all the time:
   - no result is wrong, no op takes longer than the group's timeout (and a bit);
   - no server goes back to an earlier epoch, and two that are at the same one have the same ranks at the same places;
-  - a change that was acknowledged is never lost;
+  - a change that was acknowledged is never lost, and no server shows less without saying that it may be behind;
   - no program crashes or complains.
 And when a fault is over, in HEAL_S: every server says READY with all ranks attached, and every worker goes on.
 """
@@ -44,6 +44,11 @@ class Watch:
             group = self.world.group(node) if self.world.servers[node].alive() else None
             if group:
                 self.judge(node, group)
+                self.check_label(node, group)
+
+    def check_labels(self, *nodes):
+        for node in nodes:
+            self.check_label(node, self.world.group(node) or {})
 
     def judge(self, node, group):
         status = group.get("status", {})
@@ -54,10 +59,6 @@ class Watch:
         if self.placements.setdefault(epoch, places) != places:
             self.world.wrong.append("node %s: epoch %d has other places than elsewhere" % (node, epoch))
         self.newest[node] = epoch
-
-    def label(self, node):
-        group = self.world.group(node) or {}
-        return int(group.get("spec", {}).get("labels", {}).get("n", -1))
 
     def change(self, number, node):
         """An operator counts up; now and then sizes or modes change too, which makes a new epoch."""
@@ -70,18 +71,19 @@ class Watch:
         if result.code == 0:
             self.acknowledged = number
 
-    def check_label(self):
-        for node in NODES:
-            if not self.acknowledged <= self.label(node) <= self.asked:
-                self.world.wrong.append("node %s: n is %d, and %d was acknowledged, %d asked for" % (
-                    node, self.label(node), self.acknowledged, self.asked))
+    def check_label(self, node, group):
+        label = int(group.get("spec", {}).get("labels", {}).get("n", -1))
+        if not (self.acknowledged <= label or group.get("behind")) or label > self.asked:
+            self.world.wrong.append("node %s: n is %d, and %d was acknowledged, %d asked for" % (
+                node, label, self.acknowledged, self.asked))
 
 
 def well(world):
     def is_well(node):
-        status = world.status(node)
+        group = world.group(node) or {}
+        status = group.get("status", {})
         ranks = status.get("ranks", [])
-        return status.get("phase") == "PHASE_READY" and len(ranks) == RANKS and all(
+        return not group.get("behind") and status.get("phase") == "PHASE_READY" and len(ranks) == RANKS and all(
             rank["state"] == "RANK_STATE_ATTACHED" for rank in ranks)
     return all(is_well(node) for node in NODES) and len({world.status(node)["epoch"] for node in NODES}) == 1
 
@@ -109,9 +111,11 @@ def suffer(world, watch, fault, number):
     world.begin_fault()
     end = time.monotonic() + fault.seconds
     fault.begin()
-    node = NODES[number % len(NODES)]
+    node, other = (NODES[(number + i) % len(NODES)] for i in range(2))
     if fault.answers(node):
         watch.change(number, node)
+    if fault.answers(other):
+        watch.check_labels(other)
     while time.monotonic() < end:
         world.listen_all()
         time.sleep(0.05)
@@ -128,7 +132,7 @@ def soak(world, watch, seconds, seed, only):
         print("%3d  %-44s" % (number, fault), end="", flush=True)
         suffer(world, watch, fault, number)
         healed.append(heal(world, watch))
-        watch.check_label()
+        watch.check_labels(*NODES)
         kinds[type(fault).__name__] += 1
         print(" well after %.1f s, epoch %d" % (healed[-1], max(watch.newest.values())), flush=True)
     return kinds, healed

@@ -128,6 +128,23 @@ class CutTest(FaultTest):
         self.wait_label("2")
         self.wait_well()
 
+    def test_a_node_that_was_cut_off_shows_what_was_acknowledged_or_says_that_it_may_be_behind(self):
+        node = self.others(self.leader("a"))[0]
+        self.world.net.cut(node)
+        harness.wait_until(lambda: self.update(self.others(node)[0], "--label=n=1").code == 0, "a change is taken")
+        told = self.world.admin(node, "group", "get", "moe")
+        self.assertIn("may be older than what was acknowledged: ", told.err)
+        self.assertIn("store", told.err)
+        self.world.net.mend(node)
+
+        def knows():
+            group = self.world.group(node)
+            new = group["spec"]["labels"]["n"] == "1"
+            self.assertTrue(new or group.get("behind"), group)
+            return new and not group.get("behind")
+        harness.wait_until(knows, "node %s knows of it" % node, interval=0.02)
+        self.wait_well()
+
     def test_a_node_cut_from_one_other_comes_back(self):
         self.world.net.cut_one_way("a", "b")
         self.wait_steps("c")

@@ -232,7 +232,7 @@ class GroupTest(AdminTest):
         self.assertIn("phase: PHASE_READY", self.admin("group", "get", "moe", "-o", "yaml", server=server).out)
 
         self.assertEqual(self.admin("group", "delete", "moe", server=server).out, "group moe deleted\n")
-        self.assertEqual(self.admin("group", "list", "-o", "json", server=server).json(), {"groups": []})
+        self.assertEqual(self.admin("group", "list", "-o", "json", server=server).json(), {"groups": [], "behind": ""})
         empty = self.admin("group", "list", server=server)
         self.assertEqual((empty.out, empty.err), ("", "ep-admin: group list: there are no groups\n"))
 

@@ -348,7 +348,7 @@ const struct ep_cluster_node *ep_cluster_find(const struct ep_cluster *cluster, 
 
 struct ep_store_write ep_cluster_mark(void)
 {
-    return (struct ep_store_write){ .key = "nodes/mark", .value = "", .expected = EP_STORE_ANY };
+    return (struct ep_store_write){ .key = "nodes/.mark", .value = "", .expected = EP_STORE_ANY };
 }
 
 bool ep_cluster_knows(const struct ep_cluster *cluster, uint64_t revision)

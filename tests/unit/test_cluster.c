@@ -516,6 +516,7 @@ static void a_node_does_what_its_cordon_says(void **state)
     open_peer(f, &b, "b");
     RUN_UNTIL(f, sees(&a, "b"));
     assert_string_equal(cordon(&a, "b", "new driver").error.text, "");
+    assert_string_equal(list(f, ep_cluster_mark().key).text, "nodes/.mark= "); /* what a read waits for */
     assert_true(ep_node_cordoned(b.node, &reason));
     assert_string_equal(reason, "new driver");
     assert_true(ep_cluster_find(a.cluster, "b")->cordoned);

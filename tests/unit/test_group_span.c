@@ -176,7 +176,7 @@ static bool is_marked(struct fixture *f)
 {
     struct marks marks = { 0 };
 
-    ep_store_list(f->store, "groups/mark", on_marks, &marks);
+    ep_store_list(f->store, "groups/.mark", on_marks, &marks);
     WAIT(f, marks.done);
     return marks.n > 0;
 }
@@ -243,6 +243,74 @@ static void a_change_waits_until_somebody_leads(void **state)
     assert_string_equal(gap.told.error.text, "");
     assert_non_null(ep_cluster_leader(gap.cluster));
 }
+
+/* ---- before a read ------------------------------------------------------------------------------- */
+
+static void before_read(struct ep_groups *groups, uint32_t within_ms, struct told *told)
+{
+    *told = (struct told){ 0 };
+    ep_groups_before_read(groups, within_ms, on_time, told);
+}
+
+static void a_read_waits_until_the_server_knows_what_was_acknowledged(void **state)
+{
+    struct fixture *f = *state;
+    struct server *other = &f->servers[(span_leader(f) + 1) % SERVERS];
+    struct told first, second;
+
+    create(f, OLD);
+    world_hold_table(other->cluster, true);
+    before_read(other->groups, 40000, &first);
+    before_read(other->groups, 500, &second);
+    WAIT(f, second.done);
+    assert_int_equal(second.error.status, EP_UNAVAILABLE);
+    assert_non_null(strstr(second.error.text, "does not tell node"));
+    assert_false(first.done);
+    before_read(other->groups, 40000, &second);
+    world_hold_table(other->cluster, false);
+    WAIT(f, first.done && second.done);
+    assert_string_equal(first.error.text, "");
+    assert_string_equal(second.error.text, "");
+}
+
+static void on_mark(const struct ep_error *error, const struct ep_record *records, size_t n, void *user)
+{
+    (void)error;
+    assert_int_equal(n, 1);
+    *(uint64_t *)user = records[0].revision;
+}
+
+static uint64_t marked_at(struct fixture *f)
+{
+    uint64_t revision = 0;
+
+    ep_store_list(f->store, "groups/.mark", on_mark, &revision);
+    WAIT(f, revision);
+    return revision;
+}
+
+/* Else a read would not wait for it. */
+static void each_change_is_written_with_the_mark(void **state)
+{
+    struct fixture *f = *state;
+    struct answer answer = { 0 };
+    uint64_t created;
+
+    create(f, OLD);
+    created = marked_at(f);
+    assert_true(created >= ep_groups_get(f->servers[0].groups, "moe", NULL)->revision);
+    begin(f, UPDATE, &answer);
+    WAIT(f, answer.done);
+    assert_true(marked_at(f) >= ep_groups_get(f->servers[0].groups, "moe", NULL)->revision);
+    created = marked_at(f);
+    answer = (struct answer){ 0 };
+    begin(f, DELETE, &answer);
+    WAIT(f, answer.done);
+    assert_string_equal(answer.error.text, "");
+    assert_true(marked_at(f) > created);
+}
+
+/* ---- refusals ------------------------------------------------------------------------------------- */
 
 static void a_member_that_cannot_take_part_refuses_for_all(void **state)
 {
@@ -847,6 +915,8 @@ int main(void)
         TEST(a_change_waits_until_the_leader_knows_what_the_store_has),
         TEST(a_leader_that_stays_behind_refuses_changes),
         TEST(a_change_waits_until_somebody_leads),
+        TEST(a_read_waits_until_the_server_knows_what_was_acknowledged),
+        TEST(each_change_is_written_with_the_mark),
         TEST(a_member_that_cannot_take_part_refuses_for_all),
         TEST(a_plan_by_an_offer_that_is_out_of_date_is_made_again),
         TEST(changes_at_once_do_not_plan_on_the_same_memory),

@@ -84,10 +84,10 @@ static void integers_above_int64_are_strings(void **state)
 {
     (void)state;
     round_trip("{\"revision\":\"18446744073709551615\"}",
-               "{\"name\":\"\",\"revision\":\"18446744073709551615\",\"spec\":null,\"status\":null,\"plan\":null}",
+               "{\"name\":\"\",\"revision\":\"18446744073709551615\",\"spec\":null,\"status\":null,\"plan\":null,\"behind\":\"\"}",
                &ep__v1__group__descriptor);
     round_trip("{\"revision\":\"12\"}",
-               "{\"name\":\"\",\"revision\":12,\"spec\":null,\"status\":null,\"plan\":null}",
+               "{\"name\":\"\",\"revision\":12,\"spec\":null,\"status\":null,\"plan\":null,\"behind\":\"\"}",
                &ep__v1__group__descriptor);
 }
 
