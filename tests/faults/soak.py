@@ -41,14 +41,23 @@ class Watch:
     def look(self):
         self.world.listen_all()
         for node in NODES:
-            group = self.world.group(node) if self.world.servers[node].alive() else None
-            if group:
-                self.judge(node, group)
-                self.check_label(node, group)
+            if self.world.servers[node].alive():
+                self.look_at(node)
 
-    def check_labels(self, *nodes):
-        for node in nodes:
-            self.check_label(node, self.world.group(node) or {})
+    def look_at(self, node):
+        group = self.world.group(node)
+        if group:
+            self.judge(node, group)
+            self.check_label(node, group)
+
+    def check_labels(self):
+        """When all is well: each server tells what is known now."""
+        for node in NODES:
+            self.check_label(node, harness.wait_until(lambda: self.current(node), "node %s is not behind" % node, HEAL_S))
+
+    def current(self, node):
+        group = self.world.group(node)
+        return group if group and not group["behind"] else None
 
     def judge(self, node, group):
         status = group.get("status", {})
@@ -115,7 +124,7 @@ def suffer(world, watch, fault, number):
     if fault.answers(node):
         watch.change(number, node)
     if fault.answers(other):
-        watch.check_labels(other)
+        watch.look_at(other)
     while time.monotonic() < end:
         world.listen_all()
         time.sleep(0.05)
@@ -132,7 +141,7 @@ def soak(world, watch, seconds, seed, only):
         print("%3d  %-44s" % (number, fault), end="", flush=True)
         suffer(world, watch, fault, number)
         healed.append(heal(world, watch))
-        watch.check_labels(*NODES)
+        watch.check_labels()
         kinds[type(fault).__name__] += 1
         print(" well after %.1f s, epoch %d" % (healed[-1], max(watch.newest.values())), flush=True)
     return kinds, healed
