@@ -9,10 +9,10 @@
 
 /* ---- network ---------------------------------------------------------------------- */
 
-#define EP_GPUS_CARD 128u /* of a card, what comes before is the host net's */
+#define GPUS_CARD 128u /* of a card, what comes before is the host net's */
 
 _Static_assert(sizeof(struct ep_team_card) == sizeof(struct ep_host_card), "cards are passed on as they are");
-_Static_assert(EP_GPUS_CARD + sizeof(struct nccl_card) <= EP_TEAM_CARD_BYTES, "a card has room for NCCL's");
+_Static_assert(GPUS_CARD + sizeof(struct nccl_card) <= EP_TEAM_CARD_BYTES, "a card has room for NCCL's");
 
 static bool is_cuda(const struct ep_node *node)
 {
@@ -52,7 +52,7 @@ ep_status ep_team_net_listen(struct ep_node *node, const struct ep_team_net_opti
         if (!status && options->first)
             status = nccl_invite(&gpus, error);
         if (!status)
-            memcpy(card->bytes + EP_GPUS_CARD, &gpus, sizeof gpus);
+            memcpy(card->bytes + GPUS_CARD, &gpus, sizeof gpus);
     }
     if (status)
         ep_team_net_close(net);
@@ -79,9 +79,9 @@ static ep_status connect_gpus(struct ep_team_net *net, const struct ep_team_card
     struct nccl_card card, first;
     bool goes_on = true;
 
-    memcpy(&first, cards[0].bytes + EP_GPUS_CARD, sizeof first);
+    memcpy(&first, cards[0].bytes + GPUS_CARD, sizeof first);
     for (uint32_t n = 0; n < nodes; n++) {
-        memcpy(&card, cards[n].bytes + EP_GPUS_CARD, sizeof card);
+        memcpy(&card, cards[n].bytes + GPUS_CARD, sizeof card);
         goes_on &= nccl_goes_on(net->gpus, &card);
     }
     return nccl_form(&net->gpus, goes_on ? NULL : &first, net->here, timeout_ms, error);
