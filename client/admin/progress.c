@@ -52,7 +52,6 @@ static void *run(void *argument)
 
 void ep_progress_begin(struct ep_progress *progress, bool quiet, const char *what)
 {
-    pthread_condattr_t monotonic;
     sigset_t all, before;
 
     progress->running = progress->stop = false;
@@ -61,10 +60,7 @@ void ep_progress_begin(struct ep_progress *progress, bool quiet, const char *wha
     ep_text_clean(what, progress->text, sizeof progress->text);
     progress->began_ns = ep_clock_ns();
     pthread_mutex_init(&progress->lock, NULL);
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&progress->wake, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    ep_clock_condition(&progress->wake);
     sigfillset(&all); /* signals are the main thread's */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     progress->running = pthread_create(&progress->thread, NULL, run, progress) == 0;

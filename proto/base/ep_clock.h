@@ -2,6 +2,7 @@
 #ifndef EP_CLOCK_H
 #define EP_CLOCK_H
 
+#include <pthread.h>
 #include <stdint.h>
 #include <time.h>
 
@@ -15,6 +16,17 @@ static inline uint64_t ep_clock_ns(void)
 
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * EP_NS_PER_S + (uint64_t)t.tv_nsec;
+}
+
+/* A condition whose timed waits end at times of that clock, which nobody sets. */
+static inline void ep_clock_condition(pthread_cond_t *condition)
+{
+    pthread_condattr_t attributes;
+
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(condition, &attributes);
+    pthread_condattr_destroy(&attributes);
 }
 
 /* Wall time in microseconds since 1970, for records that people and other hosts read. */

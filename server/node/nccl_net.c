@@ -33,13 +33,8 @@ struct hand {
 
 static void crew_init(struct crew *crew, void (*end)(struct crew *crew))
 {
-    pthread_condattr_t attributes;
-
     crew->end = end;
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&crew->changed, &attributes);
-    pthread_condattr_destroy(&attributes);
+    ep_clock_condition(&crew->changed);
     pthread_mutex_init(&crew->lock, NULL);
 }
 

@@ -270,12 +270,7 @@ static ep_status open_serve(struct serve *serve, struct cuda_team *team, const s
 
 static void init_lock(struct serve *serve)
 {
-    pthread_condattr_t attributes;
-
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&serve->changed, &attributes);
-    pthread_condattr_destroy(&attributes);
+    ep_clock_condition(&serve->changed);
     pthread_mutex_init(&serve->lock, NULL);
 }
 

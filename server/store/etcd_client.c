@@ -7,6 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "ep_clock.h"
 #include "ep_log.h"
 
 #define FIRST_PAUSE_MS 50 /* after all endpoints failed; doubled each time */
@@ -336,14 +337,9 @@ ep_status etcd_call(struct etcd *etcd, struct etcd_call *call, ProtobufCMessage 
 
 void etcd_task_start(struct etcd_task *task, struct etcd *etcd, void (*main)(void *arg), void *arg)
 {
-    pthread_condattr_t attributes;
-
     task->etcd = etcd;
     pthread_mutex_init(&task->mutex, NULL);
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&task->stopped, &attributes);
-    pthread_condattr_destroy(&attributes);
+    ep_clock_condition(&task->stopped);
     task->running = uv_thread_create(&task->thread, main, arg) == 0;
     if (!task->running)
         abort(); /* as with memory: a watch that is not there would be silent for ever */

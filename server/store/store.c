@@ -508,17 +508,6 @@ bool ep_session_alive(const struct ep_session *session)
 
 /* ---- opening and closing ----------------------------------------------------------------- */
 
-/* Deadlines are on the monotonic clock, which nobody sets. */
-static void init_condition(pthread_cond_t *condition)
-{
-    pthread_condattr_t attributes;
-
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(condition, &attributes);
-    pthread_condattr_destroy(&attributes);
-}
-
 static ep_status start(uv_loop_t *loop, struct ep_store *store, struct ep_error *error)
 {
     int rc = uv_async_init(loop, &store->answered, on_answered);
@@ -548,7 +537,7 @@ ep_status store_open(uv_loop_t *loop, const struct store_backend *backend, void 
     queue_init(&store->asked);
     queue_init(&store->answers);
     pthread_mutex_init(&store->mutex, NULL);
-    init_condition(&store->asked_some);
+    ep_clock_condition(&store->asked_some);
     status = start(loop, store, error);
     if (status)
         backend->close(self);
