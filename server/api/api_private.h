@@ -33,6 +33,7 @@ struct api_pending {
     /* a change of a group: */
     const char *method;        /* of Node, for whoever leads; NULL: it is not handed on */
     ProtobufCMessage *request; /* own copy, while it waits for its turn; else NULL */
+    ProtobufCMessage *answer;  /* the leader's, own copy, until this server sees what it says */
     void (*here)(struct ep_api *api, struct api_pending *pending, const ProtobufCMessage *request);
 };
 

@@ -99,35 +99,44 @@ static uint32_t time_for(const struct ep_rpc_call *call)
 
 /* ---- changes that are handed on ------------------------------------------------------------------ */
 
-/* The leader has made it, and what the caller asks for next must not be older than what it is told: what is here is the answer. */
-static void on_seen(const struct ep_error *seen, void *user)
+/* A copy of its own; NULL: no memory. */
+static ProtobufCMessage *copy(const ProtobufCMessage *message)
 {
-    const struct api_pending was = *(struct api_pending *)user;
-    struct ep_error error = EP_ERROR_INIT;
-    Ep__V1__DeleteGroupReply deleted = EP__V1__DELETE_GROUP_REPLY__INIT;
-    const Ep__V1__Group *group = was.call && !was.deletes ? ep_groups_get(was.api->options.groups, was.target, &error)
-                                                          : NULL;
-    struct ep_rpc_call *call = api_pending_finish(user, &error);
+    const size_t size = protobuf_c_message_get_packed_size(message);
+    uint8_t *bytes = malloc(size + 1);
+    ProtobufCMessage *own = NULL;
 
-    if (!call)
-        return;
-    if (group)
-        reply_group(call, group, seen->text);
-    else if (error.status)
-        fail_read(call, &error, seen->text);
-    else
-        ep_rpc_reply(call, &deleted.base);
+    if (bytes) {
+        protobuf_c_message_pack(message, bytes);
+        own = protobuf_c_message_unpack(message->descriptor, NULL, size, bytes);
+    }
+    free(bytes);
+    return own;
 }
 
+/* Also where it is not seen in time: the leader has made the change, and reads here say that they may be older. */
+static void on_seen(const struct ep_error *seen, void *user)
+{
+    struct api_pending *pending = user;
+    ProtobufCMessage *answer = pending->answer;
+    struct ep_rpc_call *call = api_pending_finish(pending, NULL);
+
+    (void)seen;
+    if (call)
+        ep_rpc_reply(call, answer);
+    protobuf_c_message_free_unpacked(answer, NULL);
+}
+
+/* What the caller asks for next should not be older than what it is told. */
 static void on_forwarded(const struct ep_error *error, const ProtobufCMessage *reply, void *user)
 {
     const Ep__V1__Group *group = (const Ep__V1__Group *)reply;
     struct api_pending *pending = user;
     struct ep_rpc_call *call;
 
-    if (!error->status && !pending->dry_run) {
+    if (!error->status && !pending->dry_run && (pending->answer = copy(reply))) {
         ep_groups_see(pending->api->options.groups, pending->target, pending->deletes ? 0 : group->revision,
-                      pending->deletes ? 0 : group->status->epoch, SEE_MS, on_seen, pending);
+                      pending->deletes || !group->status ? 0 : group->status->epoch, SEE_MS, on_seen, pending);
         return;
     }
     call = api_pending_finish(pending, error);
@@ -172,20 +181,6 @@ static void hand_on(struct ep_api *api, struct api_pending *pending, const char 
 }
 
 /* ---- here, or at whoever leads --------------------------------------------------------------------- */
-
-static ProtobufCMessage *copy(const ProtobufCMessage *message)
-{
-    const size_t size = protobuf_c_message_get_packed_size(message);
-    uint8_t *bytes = malloc(size + 1);
-    ProtobufCMessage *own = NULL;
-
-    if (bytes) {
-        protobuf_c_message_pack(message, bytes);
-        own = protobuf_c_message_unpack(message->descriptor, NULL, size, bytes);
-    }
-    free(bytes);
-    return own;
-}
 
 static void refuse(struct api_pending *pending, const struct ep_error *error)
 {

@@ -3,6 +3,7 @@
 
 import re
 import shutil
+import signal
 import unittest
 
 import harness
@@ -12,16 +13,17 @@ NAMES = ("a", "b", "c")
 
 class SpanCase(harness.TestCase):
     lost_after = harness.NOT_LOST
+    names = NAMES
 
     def setUp(self):
         super().setUp()
         self.etcd = harness.Etcd(self.box)
-        self.servers = {name: self.start(name) for name in NAMES}
+        self.servers = {name: self.start(name) for name in self.names}
         for server in self.servers.values():
             server.wait_ready()
 
-    def start(self, name):
-        return self.start_server("--store=" + self.etcd.url("/span"), "--name=" + name, "--host-ranks=2",
+    def start(self, name, store=None):
+        return self.start_server("--store=" + (store or self.etcd.url("/span")), "--name=" + name, "--host-ranks=2",
                                  self.lost_after, name=name, ready=False)
 
     # ---- operators
@@ -213,6 +215,36 @@ class SpanTest(SpanCase):
         self.admin("a", "group", "delete", "moe")
         refused = self.create("b", ranks=7, code=1)
         self.assertIn("3 nodes that take workers have 6 devices", refused.err)
+
+
+@NEEDS_ETCD
+class CutOffTest(SpanCase):
+    """Node c, which does not lead, reaches etcd by a gateway, and no more when that is stopped."""
+
+    names = ("a", "b")
+
+    def setUp(self):
+        super().setUp()
+        port = harness.free_port()
+        self.gateway = self.spawn(["/usr/bin/env", "etcd", "gateway", "start", "--endpoints=" + self.etcd.endpoints(),
+                                   "--listen-addr=127.0.0.1:%d" % port])
+        harness.wait_until(lambda: "ready to proxy" in self.gateway.log(), "the gateway listens")
+        self.servers["c"] = self.start("c", "etcd://127.0.0.1:%d/span" % port)
+        self.servers["c"].wait_ready()
+
+    def test_what_the_leader_has_changed_is_answered_where_it_is_not_seen(self):
+        homes = self.box.write("homes", "nodes: explicit\nranks: [{rank: 0, node: a}, {rank: 1, node: b}]\n")
+        self.gateway.signal(signal.SIGSTOP)
+        made = self.create("c", "--placement=" + homes, "-o", "json", ranks=2).json()
+        self.assertEqual(made["status"]["epoch"], self.status("a")["epoch"])
+        self.assertEqual(made["behind"], "")
+        unknown = self.admin("c", "group", "get", "moe", code=3)
+        self.assertIn("as far as this server knows: the store does not tell node c what is new", unknown.err)
+        changed = self.admin("c", "group", "update", "moe", "--ll-max-tokens=32", "-o", "json").json()
+        self.assertEqual(changed["revision"], self.group("a")["revision"])
+        self.admin("c", "group", "delete", "moe")
+        self.gateway.signal(signal.SIGCONT)
+        harness.wait_until(lambda: "behind" not in self.operate(self.servers["c"], "group", "list").err, "c is told what is new")
 
 
 @NEEDS_ETCD
