@@ -48,7 +48,7 @@ static void look(struct watch *watch, const Ep__V1__GroupEvent *event)
     if (!watch->until)
         return;
     if (event->type == EP__V1__GROUP_EVENT__TYPE__TYPE_SYNCED) {
-        watch->reached |= !watch->present && watch->until == EP__V1__PHASE__PHASE_DELETED;
+        watch->reached |= !watch->present && !*event->behind && watch->until == EP__V1__PHASE__PHASE_DELETED;
         return;
     }
     if (!event->group)
@@ -66,6 +66,7 @@ static int show_event(struct watch *watch, const Ep__V1__GroupEvent *event)
         return ep_output_message_item(watch->admin, &event->base);
     if (event->group)
         print_row(event);
+    ep_admin_note_behind(watch->admin, event->behind);
     return 0;
 }
 

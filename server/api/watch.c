@@ -19,9 +19,11 @@ struct change {
 struct api_watch {
     struct api_watch *next;
     struct ep_api *api;
-    struct ep_rpc_call *call;
+    struct ep_rpc_call *call; /* NULL: it ended while the watch waited to begin */
+    bool waits;               /* to begin */
     struct ep_group_watch *source;
     struct change *first;
+    struct ep_error behind; /* why what was there when it began may be old */
     char name[]; /* "": all */
 };
 
@@ -71,6 +73,8 @@ static bool send_change(struct api_watch *watch, const struct change *change)
         ? ep_groups_get(watch->api->options.groups, change->name, NULL) : NULL;
 
     event.type = change->type;
+    if (event.type == EP__V1__GROUP_EVENT__TYPE__TYPE_SYNCED)
+        event.behind = watch->behind.text;
     gone.name = (char *)(uintptr_t)change->name;
     if (*change->name && (!group || event.type == EP__V1__GROUP_EVENT__TYPE__TYPE_DELETED)) {
         event.type = EP__V1__GROUP_EVENT__TYPE__TYPE_DELETED;
@@ -123,6 +127,31 @@ static void destroy(struct api_watch *watch)
     free(watch);
 }
 
+static bool begin(struct api_watch *watch)
+{
+    if (remember_present(watch))
+        watch->source = ep_groups_watch(watch->api->options.groups, on_change, watch);
+    return watch->source != NULL;
+}
+
+/* What is here is as new as a watch may begin with, or *behind says why it is not. */
+static void on_time(const struct ep_error *behind, void *user)
+{
+    static const struct ep_error no_memory = { EP_NO_MEMORY, "out of memory" };
+    struct api_watch *watch = user;
+
+    watch->waits = false;
+    if (!watch->call) { /* with the call the API may have gone */
+        destroy(watch);
+        return;
+    }
+    watch->behind = *behind;
+    if (begin(watch))
+        pump(watch);
+    else
+        ep_rpc_fail(watch->call, &no_memory);
+}
+
 static struct api_watch *create(struct ep_api *api, struct ep_rpc_call *call, const char *name)
 {
     size_t n = strlen(name) + 1;
@@ -132,13 +161,10 @@ static struct api_watch *create(struct ep_api *api, struct ep_rpc_call *call, co
         return NULL;
     watch->api = api;
     watch->call = call;
+    watch->waits = true;
     memcpy(watch->name, name, n);
-    if (remember_present(watch))
-        watch->source = ep_groups_watch(api->options.groups, on_change, watch);
-    if (!watch->source) {
-        destroy(watch);
-        return NULL;
-    }
+    watch->next = api->watches;
+    api->watches = watch;
     return watch;
 }
 
@@ -160,10 +186,8 @@ void api_watch_groups(struct ep_rpc_call *call, const ProtobufCMessage *message,
         ep_rpc_fail(call, &error);
         return;
     }
-    watch->next = api->watches;
-    api->watches = watch;
     ep_rpc_call_set_user(call, watch);
-    pump(watch);
+    ep_groups_before_read(api->options.groups, api_read_ms(call), on_time, watch);
 }
 
 void api_watch_writable(struct ep_rpc_call *call, void *user)
@@ -185,7 +209,9 @@ void api_watch_closed(struct ep_rpc_call *call, void *user)
     for (at = &watch->api->watches; *at != watch; at = &(*at)->next)
         ;
     *at = watch->next;
-    destroy(watch);
+    watch->call = NULL;
+    if (!watch->waits)
+        destroy(watch);
 }
 
 void api_watches_end(struct ep_api *api)

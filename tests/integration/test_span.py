@@ -232,10 +232,12 @@ class CutOffTest(SpanCase):
         self.servers["c"] = self.start("c", "etcd://127.0.0.1:%d/span" % port)
         self.servers["c"].wait_ready()
 
+    def homes(self):
+        return self.box.write("homes", "nodes: explicit\nranks: [{rank: 0, node: a}, {rank: 1, node: b}]\n")
+
     def test_what_the_leader_has_changed_is_answered_where_it_is_not_seen(self):
-        homes = self.box.write("homes", "nodes: explicit\nranks: [{rank: 0, node: a}, {rank: 1, node: b}]\n")
         self.gateway.signal(signal.SIGSTOP)
-        made = self.create("c", "--placement=" + homes, "-o", "json", ranks=2).json()
+        made = self.create("c", "--placement=" + self.homes(), "-o", "json", ranks=2).json()
         self.assertEqual(made["status"]["epoch"], self.status("a")["epoch"])
         self.assertEqual(made["behind"], "")
         unknown = self.admin("c", "group", "get", "moe", code=3)
@@ -243,8 +245,21 @@ class CutOffTest(SpanCase):
         changed = self.admin("c", "group", "update", "moe", "--ll-max-tokens=32", "-o", "json").json()
         self.assertEqual(changed["revision"], self.group("a")["revision"])
         self.admin("c", "group", "delete", "moe")
+
+    def test_who_looks_on_is_told_that_it_may_be_old_and_is_not_told_what_is_not_known(self):
+        old = "this may be older than what was acknowledged: the store does not tell node c what is new"
+        seen = self.admin("c", "--timeout=2s", "group", "watch", "moe", "--until=deleted")
+        self.assertNotIn(old, seen.err)
+        self.gateway.signal(signal.SIGSTOP)
+        self.create("a", "--placement=" + self.homes(), ranks=2)
+        self.assertIn(old, self.admin("c", "group", "list").err)
+        seen = self.admin("c", "--timeout=3s", "group", "watch", "moe", "--until=deleted", code=4)
+        self.assertIn(old, seen.err)
+        self.assertIn("moe is not DELETED after 3.0 s: it is not there", seen.err)
         self.gateway.signal(signal.SIGCONT)
-        harness.wait_until(lambda: "behind" not in self.operate(self.servers["c"], "group", "list").err, "c is told what is new")
+        harness.wait_until(lambda: old not in self.admin("c", "group", "list").err, "c is told what is new")
+        seen = self.admin("c", "group", "watch", "moe", "--until=ready")
+        self.assertNotIn(old, seen.err)
 
 
 @NEEDS_ETCD
