@@ -200,18 +200,10 @@ static void start_thread(struct ep_client *client)
         pthread_setname_np(f->thread, "ep-follow");
 }
 
-ep_status following_init(struct ep_client *client, struct ep_error *error)
+void following_init(struct ep_client *client)
 {
-    struct following *f = &client->following;
-    pthread_condattr_t attributes;
-
-    if (pthread_condattr_init(&attributes) != 0)
-        return ep_error_set(error, EP_NO_MEMORY, "no memory for a client");
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_mutex_init(&f->lock, NULL);
-    pthread_cond_init(&f->work, &attributes);
-    pthread_condattr_destroy(&attributes);
-    return EP_OK;
+    pthread_mutex_init(&client->following.lock, NULL);
+    ep_clock_condition(&client->following.work);
 }
 
 void following_stop(struct ep_client *client)

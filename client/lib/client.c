@@ -115,10 +115,11 @@ ep_status ep_client_open(const char *address, const ep_client_options *options, 
     if (!client)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a client");
     if (set_path(client, address, error) != EP_OK || set_options(client, options, error) != EP_OK
-        || connect_server(client, error) != EP_OK || following_init(client, error) != EP_OK) {
+        || connect_server(client, error) != EP_OK) {
         destroy(client);
         return error->status;
     }
+    following_init(client);
     if (monitor_start(client, error) != EP_OK) {
         following_fini(client);
         destroy(client);

@@ -305,7 +305,7 @@ void rank_finish(struct ep_rank *rank);
 struct joining;
 
 /* Of a new client; and its end, before its ranks': joins the thread, which a call to the server may take timeout_ms. */
-ep_status following_init(struct ep_client *client, struct ep_error *error);
+void following_init(struct ep_client *client);
 void following_stop(struct ep_client *client);
 void following_fini(struct ep_client *client);
 
