@@ -14,6 +14,7 @@ enum { EXIT_FAILED = 1, EXIT_USAGE = 2, EXIT_SKIPPED = 77 };
 
 struct options {
     uint32_t gpus, pairs, tokens, sms; /* gpus, sms 0: all */
+    uint32_t sharing;                  /* ranks on each GPU */
     bool verify;
 };
 
@@ -87,9 +88,10 @@ static void print_row(const struct shape *s, const struct ll_times *t, uint32_t 
 
 static void usage(FILE *to)
 {
-    fputs("usage: ht_bench [--gpus N] [--pairs N] [--tokens N] [--sms N] [--no-verify]\n"
+    fputs("usage: ht_bench [--gpus N] [--sharing N] [--pairs N] [--tokens N] [--sms N] [--no-verify]\n"
           "\n"
           "  --gpus N      GPUs to use (default: all)\n"
+          "  --sharing N   ranks on each of them (default 1; figures are for 1)\n"
           "  --pairs N     pairs in graphs that are timed (default 200)\n"
           "  --tokens N    of a rank (default 4096)\n"
           "  --sms N       multiprocessors of a rank (default: all)\n"
@@ -100,16 +102,18 @@ static void usage(FILE *to)
 static bool parse(int argc, char **argv, struct options *o)
 {
     static const struct option known[] = {
-        { "gpus", required_argument, NULL, 'g' }, { "pairs", required_argument, NULL, 'p' },
+        { "gpus", required_argument, NULL, 'g' }, { "sharing", required_argument, NULL, 'r' },
+        { "pairs", required_argument, NULL, 'p' },
         { "tokens", required_argument, NULL, 't' }, { "sms", required_argument, NULL, 's' },
         { "no-verify", no_argument, NULL, 'n' }, { "help", no_argument, NULL, 'h' }, { NULL, 0, NULL, 0 }
     };
     int c;
 
-    *o = (struct options){ .pairs = 200, .tokens = 4096, .verify = true };
+    *o = (struct options){ .pairs = 200, .sharing = 1, .tokens = 4096, .verify = true };
     while ((c = getopt_long(argc, argv, "", known, NULL)) != -1) {
         switch (c) {
         case 'g': o->gpus = (uint32_t)strtoul(optarg, NULL, 10); break;
+        case 'r': o->sharing = (uint32_t)strtoul(optarg, NULL, 10); break;
         case 'p': o->pairs = (uint32_t)strtoul(optarg, NULL, 10); break;
         case 't': o->tokens = (uint32_t)strtoul(optarg, NULL, 10); break;
         case 's': o->sms = (uint32_t)strtoul(optarg, NULL, 10); break;
@@ -118,7 +122,7 @@ static bool parse(int argc, char **argv, struct options *o)
         default: return false;
         }
     }
-    return optind == argc && o->pairs > 0 && o->tokens > 0;
+    return optind == argc && o->pairs > 0 && o->tokens > 0 && o->sharing > 0;
 }
 
 static int run(const struct ep_cuda_api *api, const struct options *o)
@@ -133,8 +137,8 @@ static int run(const struct ep_cuda_api *api, const struct options *o)
 
         shape.tokens = o->tokens;
         shape.sms = o->sms;
-        if (ll_time(api, o->gpus, o->gpus, &shape, o->pairs, false, o->verify, &times, &error) == EP_OK) {
-            print_row(&shape, &times, o->gpus);
+        if (ll_time(api, o->gpus * o->sharing, o->gpus, &shape, o->pairs, false, o->verify, &times, &error) == EP_OK) {
+            print_row(&shape, &times, o->sharing == 1 ? o->gpus : 0);
             continue;
         }
         printf("%-7s %-9s FAILED: %s\n", bench_layout_name(shape.layout), bench_dtypes[shape.dtype].name, error.text);
@@ -155,6 +159,8 @@ int main(int argc, char **argv)
         usage(stderr);
         return EXIT_USAGE;
     }
+    if (o.sharing > 1)
+        ep_cuda_ask_for_queues();
     if (ep_cuda_open(&api, &error) != EP_OK) {
         printf("no GPU here: %s\n", error.text);
         return EXIT_SKIPPED;
@@ -164,10 +170,11 @@ int main(int argc, char **argv)
         return EXIT_FAILED;
     }
     o.gpus = o.gpus ? o.gpus : count;
-    if (o.gpus > count) {
-        fprintf(stderr, "--gpus is %u: there are %u\n", o.gpus, count);
+    if (o.gpus > count || o.gpus * o.sharing > WORLD_MAX_RANKS) {
+        fprintf(stderr, "%u GPUs with %u ranks each: there are %u GPUs, and at most %u ranks\n", o.gpus, o.sharing, count,
+                (uint32_t)WORLD_MAX_RANKS);
         return EXIT_USAGE;
     }
-    printf("%u x %s, driver %u; H 7168, K 8, E 256\n", o.gpus, device.name, device.driver);
+    printf("%u x %s, %u ranks, driver %u; H 7168, K 8, E 256\n", o.gpus, device.name, o.gpus * o.sharing, device.driver);
     return run(api, &o);
 }
