@@ -1,6 +1,7 @@
 /* How the memory beside a window is laid out, and which rank goes through which. */
 #include "device_net.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #define BOX_ALIGN 4096u
@@ -82,43 +83,51 @@ uint64_t ep_net_beside_bytes(const struct ep_layout_map *map, const struct ep_ne
 
 /* ---- who goes through whom ----------------------------------------------------------------------- */
 
-/* Ranks of r's node below r. */
-static uint32_t place_of(const uint32_t *node, uint32_t r)
-{
-    uint32_t n = 0;
+/* The ranks of a group by their nodes: those of node n are by_node[first[n]] and on, in their order. */
+struct lie {
+    const uint32_t *node;
+    uint32_t ranks;
+    uint32_t *place, *by_node, *first;
+};
 
-    for (uint32_t i = 0; i < r; i++)
-        n += node[i] == node[r];
-    return n;
+static void find_lie(struct lie *lie, const uint32_t *node, uint32_t ranks, uint32_t nodes)
+{
+    lie->node = node;
+    lie->ranks = ranks;
+    memset(lie->first, 0, (nodes + 1) * sizeof *lie->first);
+    for (uint32_t r = 0; r < ranks; r++)
+        lie->place[r] = lie->first[node[r] + 1]++;
+    for (uint32_t n = 0; n < nodes; n++)
+        lie->first[n + 1] += lie->first[n];
+    for (uint32_t r = 0; r < ranks; r++)
+        lie->by_node[lie->first[node[r]] + lie->place[r]] = r;
 }
 
-static uint32_t ranks_on(const uint32_t *node, uint32_t ranks, uint32_t which)
+static uint32_t ranks_on(const struct lie *lie, uint32_t node)
 {
-    uint32_t n = 0;
+    return lie->first[node + 1] - lie->first[node];
+}
 
-    for (uint32_t r = 0; r < ranks; r++)
-        n += node[r] == which;
-    return n;
+/* The i-th rank of a node, the first again after the last. */
+static uint32_t rank_on(const struct lie *lie, uint32_t node, uint32_t i)
+{
+    return lie->by_node[lie->first[node] + i % ranks_on(lie, node)];
 }
 
 /* The gate of rank r on a node. */
-static uint32_t gate_of(const uint32_t *node, uint32_t ranks, uint32_t r, uint32_t on)
+static uint32_t gate_of(const struct lie *lie, uint32_t r, uint32_t on)
 {
-    const uint32_t place = place_of(node, r) % ranks_on(node, ranks, on);
-    uint32_t gate = 0;
-
-    while (node[gate] != on || place_of(node, gate) != place)
-        gate++;
-    return gate;
+    return rank_on(lie, on, lie->place[r]);
 }
 
 /* Which of the boxes of r's gate is r's: they are in the order of ranks. */
-static uint32_t box_at_gate(const uint32_t *node, uint32_t ranks, uint32_t r, uint32_t gate)
+static uint32_t box_at_gate(const struct lie *lie, uint32_t r, uint32_t gate)
 {
+    const uint32_t on = lie->node[gate];
     uint32_t n = 0;
 
     for (uint32_t i = 0; i < r; i++)
-        n += node[i] != node[gate] && gate_of(node, ranks, i, node[gate]) == gate;
+        n += lie->node[i] != on && gate_of(lie, i, on) == gate;
     return n;
 }
 
@@ -128,25 +137,18 @@ static uint32_t box_of_node(uint32_t own, uint32_t which)
     return which < own ? which : which - 1;
 }
 
-/* The next rank of r's node, the first after the last. */
-static uint32_t next_of(const uint32_t *node, uint32_t ranks, uint32_t r)
+static void describe_far(const struct lie *lie, uint32_t rank, uint32_t r, struct ep_device_net *out)
 {
-    uint32_t next = (r + 1) % ranks;
+    const uint32_t own = lie->node[rank], its = lie->node[r];
 
-    while (node[next] != node[r])
-        next = (next + 1) % ranks;
-    return next;
-}
-
-static void describe_far(const uint32_t *node, uint32_t ranks, uint32_t rank, uint32_t r, struct ep_device_net *out)
-{
-    out->far |= 1u << r;
-    out->gate[r] = gate_of(node, ranks, rank, node[r]);
-    out->gate_here[r] = gate_of(node, ranks, r, node[rank]);
-    out->in[r] = box_at_gate(node, ranks, r, out->gate_here[r]);
-    out->out[r] = box_of_node(node[rank], node[r]);
-    out->there[r] = box_at_gate(node, ranks, rank, r);
-    out->back[r] = box_of_node(node[r], node[rank]);
+    out->far[r / 32] |= 1u << r % 32;
+    out->gate[r] = gate_of(lie, rank, its);
+    out->gate_here[r] = gate_of(lie, r, own);
+    out->in[r] = box_at_gate(lie, r, out->gate_here[r]);
+    out->out[r] = box_of_node(own, its);
+    out->there[r] = box_at_gate(lie, rank, r);
+    out->back[r] = box_of_node(its, own);
+    out->gates[out->out[r]] = out->gate[r];
 }
 
 static uint64_t table(struct ep_device_net *out, uint64_t bytes)
@@ -165,27 +167,54 @@ static void lay_tables(const struct ep_limits *l, struct ep_device_net *out)
     if (!(l->modes >> EP_MODE_HT & 1))
         return;
     out->grants = table(out, out->map.ins * sizeof(struct ep_net_grants));
-    out->taken = table(out, (uint64_t)out->map.ins * l->ranks * sizeof(struct ep_device_ht_grant));
-    out->granted = table(out, 2ull * out->map.ins * l->ranks * l->local_experts * sizeof(uint32_t));
+    out->taken = table(out, (uint64_t)out->map.ins * EP_DEVICE_NODE_RANKS * sizeof(struct ep_device_ht_grant));
+    out->granted = table(out, 2ull * out->map.ins * out->nears * l->local_experts * sizeof(uint32_t));
+    out->filled = table(out, (uint64_t)l->ranks * EP_NET_PIECES * sizeof(uint32_t));
     out->slots_stride = align_to(choices, TABLE_ALIGN);
     out->relayed_stride = align_to(out->map.ins * choices, TABLE_ALIGN);
+    out->ways_stride = align_to(l->ranks * sizeof(struct ep_net_way), TABLE_ALIGN);
     out->slots = table(out, EP_MAX_HANDLES * out->slots_stride);
     out->relayed = table(out, EP_MAX_HANDLES * out->relayed_stride);
+    out->ways = table(out, EP_MAX_HANDLES * out->ways_stride);
 }
 
-void ep_net_describe(const struct ep_layout_map *map, const uint32_t *node, uint32_t rank, struct ep_device_net *out)
+static void describe(const struct ep_layout_map *map, const struct lie *lie, uint32_t rank, struct ep_device_net *out)
+{
+    const uint32_t own = lie->node[rank];
+
+    out->ranks = lie->ranks;
+    out->nears = ranks_on(lie, own);
+    for (uint32_t i = 0; i < out->nears; i++)
+        out->near[i] = rank_on(lie, own, i);
+    for (uint32_t r = 0; r < lie->ranks; r++) {
+        out->place[r] = lie->place[r];
+        out->via[r] = r;
+        out->next[r] = rank_on(lie, lie->node[r], lie->place[r] + 1);
+        if (lie->node[r] != own)
+            describe_far(lie, rank, r, out);
+    }
+    lay_tables(&map->limits, out);
+}
+
+ep_status ep_net_describe(const struct ep_layout_map *map, const uint32_t *node, uint32_t rank, struct ep_device_net *out,
+                          struct ep_error *error)
 {
     const uint32_t ranks = map->limits.ranks;
     const struct ep_net_shape shape = ep_net_shape_of(node, ranks);
+    uint32_t *words = malloc((2ull * ranks + shape.nodes + 1) * sizeof *words);
+    struct lie lie = { .place = words, .by_node = words + ranks, .first = words + 2ull * ranks };
 
+    if (!words)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for where %u ranks lie", ranks);
+    if (ranks > EP_DEVICE_MAX_RANKS || shape.most > EP_DEVICE_NODE_RANKS) {
+        free(words);
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "ranks is %u, up to %u on a node: on GPUs must be at most %u and %u",
+                            ranks, shape.most, EP_DEVICE_MAX_RANKS, EP_DEVICE_NODE_RANKS);
+    }
     memset(out, 0, sizeof *out);
     ep_net_lay_out(map, &shape, &out->map);
-    for (uint32_t r = 0; r < ranks; r++) {
-        out->place[r] = place_of(node, r);
-        out->via[r] = r;
-        out->next[r] = next_of(node, ranks, r);
-        if (node[r] != node[rank])
-            describe_far(node, ranks, rank, r, out);
-    }
-    lay_tables(&map->limits, out);
+    find_lie(&lie, node, ranks, shape.nodes);
+    describe(map, &lie, rank, out);
+    free(words);
+    return EP_OK;
 }

@@ -10,6 +10,9 @@
  *     HT   boxes of records and of sums, one for each node or each source, put to boxes of its memory beside:
  *          kernels/cuda/ht_net.cuh
  *
+ * Of what a rank has of the ranks of its own node alone there are EP_DEVICE_NODE_RANKS, by their places on it; sets of ranks
+ * are as in device_state.h.
+ *
  * Each rank has a gate on each other node, a rank there that takes all that it sends to the node, and by turns: the
  * i-th rank of a node has the i-th rank of another one, from the first again where that has fewer.  While a gate is
  * absent the next rank of its node stands in for it, and has boxes for that; not the one after the next.
@@ -39,25 +42,28 @@ enum ep_net_ht_signal {
     EP_NET_HT_SIGNALS
 };
 
-EP_HD static inline uint32_t ep_net_signal_of(uint32_t kind, uint32_t bank, uint32_t source)
+EP_HD static inline uint32_t ep_net_signal_of(uint32_t ranks, uint32_t kind, uint32_t bank, uint32_t source)
 {
-    return (kind * EP_MAX_LL_BANKS + bank) * EP_DEVICE_MAX_RANKS + source;
+    return (kind * EP_MAX_LL_BANKS + bank) * ranks + source;
 }
-#define EP_NET_LL_SIGNALS (EP_NET_SIGNALS * EP_MAX_LL_BANKS * EP_DEVICE_MAX_RANKS)
-EP_HD static inline uint32_t ep_net_ht_signal_of(uint32_t kind, uint32_t source)
+EP_HD static inline uint32_t ep_net_ht_signal_of(uint32_t ranks, uint32_t kind, uint32_t source)
 {
-    return EP_NET_LL_SIGNALS + kind * EP_DEVICE_MAX_RANKS + source;
+    return (EP_NET_SIGNALS * EP_MAX_LL_BANKS + kind) * ranks + source;
 }
-#define EP_NET_ALL_SIGNALS (EP_NET_LL_SIGNALS + EP_NET_HT_SIGNALS * EP_DEVICE_MAX_RANKS)
+/* Of a group of so many ranks. */
+EP_HD static inline uint32_t ep_net_all_signals(uint32_t ranks)
+{
+    return (EP_NET_SIGNALS * EP_MAX_LL_BANKS + EP_NET_HT_SIGNALS) * ranks;
+}
 
 #define EP_NET_WIRE_WORDS 64u
-#define EP_NET_NOBODY 255u
+#define EP_NET_NOBODY 0xffffffffu
 #define EP_NET_PIECES 64u           /* that a box is put in, at most */
 #define EP_NET_PIECE_BYTES 4194304u /* and no less than so many in each */
 
 /* ---- beside a window --------------------------------------------------------------------- */
 
-/* In EP_HT_ASK_RECORDS: how many, and through whom. */
+/* In EP_HT_ASK_RECORDS: how many, and through whom, by his place on his node. */
 #define EP_NET_GATE_SHIFT 24u
 
 /* How a group's ranks lie on nodes. */
@@ -93,8 +99,8 @@ struct ep_net_record {
 };
 /* A sum: one token of a node.  Then the gradients, K of them, and the row. */
 struct ep_net_sum {
-    uint32_t ranks; /* mask: whose partials are in it */
-    uint32_t late;  /* mask: and of the others, who did not come in time */
+    uint32_t ranks; /* mask, by places on the node: whose partials are in it */
+    uint32_t late;  /* and of the others, who did not come in time */
     uint64_t tag;
 };
 EP_STATIC_ASSERT(sizeof(struct ep_net_record) == 16 && sizeof(struct ep_net_choice) == 16
@@ -124,52 +130,63 @@ EP_HD static inline uint32_t ep_net_piece(uint32_t max_tokens, uint64_t record_b
 
 /* ---- what a rank's kernels know ------------------------------------------------------------ */
 
-/* What ranks of this node have granted a rank, this one or one that has it as its gate; checked against their windows. */
+/* What ranks of this node, by their places, have granted a rank, this one or one that has it as its gate; checked against
+ * their windows. */
 struct ep_net_grants {
     uint32_t mask; /* who has */
-    uint32_t row[EP_DEVICE_MAX_RANKS], rows[EP_DEVICE_MAX_RANKS], bits[EP_DEVICE_MAX_RANKS];
-    uint32_t gates; /* of this rank: which it may put records to */
-    uint64_t out[EP_DEVICE_MAX_RANKS], scales[EP_DEVICE_MAX_RANKS]; /* addresses */
-    uint64_t expert; /* address of [R][L][2], as struct ep_device_ht_tables has it */
+    uint32_t row[EP_DEVICE_NODE_RANKS], rows[EP_DEVICE_NODE_RANKS], bits[EP_DEVICE_NODE_RANKS];
+    uint32_t reserved;
+    uint64_t out[EP_DEVICE_NODE_RANKS], scales[EP_DEVICE_NODE_RANKS]; /* addresses */
+    uint64_t expert; /* address of [ranks of this node][L][2], as struct ep_device_ht_tables has it */
 };
 
-/* What the combines of a handle need of its dispatch. */
-struct ep_net_handle {
-    uint32_t to[EP_DEVICE_MAX_RANKS];   /* records that a gate was sent; 0: nothing */
-    uint32_t from[EP_DEVICE_MAX_RANKS]; /* records that a rank on another node sent here */
-    uint8_t acts[EP_DEVICE_MAX_RANKS], via[EP_DEVICE_MAX_RANKS]; /* as in struct ep_device_net */
+/* What the combines of a handle need of its dispatch: of each rank, in a table [R]. */
+struct ep_net_way {
+    uint32_t to;   /* records that it was sent as a gate; 0: nothing */
+    uint32_t from; /* records that it sent here, from another node */
+    uint32_t acts, via; /* as in struct ep_device_net */
 };
 
 struct ep_device_net {
     /* server, once */
-    uint32_t far;     /* mask: ranks on other nodes */
-    uint32_t reserved0;
+    uint32_t ranks;
+    uint32_t nears;   /* of this node */
     uint64_t window, beside; /* the window and the memory beside it, as the network knows them: ncclWindow_t */
     uint64_t reserved1[5];
     uint64_t wire[EP_NET_WIRE_WORDS]; /* what puts and signals go through (gin.cuh): ncclDevComm */
 
-    /* kernel: the last numbers that this rank has put to each other one, and told it, of each bank */
+    uint32_t far[EP_RANK_WORDS];          /* set: ranks on other nodes */
+    uint32_t near[EP_DEVICE_NODE_RANKS];  /* the ranks of this node, by their places */
+    /* of a rank: */
+    uint32_t place[EP_DEVICE_MAX_RANKS];  /* among those of its node */
+    uint64_t windows[EP_DEVICE_MAX_RANKS]; /* where its window is for stores; on another node: the outbox, from which it is
+                                              as far to the banks */
+    uint64_t at[EP_DEVICE_MAX_RANKS];     /* where its memory beside its window is; 0: it is on another node */
+
+    /* LL; kernel: the last numbers that this rank has put to each other one, and told it, of each bank */
     uint64_t told[EP_NET_SIGNALS][EP_MAX_LL_BANKS][EP_DEVICE_MAX_RANKS];
 
-    /* server, once: HT */
+    /* HT; server, once */
     struct ep_net_map map;
-    uint64_t at[EP_DEVICE_MAX_RANKS];     /* where a rank's memory beside its window is; 0: it is on another node */
-    uint32_t place[EP_DEVICE_MAX_RANKS];  /* of a rank among those of its node */
+    uint32_t gates[EP_DEVICE_MAX_RANKS];  /* [map.outs] the gates of this rank, of each other node one */
     /* of a rank on another node: */
     uint32_t gate[EP_DEVICE_MAX_RANKS];   /* the gate of this one on its node */
     uint32_t gate_here[EP_DEVICE_MAX_RANKS]; /* its gate on this node */
-    uint32_t in[EP_DEVICE_MAX_RANKS];     /* its box at that, in rows_in; at the stand-in it is behind the `gated` first */
-    uint32_t out[EP_DEVICE_MAX_RANKS];    /* the box of its node at this one; for a stand-in it is behind the `outs` first */
-    uint32_t there[EP_DEVICE_MAX_RANKS];  /* a gate: this rank's box at it, as `in` */
-    uint32_t next[EP_DEVICE_MAX_RANKS];   /* of any rank: who stands in for it; itself: nobody */
+    uint32_t next[EP_DEVICE_MAX_RANKS];   /* of any rank: the next one of its node, who stands in for it */
+    uint32_t in[EP_DEVICE_MAX_RANKS];     /* its box at its gate here, in rows_in and sums_out; its stand-in has it behind
+                                             those of gates */
+    uint32_t out[EP_DEVICE_MAX_RANKS];    /* and the box of its node here, in rows_out and sums_in */
+    uint32_t there[EP_DEVICE_MAX_RANKS];  /* of a gate: the box of this rank at it, in rows_in, as `in` */
     uint32_t back[EP_DEVICE_MAX_RANKS];   /* the box of this rank's node at it, in sums_in, as `out` */
     /* tables, from the start of this */
     uint64_t grants;    /* [ins] struct ep_net_grants, and what they are made of: */
-    uint64_t taken;     /* [ins][R] struct ep_device_ht_grant */
-    uint64_t granted;   /* [ins][R][L][2] as struct ep_device_ht_tables has it */
+    uint64_t taken;     /* [ins][EP_DEVICE_NODE_RANKS] struct ep_device_ht_grant */
+    uint64_t granted;   /* [ins][nears][L][2] as struct ep_device_ht_tables has it */
+    uint64_t filled;    /* [R][EP_NET_PIECES] uint32_t, all 0 between ops: records of a piece that are in their box */
     uint64_t slots;     /* of handle 0: [T_ht * K] of a choice's token among those that go to its node */
-    uint64_t relayed;   /* of handle 0: [ins][T_ht * K] choices of records that came: rank << 24 | slot, or ~0 */
-    uint64_t slots_stride, relayed_stride; /* from one handle's to the next one's */
+    uint64_t relayed;   /* of handle 0: [ins][T_ht * K] choices of records that came: place << 24 | slot, or ~0 */
+    uint64_t ways;      /* of handle 0: [R] struct ep_net_way */
+    uint64_t slots_stride, relayed_stride, ways_stride; /* from one handle's to the next one's */
     uint64_t bytes;     /* of all of it */
 
     /* kernel */
@@ -177,21 +194,25 @@ struct ep_device_net {
     uint64_t ht_last[EP_DEVICE_MAX_RANKS];   /* tag of the last op in which this rank put anything to it */
     uint64_t pushed_at[EP_DEVICE_MAX_RANKS]; /* tag of the last op with partials of this one for sums of its */
     uint32_t pushed_by[EP_DEVICE_MAX_RANKS]; /* and who took them */
-    struct ep_net_handle handles[EP_MAX_HANDLES];
     /* the running op's */
     uint32_t acts[EP_DEVICE_MAX_RANKS];      /* a gate: who takes what goes there; EP_NET_NOBODY */
     uint32_t via[EP_DEVICE_MAX_RANKS];       /* of any rank: who of this node takes what it sends here; here: itself */
+    uint32_t relays[EP_DEVICE_MAX_RANKS];    /* [relaying] ranks whose records go through here, or whose sums are made here */
     /* and all 0 between ops */
-    uint32_t records[EP_DEVICE_MAX_RANKS];   /* that a rank on another node sends here */
-    uint32_t open;     /* mask: ranks on other nodes that this op may put to */
-    uint32_t relays;   /* mask: ranks whose records go through here */
-    uint32_t lost;     /* mask: gates whose sums do not come */
-    uint32_t silent;   /* mask: ranks that do not ask for sums that are made here */
+    uint32_t relaying;
     uint32_t next_record, relayed_by; /* pieces of work that somebody took; warps that take no more */
-    uint32_t unsent[EP_DEVICE_MAX_RANKS];    /* of such a rank, mask: who did not get all of it */
-    uint32_t filled[EP_DEVICE_MAX_RANKS][EP_NET_PIECES]; /* records of a piece that are in their box */
+    uint32_t records[EP_DEVICE_MAX_RANKS];   /* that a rank on another node sends here */
+    uint32_t unsent[EP_DEVICE_MAX_RANKS];    /* of such a rank, mask by places: who did not get all of it */
+    uint32_t put[EP_DEVICE_MAX_RANKS];       /* pieces of its box that were put */
+    /* sets: */
+    uint32_t open[EP_RANK_WORDS];    /* ranks on other nodes that this op may put to */
+    uint32_t more[EP_RANK_WORDS];    /* that it puts more to than an ask */
+    uint32_t through[EP_RANK_WORDS]; /* dispatch: ranks on other nodes whose gate gets records; combine: who makes sums for
+                                        this rank */
+    uint32_t lost[EP_RANK_WORDS];    /* gates whose sums do not come */
+    uint32_t silent[EP_RANK_WORDS];  /* ranks that do not ask for sums that are made here */
 };
-EP_STATIC_ASSERT(offsetof(struct ep_device_net, told) == 64 + EP_NET_WIRE_WORDS * 8, "ep_device_net is shared memory");
+EP_STATIC_ASSERT(offsetof(struct ep_device_net, far) == 64 + EP_NET_WIRE_WORDS * 8, "ep_device_net is shared memory");
 
 /* ---- host code (device_net.c) ---------------------------------------------------------------- */
 
@@ -200,9 +221,10 @@ struct ep_net_shape ep_net_shape_of(const uint32_t *node, uint32_t ranks);
 /* What lies beside a window, LL's outbox first, and its bytes. */
 void ep_net_lay_out(const struct ep_layout_map *map, const struct ep_net_shape *shape, struct ep_net_map *out);
 uint64_t ep_net_beside_bytes(const struct ep_layout_map *map, const struct ep_net_shape *shape);
-/* Of a rank, all that the group's nodes say: `far`, and what the server writes for HT but `at`.  `bytes` is what the rank's
- * net takes, of which *out is the beginning; the rest need not be written. */
-void ep_net_describe(const struct ep_layout_map *map, const uint32_t *node, uint32_t rank, struct ep_device_net *out);
+/* Of a rank, all that the group's nodes say: what the server writes but addresses.  `bytes` is what the rank's net takes, of
+ * which *out is the beginning, and the rest is zero.  EP_INVALID_ARGUMENT: there are more ranks than a net has room for. */
+ep_status ep_net_describe(const struct ep_layout_map *map, const uint32_t *node, uint32_t rank, struct ep_device_net *out,
+                          struct ep_error *error);
 
 #ifdef __cplusplus
 }

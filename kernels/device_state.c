@@ -27,13 +27,20 @@ uint64_t ep_device_shared_bytes(const struct ep_limits *l)
 _Static_assert(EP_DEVICE_MAX_SHARED_BYTES / sizeof(uint32_t) < EP_DEVICE_MAX_LOCAL,
                "who fits into shared memory has less local experts than a route can name");
 
+/* A warp's HT counters, and the routes of 32 tokens. */
+static uint64_t counting_bytes(const struct ep_limits *l)
+{
+    return (ep_ht_columns(l->ranks, l->local_experts) + 32ull * EP_MAX_TOP_K) * sizeof(uint32_t);
+}
+
 /* Not even one token would do. */
 static bool too_many_experts(const struct ep_limits *l)
 {
     struct ep_limits least = *l;
 
     least.ll_max_tokens = 1;
-    return ep_device_shared_bytes(&least) > EP_DEVICE_MAX_SHARED_BYTES;
+    return ep_device_shared_bytes(&least) > EP_DEVICE_MAX_SHARED_BYTES
+           || (l->modes >> EP_MODE_HT & 1 && counting_bytes(l) > EP_DEVICE_MAX_SHARED_BYTES);
 }
 
 static uint32_t most_tokens(const struct ep_limits *l)
@@ -58,12 +65,6 @@ ep_status ep_device_check(const struct ep_limits *l, struct ep_error *error)
                             "keep a rank's routing in %u bytes of shared memory",
                             l->ll_max_tokens, l->top_k, most_tokens(l), EP_DEVICE_MAX_SHARED_BYTES);
     return EP_OK;
-}
-
-/* A warp's counters, and the routes of 32 tokens.  One warp's fit with all experts that ep_device_check() lets be. */
-static uint64_t counting_bytes(const struct ep_limits *l)
-{
-    return (ep_ht_columns(l->ranks, l->local_experts) + 32ull * EP_MAX_TOP_K) * sizeof(uint32_t);
 }
 
 uint32_t ep_device_ht_counting_warps(const struct ep_limits *l)
@@ -100,6 +101,7 @@ static void lay_ht(const struct ep_limits *l, struct ep_device_ht_tables *t, uin
     const uint64_t columns = has ? ep_ht_columns(l->ranks, l->local_experts) : 0;
     const uint64_t experts = has ? (uint64_t)l->ranks * l->local_experts : 0;
     const uint64_t choices = has ? (uint64_t)l->ht_max_tokens * l->top_k : 0;
+    const uint64_t ranks = has ? l->ranks : 0;
 
     t->before = table(end, columns * EP_HT_LISTS);
     t->totals = table(end, columns);
@@ -108,13 +110,17 @@ static void lay_ht(const struct ep_limits *l, struct ep_device_ht_tables *t, uin
     t->bases = table(end, experts);
     t->starts = table(end, has ? l->local_experts + 1ull : 0);
     t->granted = table(end, 2 * experts);
+    t->first = table(end, ranks);
+    t->from = table(end, ranks);
+    t->from_first = table(end, ranks);
+    t->back = table(end, ranks);
     t->routing = table(end, choices);
     t->weights = table(end, choices);
     t->slots = table(end, choices);
     t->places = table(end, l->ranks * choices);
     t->place_weights = table(end, l->ranks * choices);
-    t->handle_stride = *end - t->routing;
-    *end = t->routing + EP_MAX_HANDLES * t->handle_stride;
+    t->handle_stride = *end - t->first;
+    *end = t->first + EP_MAX_HANDLES * t->handle_stride;
 }
 
 void ep_device_state_tables(const struct ep_layout_map *map, const struct ep_placement *p,
@@ -165,7 +171,7 @@ void ep_device_state_image(const struct ep_layout_map *map, const struct ep_plac
         .epoch = epoch,
         .timeout_ns = timeout_ms * 1000000ull,
     };
-    for (uint32_t r = 0; r < EP_DEVICE_MAX_RANKS; r++)
+    for (uint32_t r = 0; r < EP_DEVICE_MAX_RANKS; r++) /* beyond the group's, too */
         state->ht_from[r] = state->from[r] = r < map->limits.ranks ? 1 : EP_DEVICE_NEVER;
     memcpy(at + t.home_first, placement->first, (placement->experts + 1ull) * sizeof(uint32_t));
     memcpy(at + t.home_rank, placement->rank, homes * sizeof(uint32_t));

@@ -24,8 +24,13 @@ extern "C" {
 #endif
 
 #define EP_DEVICE_STATE_MAGIC 0x3154535645445045ull /* "EPDEVST1" */
-#define EP_DEVICE_STATE_VERSION 5u
-#define EP_DEVICE_MAX_RANKS 32u /* of one NVLink domain */
+#define EP_DEVICE_STATE_VERSION 6u
+#define EP_DEVICE_MAX_RANKS 1024u
+#define EP_DEVICE_NODE_RANKS 32u /* of them, on one node: a lane of a warp each, and a bit of a word */
+
+/* A set of ranks: bit r % 32 of word r / 32.  Kernels for groups of one node use the first word alone. */
+#define EP_RANK_WORDS (EP_DEVICE_MAX_RANKS / 32)
+EP_STATIC_ASSERT(EP_DEVICE_MAX_RANKS == EP_MASK_WORDS * 64, "what a record says of ranks is such a set");
 
 /* First number in which nobody takes part: the rank is absent. */
 #define EP_DEVICE_NEVER UINT64_MAX
@@ -35,25 +40,21 @@ struct ep_device_handle {
     uint64_t combined;    /* the last number that it combined */
     uint32_t generation, tokens, top_k, layout;
     uint32_t alignment, wire_dtype, routed;
-    uint32_t excluded;    /* mask of the sources that were lost on the way */
+    uint32_t excluded[EP_RANK_WORDS]; /* set: the sources that were lost on the way */
 };
-EP_STATIC_ASSERT(sizeof(struct ep_device_handle) == 48, "ep_device_handle is shared memory");
+EP_STATIC_ASSERT(sizeof(struct ep_device_handle) == 176, "ep_device_handle is shared memory");
 
-/* HT.  As source: ranks d; as receiver: ranks s. */
+/* HT.  What it has of each rank is in tables: struct ep_device_ht_tables. */
 struct ep_device_ht_handle {
     uint64_t number;      /* of its dispatch; 0: none, or one that its rank could not take part in */
     uint64_t rows;        /* of `out`, padding included */
     uint32_t generation, tokens, top_k, layout;
     uint32_t alignment;
     uint32_t routed;      /* it may be combined */
-    uint32_t arrived;     /* mask of the s whose rows came */
-    uint32_t sent;        /* mask of the d that all rows went to */
-    uint32_t first[EP_DEVICE_MAX_RANKS];     /* where the partials of d begin here */
-    uint32_t from[EP_DEVICE_MAX_RANKS];      /* rows of s */
-    uint32_t from_first[EP_DEVICE_MAX_RANKS]; /* the first of them among all that came */
-    uint32_t back[EP_DEVICE_MAX_RANKS];      /* where their partials begin at s */
+    uint32_t arrived[EP_RANK_WORDS]; /* set: whose rows came */
+    uint32_t sent[EP_RANK_WORDS];    /* set: whom all rows went to */
 };
-EP_STATIC_ASSERT(sizeof(struct ep_device_ht_handle) == 560, "ep_device_ht_handle is shared memory");
+EP_STATIC_ASSERT(sizeof(struct ep_device_ht_handle) == 296, "ep_device_ht_handle is shared memory");
 
 struct ep_device_counters {
     uint64_t count, errors, timeouts, tokens, wire_bytes, busy_ns, wait_ns, max_wait_ns;
@@ -65,15 +66,19 @@ EP_STATIC_ASSERT(sizeof(struct ep_device_counters) == 128, "ep_device_counters i
 /* What the blocks of one op tell each other; all 0 between ops but for `sequence`. */
 struct ep_device_scratch {
     uint32_t pushed, done; /* blocks */
-    uint32_t gone, late;   /* masks of ranks that were missed */
-    uint32_t outside;      /* mask of ranks that did not take part, as one block or more saw it */
     uint32_t outsiders;    /* how many each block saw outside, in all */
     uint32_t late_phase, overflow;
+    uint32_t reserved0;
     uint64_t rows, rows_needed, dropped, wire_bytes, start_ns, wait_ns;
     uint64_t sequence;     /* ops of the rank so far */
-    uint64_t reserved[5];
+    uint32_t reserved1[9];
+    struct {
+        uint32_t gone, late; /* ranks that were missed */
+        uint32_t outside;    /* that did not take part, as one block or more saw it */
+    } ranks[EP_RANK_WORDS];  /* sets, word by word */
 };
-EP_STATIC_ASSERT(sizeof(struct ep_device_scratch) == 128, "ep_device_scratch is read by 32 lanes at once");
+EP_STATIC_ASSERT(offsetof(struct ep_device_scratch, ranks[1]) == 128,
+                 "of a group of one node, ep_device_scratch is read by 32 lanes at once");
 
 /* The running HT op: what its blocks tell each other.  All 0 between ops. */
 struct ep_device_ht_run {
@@ -81,24 +86,27 @@ struct ep_device_ht_run {
     uint64_t deadline;    /* of its waits */
     uint64_t timeout_ns, start_ns, wait_ns, dropped, wire_bytes, rows, rows_needed;
     int32_t status;
-    uint32_t members;     /* mask */
     uint32_t barrier;     /* blocks that came to one, ever since the op began */
     uint32_t over;        /* blocks that are through */
     uint32_t pushed;      /* warps that push no more */
     uint32_t next_push, next_row; /* pieces of work that somebody took */
-    uint32_t late, gone;  /* masks: peers that were missed */
     uint32_t first_late;  /* the first of the late, from 1, and what was waited for: phase << 16 */
-    uint32_t unsent;      /* mask: peers that did not get all */
-    uint32_t given;       /* mask: peers whose ops fit, and that were told so */
-    uint32_t mismatched;  /* mask: peers whose ops do not */
-    uint32_t roomy;       /* mask: peers that have room for what comes to them */
-    uint32_t granted;     /* dispatch, mask: peers that have granted where rows go */
-    uint32_t asked, asked_grads; /* combine, masks: peers that take their partials, and gradients with them */
-    uint32_t reserved[3];
+    /* masks of ranks of this node, by their places there: */
+    uint32_t roomy;       /* they have room for what comes to them */
+    uint32_t granted;     /* dispatch: they have granted where rows go */
+    uint32_t asked, asked_grads; /* combine: they take their partials, and gradients with them */
+    /* sets of ranks: */
+    uint32_t members[EP_RANK_WORDS];
+    uint32_t late[EP_RANK_WORDS], gone[EP_RANK_WORDS]; /* that were missed */
+    uint32_t unsent[EP_RANK_WORDS];     /* that did not get all */
+    uint32_t given[EP_RANK_WORDS];      /* whose ops fit, and that were told so */
+    uint32_t mismatched[EP_RANK_WORDS]; /* whose ops do not */
+    uint32_t reserved;
 };
-EP_STATIC_ASSERT(sizeof(struct ep_device_ht_run) == 160, "ep_device_ht_run is shared memory");
+EP_STATIC_ASSERT(sizeof(struct ep_device_ht_run) == 128 + 6 * EP_RANK_WORDS * 4, "ep_device_ht_run is shared memory");
 
-/* What peer d has granted the running dispatch, where nobody else's worker can write; checked against the windows. */
+/* What a peer of this node has granted the running dispatch, where nobody else's worker can write; checked against the
+ * windows. */
 struct ep_device_ht_grant {
     uint64_t out, scales; /* in its window */
     uint32_t row, rows, bits;
@@ -145,7 +153,7 @@ struct ep_device_state {
     uint64_t ht_combines; /* since */
     uint64_t reserved2[5];
     struct ep_device_ht_run ht_run;
-    struct ep_device_ht_grant ht_grants[EP_DEVICE_MAX_RANKS];
+    struct ep_device_ht_grant ht_grants[EP_DEVICE_NODE_RANKS]; /* by places */
     struct ep_device_counters ht_counters[EP_DEVICE_PARTS];
     struct ep_device_ht_handle ht_handles[EP_MAX_HANDLES];
 };
@@ -193,8 +201,11 @@ struct ep_device_ht_tables {
     uint64_t counts;   /* [R][L] rows that come */
     uint64_t bases;    /* [R][L] and where they begin */
     uint64_t starts;   /* [L + 1] packed: where experts begin */
-    uint64_t granted;  /* [R][L][2] packed, at d: where rows of an expert begin, and how many */
-    /* of handle 0 */
+    uint64_t granted;  /* [ranks of this node][L][2] packed, there: where rows of an expert begin, and how many */
+    /* of handle 0; as source: of ranks d, as receiver: of ranks s */
+    uint64_t first;            /* [R] where the partials of d begin here */
+    uint64_t from, from_first; /* [R] rows of s, and the first of them among all that came */
+    uint64_t back;             /* [R] where their partials begin at s */
     uint64_t routing, weights; /* [T_ht * K] */
     uint64_t slots;            /* [T_ht * K] of a choice's token among those that go to its rank */
     uint64_t places;           /* [R * T_ht * K] packed: rows of `out` of a row that came, one for each choice */

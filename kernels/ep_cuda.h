@@ -21,7 +21,7 @@
 #include "device_state.h"
 #include "ep_kernels.h"
 
-#define EP_CUDA_API_VERSION 8u
+#define EP_CUDA_API_VERSION 9u
 #define EP_CUDA_UUID_BYTES 16u
 #define EP_CUDA_SERVE_OPS 128u /* entries that are posted and not over, at most: a stream holds no end of work */
 
@@ -53,8 +53,8 @@ struct ep_cuda_rank_options {
     struct ep_device_state *state;   /* the rank's, formatted by ep_cuda_state_format */
     uint32_t max_sms;                /* multiprocessors its kernels may fill; 0: all */
     uint32_t max_ht_sms;             /* and of these, those of HT; 0: all */
-    /* serve_open only: some ranks are on other nodes.  Their windows[] lead to this rank's outbox, and the state knows
-     * its struct ep_device_net. */
+    /* serve_open only: some ranks are on other nodes.  The state knows its struct ep_device_net, which has all windows; of
+     * windows[] the own one is looked at.  Without it there are at most EP_DEVICE_NODE_RANKS ranks. */
     bool net;
     /* rank_open: memory beside the window that its ops may use.  The caller's, who may change it between ops and
      * keeps it as long as the rank is open.  NULL: none.  (Whom one serves: serve_region.) */
@@ -197,8 +197,8 @@ struct ep_cuda_api {
     /* For the rest of the calling thread the device is the current one, as NCCL wants it. */
     ep_status (*nccl_bind)(uint32_t device, struct ep_error *error);
     /* create, destroy: NCCL's ncclDevCommCreate and ncclDevCommDestroy; wire: EP_NET_WIRE_WORDS, of a struct
-     * ep_device_net.  On a thread that is bound.  NCCL's result, 0: all is well. */
-    int (*nccl_device_open)(void *create, void *comm, uint64_t *wire);
+     * ep_device_net; signals: ep_net_all_signals().  On a thread that is bound.  NCCL's result, 0: all is well. */
+    int (*nccl_device_open)(void *create, void *comm, uint32_t signals, uint64_t *wire);
     int (*nccl_device_close)(void *destroy, void *comm, const uint64_t *wire);
 
     /* ---- streams and graphs ---- */

@@ -59,7 +59,7 @@ extern "C" {
 #endif
 
 #define EP_WINDOW_MAGIC 0x31574e4957534550ull /* "EPSWINW1" */
-#define EP_WINDOW_VERSION 6u
+#define EP_WINDOW_VERSION 7u
 #define EP_LINE 64u
 #define EP_REGION_ALIGN 4096u
 #define EP_RING_SLOTS 32u
@@ -333,13 +333,15 @@ struct ep_device_record {
     uint64_t sequence;      /* counts all ops of the rank; 0: no op yet */
     uint64_t rows, rows_needed, dropped, wire_bytes, logical_bytes;
     uint64_t start_ns, end_ns, wait_ns; /* the GPU's global timer */
-    uint64_t arrived;       /* bit r: rank r's part is in the result */
     uint32_t layout, wire_dtype; /* dispatch */
     uint64_t timeout_ns;    /* the bound of its waits */
     uint32_t mode;          /* EP_MODE_HT; LL: 0 */
-    uint32_t reserved;
+    uint32_t reserved0;
+    uint64_t arrived[EP_MASK_WORDS]; /* bit r: rank r's part is in the result; of one node: [0] */
+    uint64_t reserved1;
 };
-EP_STATIC_ASSERT(sizeof(struct ep_device_record) == 128, "ep_device_record is shared memory");
+EP_STATIC_ASSERT(offsetof(struct ep_device_record, arrived) == 120 && sizeof(struct ep_device_record) == 256,
+                 "ep_device_record is shared memory; a group of one node has all in 128 bytes");
 
 /* Written by the rank's kernels, whoever launches them; read by its worker and the server. */
 struct ep_device_report {
@@ -349,7 +351,7 @@ struct ep_device_report {
     struct ep_device_record failure;
     struct ep_device_record records[EP_MAX_HANDLES][EP_DEVICE_PARTS];
 };
-EP_STATIC_ASSERT(offsetof(struct ep_device_report, records) == 192, "ep_device_report is shared memory");
+EP_STATIC_ASSERT(offsetof(struct ep_device_report, records) == 320, "ep_device_report is shared memory");
 
 /*
  * Executor server: how an op is handed over, in the order of streams.
@@ -413,9 +415,9 @@ struct ep_control {
 };
 EP_STATIC_ASSERT(offsetof(struct ep_control, wake) == 192, "ep_control.wake");
 EP_STATIC_ASSERT(offsetof(struct ep_control, slot) == 320, "ep_control.slot");
-EP_STATIC_ASSERT(sizeof(struct ep_device_control) <= EP_RING_SLOTS * sizeof(struct ep_ring_slot)
-                     && offsetof(struct ep_control, gpu) % EP_LINE == 0, "ep_control.gpu");
-EP_STATIC_ASSERT(sizeof(struct ep_control) == 320 + EP_RING_SLOTS * sizeof(struct ep_ring_slot), "ep_control");
+EP_STATIC_ASSERT(offsetof(struct ep_control, gpu) % EP_LINE == 0
+                     && offsetof(struct ep_device_control, report.failure) % 8 == 0, "ep_control.gpu");
+EP_STATIC_ASSERT(sizeof(struct ep_control) == 320 + sizeof(struct ep_device_control), "ep_control");
 
 #ifdef __cplusplus
 }

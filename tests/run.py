@@ -373,12 +373,15 @@ def gpu_tasks(quick):
     yield Task("gpu/kernels-on-cpus-members",
                [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", "3", "--filter", "a rank leaves", "--timeout-ms", "60000"],
                GPU_S, on_cpus("kernels"), parse_lines)
-    # Both modes, with the ranks on two nodes: formats and layouts; ranks that are absent, leave and join.  Not "a rank's ... is
-    # late": then all others have to be done within 200 ms, and kernels on CPUs have no time that they keep.
-    for name, cases, ranks in (("", "T=33", "4"), ("-members", "a rank ", "4"), ("-uneven", "HT packed bf16 T=77", "5")):
+    # Both modes, with the ranks on several nodes: formats and layouts; ranks that are absent, leave and join; more ranks than
+    # a warp has lanes.  Not "a rank's ... is late": then all others have to be done within 200 ms, and kernels on CPUs have
+    # no time that they keep.
+    for name, cases, ranks, nodes in (("", "T=33", "4", "2"), ("-members", "a rank ", "4", "2"),
+                                      ("-uneven", "HT packed bf16 T=77", "5", "2"), ("-many", "T=1 ", "40", "5"),
+                                      ("-alone", "packed bf16 T=1 ", "35", "35")):
         yield Task("gpu/kernels-on-cpus-of-nodes" + name,
-                   [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", ranks, "--filter", cases, "--timeout-ms", "60000"],
-                   GPU_S, {**on_cpus("kernels"), "EP_CUDA_WIRE_NODES": "2"}, parse_lines)
+                   [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", ranks, "--filter", cases, "--timeout-ms", "120000"],
+                   GPU_S, {**on_cpus("kernels"), "EP_CUDA_WIRE_NODES": nodes}, parse_lines)
     yield Task("gpu/product-on-cpus",
                script("product", "--gpus", "2", "--quick", *(["--filter", "of the server"] if quick else [])),
                GPU_S, on_cpus("cpu"), parse_lines)

@@ -366,7 +366,7 @@ struct device {
     const struct ep_cuda_api *api;
     uint32_t ordinal;
     uint8_t uuid[EP_CUDA_UUID_BYTES];
-    struct ep_cuda_memory *window[EP_DEVICE_MAX_RANKS]; /* the rank's own one; direct: and its peers' */
+    struct ep_cuda_memory *window[EP_MAX_RANKS]; /* the rank's own one; direct: and its peers' */
     ep_stream own;     /* for ops without a stream */
     ep_stream control; /* of the rank's thread, and... */
     ep_stream alarm;   /* of the monitor: copies that must not wait for ops */

@@ -124,11 +124,6 @@ static ep_status make_streams(struct device *d, struct ep_error *error)
 ep_status device_prepare(struct ep_rank *rank, const struct ep_cuda_api *api, const Ep__V1__ClaimReply *reply,
                          struct ep_error *error)
 {
-    const uint32_t ranks = rank->shape.map.limits.ranks;
-
-    if (ranks > EP_DEVICE_MAX_RANKS)
-        return ep_error_set(error, EP_UNIMPLEMENTED, "the group has %u ranks: on GPUs there are at most %u", ranks,
-                            EP_DEVICE_MAX_RANKS);
     rank->device = calloc(1, sizeof *rank->device);
     if (!rank->device)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
@@ -163,7 +158,7 @@ void device_detach(struct ep_rank *rank)
     for (size_t i = 0; i < sizeof stream / sizeof *stream; i++)
         if (stream[i])
             d->api->stream_destroy(d->ordinal, stream[i]);
-    for (uint32_t r = 0; r < EP_DEVICE_MAX_RANKS; r++)
+    for (uint32_t r = 0; r < EP_MAX_RANKS; r++)
         d->api->memory_destroy(d->window[r]);
     d->api->memory_destroy(d->state_memory);
     free(d);

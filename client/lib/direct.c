@@ -107,7 +107,7 @@ static ep_status check_identity(struct ep_rank *rank, struct ep_error *error)
 static ep_status open_runner(struct ep_rank *rank, uint32_t sms, uint32_t ht_sms, struct ep_error *error)
 {
     struct device *d = rank->device;
-    void *windows[EP_DEVICE_MAX_RANKS] = { NULL };
+    void *windows[EP_DEVICE_NODE_RANKS] = { NULL };
 
     for (uint32_t r = 0; r < rank->shape.map.limits.ranks; r++)
         windows[r] = d->api->memory_at(d->window[r]);
@@ -135,6 +135,12 @@ static ep_status launch(struct ep_rank *rank, const struct ep_op *op, ep_stream 
 ep_status direct_attach(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, const struct ep_attach_frame *welcome,
                         int fd, struct ep_error *error)
 {
+    const uint32_t ranks = rank->shape.map.limits.ranks;
+
+    if (ranks > EP_DEVICE_NODE_RANKS)
+        return ep_error_set(error, EP_UNIMPLEMENTED,
+                            "the group has %u ranks: executor direct is for those of one node, %u at most", ranks,
+                            EP_DEVICE_NODE_RANKS);
     if (device_import_window(rank, rank->rank, welcome->value, fd, error) != EP_OK
         || receive_all(rank, welcome->count, error) != EP_OK || check_identity(rank, error) != EP_OK
         || open_runner(rank, reply->sms, rank->ht_sms, error) != EP_OK)
@@ -150,8 +156,8 @@ static void cut(struct ep_rank *rank)
 {
     struct device *d = rank->device;
     struct ep_error ignored = EP_ERROR_INIT;
-    uint64_t never[EP_DEVICE_MAX_RANKS];
-    const uint32_t me = rank->rank, after = EP_DEVICE_MAX_RANKS - me - 1;
+    uint64_t never[EP_DEVICE_NODE_RANKS];
+    const uint32_t me = rank->rank, after = EP_DEVICE_NODE_RANKS - me - 1;
 
     memset(never, 0xff, sizeof never);
     _Static_assert(EP_DEVICE_NEVER == UINT64_MAX, "all bits");

@@ -48,9 +48,13 @@ static void describe(const struct ep_rank *rank, const struct ep_device_record *
     }
 }
 
-static uint32_t count_absent(const struct ep_rank *rank, uint64_t arrived)
+static uint32_t count_absent(const struct ep_rank *rank, const uint64_t *arrived)
 {
-    return rank->shape.map.limits.ranks - (uint32_t)__builtin_popcountll(arrived);
+    uint32_t here = 0;
+
+    for (uint32_t w = 0; w < EP_MASK_WORDS; w++)
+        here += (uint32_t)__builtin_popcountll(arrived[w]);
+    return rank->shape.map.limits.ranks - here;
 }
 
 /* Rows lie one after the other, whatever the group's widest dtype is; scales in steps of the group's. */
@@ -86,8 +90,8 @@ static void to_result(const struct ep_rank *rank, const struct ep_device_record 
         .start_ns = record->start_ns,
         .end_ns = record->end_ns,
         .wait_ns = record->wait_ns,
-        .arrived = { record->arrived },
     };
+    memcpy(result->arrived, record->arrived, sizeof result->arrived);
     if (record->status != EP_OK)
         describe(rank, record, part, result->text, sizeof result->text);
 }

@@ -139,7 +139,7 @@ int ep_cuda_net_ht_prepare(uint32_t shared_bytes, uint32_t *blocks);
 int ep_cuda_net_ht_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, CUstream stream);
 uint32_t ep_cuda_nccl_version(void);
 ep_status ep_cuda_nccl_bind(uint32_t device, struct ep_error *error);
-int ep_cuda_nccl_device_open(void *create, void *comm, uint64_t *wire);
+int ep_cuda_nccl_device_open(void *create, void *comm, uint32_t signals, uint64_t *wire);
 int ep_cuda_nccl_device_close(void *destroy, void *comm, const uint64_t *wire);
 
 ep_status ep_cuda_stream_create(uint32_t device, void **stream, struct ep_error *error);

@@ -16,7 +16,8 @@ struct ep_ll_serve;
 
 struct ep_ht_args {
     /* the rank */
-    uint8_t *window[EP_DEVICE_MAX_RANKS];
+    uint8_t *window[EP_DEVICE_NODE_RANKS]; /* as in struct ep_ll_args */
+    uint8_t *own;
     struct ep_device_state *state;
     const uint32_t *home_first, *home_rank, *home_local; /* NULL: contiguous, as in struct ep_ll_args */
     uint32_t rank, ranks, experts, local_experts, hidden, max_top_k, max_tokens;
@@ -35,7 +36,8 @@ struct ep_ht_args {
     uint32_t tokens, top_k, index_bytes, alignment;
     uint32_t input_dtype, wire_dtype, scale_format;
     uint32_t row_bytes, row_scales, scale_bytes; /* as in struct ep_ll_args */
-    int32_t *routing;      /* of the handle */
+    uint32_t *first, *from, *from_first, *back; /* of the handle, as all of these: struct ep_device_ht_tables */
+    int32_t *routing;
     float *weights;
     uint32_t *slots, *places;
     float *place_weights;

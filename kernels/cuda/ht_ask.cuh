@@ -11,42 +11,18 @@ namespace ht {
 
 /* ---- to them ------------------------------------------------------------------------------ */
 
-/* Mask: gates that records are put to; of the members, who is on their nodes. */
-__device__ inline uint32_t open_gates(const ep_ht_args &a)
+/* Are records put to the gate? */
+__device__ inline bool is_open_gate(const ep_ht_args &a, uint32_t gate)
 {
-    const uint32_t open = load_u32(&net_of(a)->open);
-    uint32_t gates = 0;
+    const uint32_t acting = acts_as(a, gate);
 
-#pragma unroll 1
-    for (uint32_t rest = gates_of(a, far_of(a)); rest; rest &= rest - 1) {
-        const uint32_t gate = __ffs(rest) - 1, acting = acts_as(a, gate);
-
-        gates |= (uint32_t)(acting != EP_NET_NOBODY && open >> acting & 1) << gate;
-    }
-    return gates;
-}
-__device__ inline uint32_t far_through(const ep_ht_args &a, uint32_t members, uint32_t gates)
-{
-    uint32_t through = 0;
-
-#pragma unroll 1
-    for (uint32_t rest = members & far_of(a); rest; rest &= rest - 1) {
-        const uint32_t r = __ffs(rest) - 1;
-
-        through |= (gates >> gate_of(a, r) & 1) << r;
-    }
-    return through;
+    return acting != EP_NET_NOBODY && has_now(net_of(a)->open, acting);
 }
 
-/* Mask: what is sent to a rank of another node goes through this rank's gate there. */
-__device__ inline uint32_t reached_of(const ep_ht_args &a, uint32_t members)
+/* Can rank r, a member, be sent anything?  On another node through this rank's gate there. */
+__device__ inline bool is_reached(const ep_ht_args &a, uint32_t r)
 {
-    uint32_t gates = 0;
-
-#pragma unroll 1
-    for (uint32_t rest = gates_of(a, far_of(a)); rest; rest &= rest - 1)
-        gates |= (uint32_t)(acts_as(a, __ffs(rest) - 1) != EP_NET_NOBODY) << (__ffs(rest) - 1);
-    return (members & ~far_of(a)) | far_through(a, members, gates);
+    return !is_far(a, r) || acts_as(a, gate_of(a, r)) != EP_NET_NOBODY;
 }
 
 /* To the node of rank d, as EP_HT_ASK_RECORDS says it. */
@@ -54,56 +30,78 @@ __device__ inline uint32_t records_to(const ep_ht_args &a, uint32_t d)
 {
     const uint32_t gate = gate_of(a, d);
 
-    return far_of(a) >> d & 1 ? acts_as(a, gate) << EP_NET_GATE_SHIFT | a.totals[gate_column(a, gate)] : 0;
+    return is_far(a, d) ? place_at(a, acts_as(a, gate)) << EP_NET_GATE_SHIFT | a.totals[gate_column(a, gate)] : 0;
 }
 
-/* Mask: who gets any. */
-__device__ inline uint32_t has_records(const ep_ht_args &a, uint32_t reached)
+/* Warp 0 of block 0: those who get records. */
+__device__ inline void find_more(const ep_ht_args &a)
 {
-    uint32_t gates = 0;
+    struct ep_device_net *net = net_of(a);
 
 #pragma unroll 1
-    for (uint32_t rest = gates_of(a, reached); rest; rest &= rest - 1) {
-        const uint32_t gate = __ffs(rest) - 1;
+    for (uint32_t i = threadIdx.x; i < net->map.outs; i += 32) {
+        const uint32_t gate = net->gates[i], acting = acts_as(a, gate);
 
-        gates |= (uint32_t)(a.totals[gate_column(a, gate)] > 0) << acts_as(a, gate);
+        if (acting != EP_NET_NOBODY && a.totals[gate_column(a, gate)] > 0)
+            add(net->more, acting);
     }
-    return gates;
+    __syncwarp();
 }
 
-/* Warp 0 of block 0, lane r of rank r: the notes for these ranks, as soon as each can take it, and nothing is on its way
- * from where it lies; write(r) writes so many bytes; more: to whom something else is put in this op.  Who waits here
- * catches up with all, in turn: of three ranks each could wait for the next one's ACK otherwise. */
-template <class Write>
-__device__ inline void ask_far(const ep_ht_args &a, const Op &op, uint32_t ranks, uint32_t bytes, uint32_t more,
-                               Write write)
+/* Warp 0 of block 0, when all have been asked: whose gates get records. */
+__device__ inline void find_through(const ep_ht_args &a)
 {
-    const uint32_t r = threadIdx.x;
+    collect(a, net_of(a)->through, [&](uint32_t r) { return is_far(a, r) && is_open_gate(a, gate_of(a, r)); });
+}
+
+/* One thread: the note for rank r, which write(r) writes so many bytes of, if it can take it and nothing is on its way
+ * from where it lies. */
+template <class Write>
+__device__ inline bool ask_one(const ep_ht_args &a, const Op &op, uint32_t r, uint32_t bytes, Write write)
+{
     struct ep_device_net *net = net_of(a);
-    uint32_t look = r;
-    const auto put = [&] {
-        if (!may_put(a, r)) {
-            const uint32_t other = look++ % a.ranks;
 
-            if (far_of(a) >> other & 1)
-                catch_up(a, other, op.tag);
-            return false;
-        }
-        store_u64(&net->ht_last[r], op.tag);
-        write(r);
-        fence_sys(); /* partner: whoever reads what is put */
-        put_ask(a, r, bytes);
-        tell_step(a, r, op.tag, more >> r & 1 ? kAsked : kOver);
+    if (!may_put(a, r))
+        return false;
+    store_u64(&net->ht_last[r], op.tag);
+    write(r);
+    fence_sys(); /* partner: whoever reads what is put */
+    put_ask(a, r, bytes);
+    tell_step(a, r, op.tag, has_now(net->more, r) ? kAsked : kOver);
+    add(net->open, r);
+    return true;
+}
+
+/* One thread: shall it be waited for until rank r can be asked?  Else it is missed. */
+__device__ inline bool goes_on(const ep_ht_args &a, const Op &op, uint32_t r)
+{
+    const bool gone = !present(a, op.number, r) || closed_by(a, r) >= op.tag;
+
+    if (!gone && now_ns() <= op.deadline)
         return true;
-    };
+    miss(a, r, gone ? Wait::gone : Wait::late, EP_WAIT_READY);
+    return false;
+}
 
-    if (ranks >> r & 1) {
-        const Wait end = wait_for(a, op, r, put, [] { return false; });
+/* Warp 0 of block 0: the notes for those that are asked(r), as soon as each can take it.  Who waits here catches up with
+ * all, in turn: of three ranks each could wait for the next one's ACK otherwise. */
+template <class Asked, class Write>
+__device__ inline void ask_far(const ep_ht_args &a, const Op &op, Asked asked, uint32_t bytes, Write write)
+{
+    uint32_t look = threadIdx.x;
+    bool waits = true;
 
-        if (end == Wait::there)
-            atomicOr(&net->open, 1u << r);
-        else
-            miss(a, r, end, EP_WAIT_READY);
+#pragma unroll 1
+    while (waits) {
+        waits = false;
+#pragma unroll 1
+        for (uint32_t r = threadIdx.x; r < a.ranks; r += 32)
+            if (asked(r) && !has_now(net_of(a)->open, r) && !is_missed(a, r) && !ask_one(a, op, r, bytes, write))
+                waits |= goes_on(a, op, r);
+        const uint32_t other = look++ % a.ranks;
+
+        if (waits && is_far(a, other))
+            catch_up(a, other, op.tag);
     }
     __syncwarp();
 }
@@ -113,43 +111,81 @@ __device__ inline void ask_far(const ep_ht_args &a, const Op &op, uint32_t ranks
 __device__ inline void keep_records(const ep_ht_args &a, uint32_t s, uint32_t value)
 {
     struct ep_device_net *net = net_of(a);
-    const uint32_t gate = value >> EP_NET_GATE_SHIFT, home = net->gate_here[s];
+    const uint32_t place = value >> EP_NET_GATE_SHIFT, home = net->gate_here[s];
+    const uint32_t gate = place < net->nears ? net->near[place] : EP_NET_NOBODY;
 
-    if (!(far_of(a) >> s & 1) || (gate != home && gate != net->next[home]))
+    if (!is_far(a, s) || (gate != home && gate != net->next[home]))
         return;
     store_u32(&net->via[s], gate);
     if (gate == a.rank)
         net->records[s] = min(value & ((1u << EP_NET_GATE_SHIFT) - 1), a.max_tokens);
 }
 
-/* Warp 0 of block 0: this rank may write to those of its node what comes of ranks whose gate it is. */
-__device__ inline void announce_relays(const ep_ht_args &a, const Op &op, uint32_t given)
+/* Warp 0 of block 0: those that go through(r) here are the ranks of net->relays. */
+template <class Through> __device__ inline void list_relays(const ep_ht_args &a, Through through)
 {
+    struct ep_device_net *net = net_of(a);
     const uint32_t lane = threadIdx.x;
-    const bool relays = (given & far_of(a)) >> lane & 1 && via(a, lane) == a.rank;
-    const uint32_t mask = __ballot_sync(kAll, relays);
+    uint32_t n = 0;
 
-#pragma unroll 1
-    for (uint32_t rest = mask; rest; rest &= rest - 1)
-        if ((op.members & ~far_of(a)) >> lane & 1)
-            store_u64(&flags_of(a, lane, __ffs(rest) - 1)->begun, op.tag);
+    each_word(a, through, [&](uint32_t word, uint32_t ranks) {
+        if (ranks >> lane & 1)
+            net->relays[n + __popc(ranks & ((1u << lane) - 1))] = word * 32 + lane;
+        n += __popc(ranks);
+    });
     if (lane == 0)
-        net_of(a)->relays = mask;
+        net->relaying = n;
+    __syncwarp();
+}
+
+/* A warp takes records that nobody has taken, of those of which rank s has n(s): first ones of all ranks first, as these
+ * come first.  fn(s, record). */
+template <class N, class Fn> __device__ inline void each_relayed(const ep_ht_args &a, N n, Fn fn)
+{
+    struct ep_device_net *net = net_of(a);
+    const uint32_t ranks = net->relaying;
+    uint32_t most = 0;
+
+    for (uint32_t i = threadIdx.x % 32; i < ranks; i += 32)
+        most = max(most, n(net->relays[i]));
+    most = __reduce_max_sync(kAll, most);
+#pragma unroll 1
+    for (;;) {
+        const uint32_t item = take_work(&net->next_record);
+
+        if (item >= most * ranks)
+            break;
+        const uint32_t s = net->relays[item % ranks], i = item / ranks;
+
+        if (i < n(s))
+            fn(s, i);
+    }
+}
+
+/* Warp 0 of block 0: this rank may write to those of its node what comes of ranks whose gate it is. */
+__device__ inline void announce_relays(const ep_ht_args &a, const Op &op, const uint32_t *given)
+{
+    const struct ep_device_net *net = net_of(a);
+
+    list_relays(a, [&](uint32_t r) { return has(given, r) && is_far(a, r) && via(a, r) == a.rank; });
+    each_near(a, [&](uint32_t r) {
+        for (uint32_t i = 0; has(op.members, r) && i < net->relaying; i++)
+            store_u64(&flags_of(a, r, net->relays[i])->begun, op.tag);
+    });
     fence_total(); /* partner: close */
     __syncwarp();
 }
 
 #else
 
-__device__ inline uint32_t reached_of(const ep_ht_args &, uint32_t members) { return members; }
-__device__ inline uint32_t open_gates(const ep_ht_args &) { return 0; }
-__device__ inline uint32_t far_through(const ep_ht_args &, uint32_t, uint32_t) { return 0; }
+__device__ inline bool is_reached(const ep_ht_args &, uint32_t) { return true; }
 __device__ inline uint32_t records_to(const ep_ht_args &, uint32_t) { return 0; }
-__device__ inline uint32_t has_records(const ep_ht_args &, uint32_t) { return 0; }
-template <class Write>
-__device__ inline void ask_far(const ep_ht_args &, const Op &, uint32_t, uint32_t, uint32_t, Write) {}
+__device__ inline void find_more(const ep_ht_args &) {}
+__device__ inline void find_through(const ep_ht_args &) {}
+template <class Asked, class Write>
+__device__ inline void ask_far(const ep_ht_args &, const Op &, Asked, uint32_t, Write) {}
 __device__ inline void keep_records(const ep_ht_args &, uint32_t, uint32_t) {}
-__device__ inline void announce_relays(const ep_ht_args &, const Op &, uint32_t) {}
+__device__ inline void announce_relays(const ep_ht_args &, const Op &, const uint32_t *) {}
 
 #endif
 

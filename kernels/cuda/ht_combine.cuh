@@ -17,35 +17,43 @@ constexpr uint32_t kPushingSms = 16, kPackedPushingSms = 88; /* at most; of pack
 
 /* ---- asks ---------------------------------------------------------------------------------------- */
 
-/* Warp 0 of block 0, lane d of rank d. */
+/* Warp 0 of block 0. */
 __device__ inline void ask_all(const ep_ht_args &a, const Op &op)
 {
-    if ((op.members & ~far_of(a)) >> threadIdx.x & 1)
-        write_ask(a, op, threadIdx.x);
+    each_near(a, [&](uint32_t d) {
+        if (has(op.members, d))
+            write_ask(a, op, d);
+    });
     __syncwarp();
 }
 
-/* Warp 0 of block 0, for all blocks, lane s from rank s: who takes his partials, and as a gate those of others. */
+/* One thread: does rank s, which is here and has asked, run this op?  And wants gradients. */
+__device__ inline bool take_ask(const ep_ht_args &a, const Op &op, uint32_t s, bool *grads)
+{
+    Vec traits, routing;
+
+    if (!take_note(a, op, kAsk, s, a.rank, EP_HT_ASK_TRAITS / 2, &traits)
+        || !take_note(a, op, kAsk, s, a.rank, EP_HT_ASK_ROUTING_LOW / 2, &routing))
+        return false;
+    *grads = traits.w[1] != 0;
+    if (traits.w[0] == traits_of(a) && ((uint64_t)routing.w[1] << 32 | routing.w[0]) == op.number)
+        return true;
+    add(run_of(a).mismatched, s);
+    add(run_of(a).gone, s);
+    return false;
+}
+
+/* Warp 0 of block 0, for all blocks: who takes his partials, and as a gate those of others. */
 __device__ inline void take_asks(const ep_ht_args &a, const Op &op)
 {
     const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
-    const uint32_t lane = threadIdx.x;
-    bool fits = false;
-    Vec traits = { { 0, 0, 0, 0 } }, routing;
-
-    const bool local = (op.members & ~far_of(a)) >> lane & 1;
-
-    if (local && ((h.arrived >> lane & 1 && h.from[lane] > 0) || vias_of(a, h) >> lane & 1)
-        && take_note(a, op, kAsk, lane, a.rank, EP_HT_ASK_TRAITS / 2, &traits)
-        && take_note(a, op, kAsk, lane, a.rank, EP_HT_ASK_ROUTING_LOW / 2, &routing)) {
-        fits = traits.w[0] == traits_of(a)
-               && ((uint64_t)routing.w[1] << 32 | routing.w[0]) == op.number;
-        if (!fits) {
-            atomicOr(&run_of(a).mismatched, 1u << lane);
-            atomicOr(&run_of(a).gone, 1u << lane);
-        }
-    }
-    const uint32_t mask = __ballot_sync(kAll, fits), grads = __ballot_sync(kAll, fits && traits.w[1] != 0);
+    const uint32_t lane = threadIdx.x, vias = vias_of(a, h);
+    bool wants_grads = false;
+    const uint32_t mask = nears_that(a, [&](uint32_t s) {
+        return has(op.members, s) && ((has(h.arrived, s) && a.from[s] > 0) || vias >> lane & 1)
+               && take_ask(a, op, s, &wants_grads);
+    });
+    const uint32_t grads = mask & __ballot_sync(kAll, wants_grads);
 
     if (lane == 0) {
         run_of(a).asked = mask;
@@ -82,18 +90,17 @@ __device__ inline void push_grads(const ep_ht_args &a, uint64_t i, uint32_t plac
 __device__ inline Partial place_of(const ep_ht_args &a, uint32_t s, uint32_t slot)
 {
 #if EP_LL_NET
-    if (far_of(a) >> s & 1)
+    if (is_far(a, s))
         return gate_partial(a, s, a.rank, slot);
 #endif
-    return partial_of(a, s, (uint64_t)a.state->ht_handles[a.handle].back[s] + slot);
+    return partial_of(a, s, (uint64_t)a.back[s] + slot);
 }
 
 /* Row `slot` of source s. */
 template <class T>
 __device__ inline void push_partial(const ep_ht_args &a, const Op &op, Ring *ring, uint32_t s, uint32_t slot)
 {
-    const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
-    const uint64_t i = (uint64_t)h.from_first[s] + slot;
+    const uint64_t i = (uint64_t)a.from_first[s] + slot;
     const Partial to = place_of(a, s, slot);
     const uint32_t lane = threadIdx.x % 32;
     const bool packed = a.layout == EP_LAYOUT_PACKED;
@@ -111,7 +118,7 @@ __device__ inline void push_partial(const ep_ht_args &a, const Op &op, Ring *rin
         terms = { __ballot_sync(kAll, here), a.x + (uint64_t)(here ? place : 0) * a.row_bytes, weight };
     }
     sum_or_copy<T>(ring, terms, a.row_bytes, nullptr, to.row);
-    if ((load_u32(&run_of(a).asked_grads) | far_of(a)) >> s & 1) /* a gate does not know yet */
+    if (is_far(a, s) || load_u32(&run_of(a).asked_grads) >> place_at(a, s) & 1) /* a gate does not know yet */
         push_grads(a, i, place, to.grads);
     __syncwarp();
     fence_sys(); /* release; partner: find_partials */
@@ -125,14 +132,25 @@ __device__ inline bool sums_in_place(const ep_ht_args &a, uint32_t r)
     return r == a.rank && a.layout != EP_LAYOUT_PACKED && a.state->ht_handles[a.handle].rows <= a.in_rows;
 }
 
+/* Partials that are pushed of rank s's tokens; asked: places of those that take any. */
+__device__ inline uint32_t partials_for(const ep_ht_args &a, uint32_t asked, uint32_t s)
+{
+    const bool taken = asked >> place_at(a, via(a, s)) & 1 && has(a.state->ht_handles[a.handle].arrived, s);
+
+    return taken && !sums_in_place(a, s) ? a.from[s] : 0;
+}
+
 /* A warp takes partials that nobody has taken: first ones of all sources first, the next rank first. */
 template <class T> __device__ inline void push_partials(const ep_ht_args &a, const Op &op, Ring *ring)
 {
-    const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
-    const uint32_t lane = threadIdx.x % 32;
-    const bool taken = lane < a.ranks && load_u32(&run_of(a).asked) >> via(a, lane) & 1 && h.arrived >> lane & 1;
-    const uint32_t own = taken && !sums_in_place(a, lane) ? h.from[lane] : 0;
-    const uint32_t end = __reduce_max_sync(kAll, own) * a.ranks;
+    const uint32_t asked = load_u32(&run_of(a).asked);
+    uint32_t own = 0, most = 0; /* own: of few ranks, lane s's of rank s */
+
+    each_rank(a, [&](uint32_t s) {
+        own = partials_for(a, asked, s);
+        most = max(most, own);
+    });
+    const uint32_t end = __reduce_max_sync(kAll, most) * a.ranks;
 
 #pragma unroll 1
     for (;;) {
@@ -142,75 +160,89 @@ template <class T> __device__ inline void push_partials(const ep_ht_args &a, con
             break;
         const uint32_t s = (item + a.rank + 1) % a.ranks, slot = item / a.ranks;
 
-        if (slot >= __shfl_sync(kAll, own, s))
+        if (slot >= (kNet ? partials_for(a, asked, s) : __shfl_sync(kAll, own, s)))
             continue;
-        if (open_of(a, op, 1u << via(a, s)))
+        if (__all_sync(kAll, is_open(a, op, via(a, s))))
             push_partial<T>(a, op, ring, s, slot);
-        else if (lane == 0)
-            atomicOr(&run_of(a).unsent, 1u << via(a, s));
+        else if (threadIdx.x % 32 == 0)
+            add(run_of(a).unsent, via(a, s));
     }
 }
 
 /* ---- summing them up ------------------------------------------------------------------------------------ */
 
-/* Lane d has rank d's partial of a token, lane k choice k. */
+/* Of a token, lane k has choice k.  What comes of a rank here, or of all of a node from its gate, has the lane of the first
+ * choice there. */
 struct Sources {
     int32_t route;
+    uint32_t by;        /* the rank that brings it; kNobody: it was not sent */
+    uint32_t first;     /* the lane that has it */
     uint64_t partial;
     const uint8_t *row;
     const float *grads; /* NULL: none were given */
-    uint32_t comes;     /* mask */
+    uint32_t comes;     /* mask of lanes */
 };
 
-/* Lane d. */
+/* First choice of a rank that is here. */
 __device__ inline void find_row(const ep_ht_args &a, uint32_t slot, Sources *from)
 {
-    const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
-    const uint32_t lane = threadIdx.x % 32;
-
-    if (sums_in_place(a, lane)) {
-        const uint64_t i = (uint64_t)h.from_first[lane] + slot;
+    if (sums_in_place(a, from->by)) {
+        const uint64_t i = (uint64_t)a.from_first[from->by] + slot;
 
         from->row = a.x + i * a.row_bytes;
-        from->grads = a.row_grads ? a.row_grads + i * h.top_k : nullptr;
+        from->grads = a.row_grads ? a.row_grads + i * a.state->ht_handles[a.handle].top_k : nullptr;
     } else {
-        from->partial = (uint64_t)h.first[lane] + slot;
+        from->partial = (uint64_t)a.first[from->by] + slot;
         from->row = partial_at(a, a.rank, from->partial);
         from->grads = partial_grads_at(a, a.rank, from->partial);
     }
 }
 
-#if EP_LL_NET
-/* Lane g: of token t, the sum of gate g's node.  False: there is none. */
-__device__ inline bool find_sums(const ep_ht_args &a, const Op &op, uint32_t t, uint32_t ranks, Sources *from)
+/* And does it come? */
+__device__ inline bool await_partial(const ep_ht_args &a, const Op &op, const Sources &from)
 {
-    const uint32_t lane = threadIdx.x % 32, top_k = a.state->ht_handles[a.handle].top_k;
-    const uint32_t far = ranks & a.state->ht_handles[a.handle].sent & far_of(a);
-    const uint32_t own = from->route >= 0 && far >> rank_of(from->route) & 1
-                             ? __ldcg(node_slots(a, a.handle) + t * top_k + lane) : 0;
-    const uint8_t *sum;
-    uint32_t i = 0, of_gate = 0;
+    const uint64_t *tag = partial_tag_at(a, a.rank, from.partial);
 
-    if (!far)
-        return false;
-#pragma unroll 1
-    for (uint32_t k = 0; k < top_k; k++) {
-        const int32_t route = __shfl_sync(kAll, from->route, k);
-        const uint32_t slot = __shfl_sync(kAll, own, k);
+    if (sums_in_place(a, from.by))
+        return true;
+    if (has_now(run_of(a).gone, from.by)) /* not to wait for each of its partials */
+        return load_u64(tag) == op.tag;
+    const struct ep_ht_flags *flags = flags_of(a, a.rank, from.by);
+    const Wait end = wait_for(
+        a, op, from.by, [&] { return acquire_u64(tag) == op.tag; }, /* partner: push_partial */
+        [&] { return load_u64(&flags->ceased) == op.tag || load_u64(&flags->done) == op.tag; });
 
-        if (route < 0 || !(far >> rank_of(route) & 1) || gate_of(a, rank_of(route)) != lane)
-            continue;
-        of_gate |= 1u << rank_of(route);
-        i = slot;
+    if (end != Wait::there)
+        miss(a, from.by, end, EP_WAIT_ARRIVAL);
+    return end == Wait::there;
+}
+
+#if EP_LL_NET
+/* A warp: sums of other nodes, those that come; who is not in them is missed. */
+__device__ inline uint32_t find_sums(const ep_ht_args &a, const Op &op, uint32_t t, bool first, Sources *from)
+{
+    const uint32_t lane = threadIdx.x % 32, rank = from->route >= 0 ? rank_of(from->route) : kNobody;
+    const bool far = from->by != kNobody && is_far(a, rank);
+    struct ep_net_sum head = {};
+    bool comes = false;
+
+    if (far && first) {
+        const uint32_t i = __ldcg(node_slots(a, a.handle) + t * a.state->ht_handles[a.handle].top_k + lane);
+        const uint8_t *sum;
+
+        comes = await_sum(a, op, sums_of(a), from->by, i, &sum, &head);
+        from->grads = (const float *)(sum + sizeof head);
+        from->row = sum + ep_net_sum_head(a.max_top_k);
     }
-    if (!of_gate || !await_sum(a, op, sums_of(a), i, of_gate, &sum))
-        return false;
-    from->grads = (const float *)(sum + sizeof(struct ep_net_sum));
-    from->row = sum + ep_net_sum_head(a.max_top_k);
-    return true;
+    __syncwarp();
+    const uint32_t in = __shfl_sync(kAll, head.ranks, from->first), late = __shfl_sync(kAll, head.late, from->first);
+
+    if (far && has(op.members, rank) && !(in >> place_at(a, rank) & 1))
+        miss(a, rank, late >> place_at(a, rank) & 1 ? Wait::late : Wait::gone, EP_WAIT_READY);
+    return __ballot_sync(kAll, comes);
 }
 #else
-__device__ inline bool find_sums(const ep_ht_args &, const Op &, uint32_t, uint32_t, Sources *) { return false; }
+__device__ inline uint32_t find_sums(const ep_ht_args &, const Op &, uint32_t, bool, Sources *) { return 0; }
 #endif
 
 /* The partials of token t that come. */
@@ -218,60 +250,72 @@ __device__ inline Sources find_partials(const ep_ht_args &a, const Op &op, uint3
 {
     const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
     const uint32_t lane = threadIdx.x % 32, at = t * h.top_k + lane;
-    Sources from = { -1, 0, nullptr, nullptr, 0 };
-    uint32_t slot = 0, ranks;
-    bool comes;
+    Sources from = { -1, kNobody, 0, 0, nullptr, nullptr, 0 };
+    uint32_t slot = 0;
+    bool comes = false;
 
     if (lane < h.top_k) {
         from.route = __ldcg(a.routing + at);
         slot = __ldcg(a.slots + at);
     }
-    ranks = __reduce_or_sync(kAll, from.route >= 0 ? 1u << rank_of(from.route) : 0);
-#pragma unroll 1
-    for (uint32_t k = 0; k < h.top_k; k++) {
-        const int32_t route = __shfl_sync(kAll, from.route, k);
-        const uint32_t of = __shfl_sync(kAll, slot, k);
+    const uint32_t rank = from.route >= 0 ? rank_of(from.route) : kNobody;
+    const bool sent = rank != kNobody && has(h.sent, rank), far = sent && is_far(a, rank);
 
-        if (route >= 0 && rank_of(route) == lane && !(far_of(a) >> lane & 1))
-            find_row(a, of, &from);
+    if (sent)
+        from.by = far ? gate_of(a, rank) : rank;
+    from.first = __ffs(__match_any_sync(kAll, from.by)) - 1;
+    const bool first = sent && lane == from.first;
+
+    if (first && !far && has(op.members, rank)) {
+        find_row(a, slot, &from);
+        comes = await_partial(a, op, from);
     }
-    comes = (ranks & op.members & h.sent & ~far_of(a)) >> lane & 1;
-    const bool waits = comes && !sums_in_place(a, lane);
-
-    if (waits && load_u32(&run_of(a).gone) >> lane & 1) /* not to wait for each of its partials */
-        comes = load_u64(partial_tag_at(a, a.rank, from.partial)) == op.tag;
-    if (waits && comes) {
-        const uint64_t *tag = partial_tag_at(a, a.rank, from.partial);
-        const struct ep_ht_flags *flags = flags_of(a, a.rank, lane);
-        const Wait end = wait_for(
-            a, op, lane, [&] { return acquire_u64(tag) == op.tag; }, /* partner: push_partial */
-            [&] { return load_u64(&flags->ceased) == op.tag || load_u64(&flags->done) == op.tag; });
-
-        if (end != Wait::there)
-            miss(a, lane, end, EP_WAIT_ARRIVAL);
-        comes = end == Wait::there;
-    }
-    comes |= find_sums(a, op, t, ranks, &from);
-    from.comes = __ballot_sync(kAll, comes);
     __syncwarp();
+    from.comes = __ballot_sync(kAll, comes) | find_sums(a, op, t, first, &from);
     return from;
 }
 
-/* Whose lane has what comes of rank r. */
-__device__ inline uint32_t summed_by(const ep_ht_args &a, uint32_t r)
+/* Which term it is that comes to a lane, in the order of the ranks that bring them; kNobody: none comes to it. */
+__device__ inline uint32_t term_of_lane(const Sources &from, uint32_t top_k)
 {
-    return far_of(a) >> r & 1 ? gate_of(a, r) : r;
+    const bool comes = from.comes >> threadIdx.x % 32 & 1;
+    uint32_t at = 0;
+
+    if constexpr (kNet) {
+        const uint32_t by = comes ? from.by : kNobody;
+
+#pragma unroll 4
+        for (uint32_t k = 0; k < top_k; k++)
+            at += __shfl_sync(kAll, by, k) < by;
+    } else {
+        const uint32_t bit = comes ? 1u << from.by : 0;
+
+        at = __popc(__reduce_or_sync(kAll, bit) & (bit - 1));
+    }
+    return comes ? at : kNobody;
+}
+
+/* A lane for each of them. */
+__device__ inline Terms terms_of(const ep_ht_args &a, const Sources &from)
+{
+    const uint32_t lane = threadIdx.x % 32, top_k = a.state->ht_handles[a.handle].top_k, at = term_of_lane(from, top_k);
+    uint32_t source = 0;
+
+#pragma unroll 4
+    for (uint32_t k = 0; k < top_k; k++)
+        source = __shfl_sync(kAll, at, k) == lane ? k : source;
+    return { (1u << __popc(from.comes)) - 1, (const uint8_t *)__shfl_sync(kAll, (uint64_t)from.row, source), 1.0f };
 }
 
 __device__ inline void gather_grads(const ep_ht_args &a, const Sources &from, uint32_t t)
 {
-    const uint32_t lane = threadIdx.x % 32, r = from.route >= 0 ? summed_by(a, rank_of(from.route)) : 0;
-    const float *grads = (const float *)__shfl_sync(kAll, (uint64_t)from.grads, r);
+    const uint32_t lane = threadIdx.x % 32;
+    const float *grads = (const float *)__shfl_sync(kAll, (uint64_t)from.grads, from.first);
 
     if (lane >= a.top_k)
         return;
     a.topk_grads[t * a.top_k + lane] =
-        from.route >= 0 && from.comes >> r & 1 && grads ? __ldcg(grads + lane) : 0.0f;
+        from.by != kNobody && from.comes >> from.first & 1 && grads ? __ldcg(grads + lane) : 0.0f;
 }
 
 /* A warp takes tokens that nobody has taken. */
@@ -286,8 +330,7 @@ template <class T> __device__ inline void sum_tokens(const ep_ht_args &a, const 
         const Sources from = find_partials(a, op, t);
         const uint64_t row = (uint64_t)t * a.row_bytes;
 
-        sum_or_copy<T>(ring, { from.comes, from.row, 1.0f }, a.row_bytes, a.bias ? a.bias + row : nullptr,
-                       a.out + row);
+        sum_or_copy<T>(ring, terms_of(a, from), a.row_bytes, a.bias ? a.bias + row : nullptr, a.out + row);
         if (a.topk_grads)
             gather_grads(a, from, t);
     }
@@ -306,23 +349,23 @@ __device__ inline void start(const ep_ht_args &a, Op *op)
     begin(a, op, tag, h.number, usable ? EP_OK : EP_STALE_HANDLE);
     if (op->status == EP_OK) {
         ask_all(a, *op);
-        announce(a, *op, op->members);
+        announce(a, *op);
         ask_gates(a, *op);
         take_asks(a, *op);
     }
 }
 
-/* One thread of block 0: who waits for partials and gets none, because the rows here are too few, because his did not
- * come, or because he runs another op. */
+/* Warp 0 of block 0: who of this node waits for partials and gets none, because the rows here are too few, because his did
+ * not come, or because he runs another op.  served: places of the others. */
 __device__ inline void refuse(const ep_ht_args &a, const Op &op, uint32_t served)
 {
     const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
-    uint32_t refused = 0;
 
-    for (uint32_t s = 0; s < a.ranks; s++)
-        refused |= (h.from[s] > 0 || !(h.arrived >> s & 1)) << s;
-    if (refused & ~served & op.members)
-        atomicOr(&run_of(a).unsent, refused & ~served & op.members);
+    each_near(a, [&](uint32_t s) {
+        if (has(op.members, s) && (a.from[s] > 0 || !has(h.arrived, s)) && !(served >> threadIdx.x & 1))
+            add(run_of(a).unsent, s);
+    });
+    __syncwarp();
 }
 
 /* Does this block push from the beginning?  So many multiprocessors keep the wire busy, and the others sum undisturbed:
@@ -337,7 +380,7 @@ template <class T> __device__ inline void move(const ep_ht_args &a, const Op &op
     const bool usable = a.state->ht_handles[a.handle].rows <= a.in_rows;
     Ring ring = open_ring(shared);
 
-    if (blockIdx.x == 0 && threadIdx.x == 0)
+    if (blockIdx.x == 0 && threadIdx.x < 32)
         refuse(a, op, usable ? run_of(a).asked : 0);
     __syncthreads(); /* before a warp of block 0 is through */
     if (kNet && blockIdx.x == 0 && threadIdx.x / 32 == 1) {
@@ -352,26 +395,43 @@ template <class T> __device__ inline void move(const ep_ht_args &a, const Op &op
     sum_tokens<T>(a, op, &ring);
 }
 
-/* Who is in the sums: of those that rows were sent to, who was not missed; the others have no part in them. */
+__device__ inline int32_t status_of(const ep_ht_args &a, const Op &op, bool usable)
+{
+    const struct ep_device_ht_run &run = run_of(a);
+
+    if (run.first_late)
+        return EP_TIMEOUT;
+    if (anybody(a, run.mismatched))
+        return EP_FAILED_PRECONDITION;
+    if (!present(a, op.number, a.rank))
+        return EP_DETACHED;
+    return usable ? EP_OK : EP_OVERFLOW;
+}
+
+/* Warp 0 of the last block.  Who is in the sums: of those that rows were sent to, who was not missed; the others have no
+ * part in them. */
 __device__ inline void last_words(const ep_ht_args &a, const Op &op, int32_t *status, uint32_t *arrived)
 {
     struct ep_device_ht_run &run = run_of(a);
-    struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
+    const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
     const bool usable = h.rows <= a.in_rows;
+    uint64_t bytes = 0;
 
     if (op.status == EP_OK) {
-        for (uint32_t s = 0; s < a.ranks; s++)
-            if (s != a.rank && (op.members & h.arrived & ~run.unsent & ~far_of(a)) >> s & 1)
-                run.wire_bytes += (uint64_t)h.from[s] * a.row_bytes;
-        run.wire_bytes += sum_bytes(a);
-        *arrived = op.members & h.sent & ~(run.late | run.gone);
-        *status = run.late ? EP_TIMEOUT
-                  : run.mismatched ? EP_FAILED_PRECONDITION
-                  : !present(a, op.number, a.rank) ? EP_DETACHED
-                  : usable ? EP_OK : EP_OVERFLOW;
-        run.rows_needed = usable ? 0 : h.rows;
+        each_rank(a, [&](uint32_t s) {
+            if (s != a.rank && !is_far(a, s) && has(op.members, s) && has(h.arrived, s) && !has(run.unsent, s))
+                bytes += (uint64_t)a.from[s] * a.row_bytes;
+        });
+        bytes += sum_bytes(a);
+        if (bytes)
+            atomicAdd((unsigned long long *)&run.wire_bytes, (unsigned long long)bytes);
+        collect(a, arrived, [&](uint32_t d) { return has(op.members, d) && has(h.sent, d) && !is_missed(a, d); });
+        *status = status_of(a, op, usable);
+        if (threadIdx.x == 0)
+            run.rows_needed = usable ? 0 : h.rows;
     }
-    a.state->ht_combines++;
+    if (threadIdx.x == 0)
+        a.state->ht_combines++;
 }
 
 template <class T> __device__ __forceinline__ void run(const ep_ht_args &a, uint32_t *shared)

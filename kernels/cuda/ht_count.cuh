@@ -110,26 +110,37 @@ __device__ inline uint32_t read_token(const ep_ht_args &a, uint32_t t, int32_t *
     return bad;
 }
 
+/* Is it the first time that the k-th of these is named? */
+__device__ inline bool is_first(const uint32_t *named, uint32_t k)
+{
+    bool first = named[k] != kNobody;
+
+#pragma unroll
+    for (uint32_t j = 0; j < k; j++)
+        first &= named[j] != named[k];
+    return first;
+}
+
 __device__ inline void count_token(const ep_ht_args &a, const int32_t *route, uint32_t *column)
 {
-    uint32_t ranks = 0;
+    uint32_t rank[EP_MAX_TOP_K], gate[EP_MAX_TOP_K];
 
 #pragma unroll
     for (uint32_t k = 0; k < EP_MAX_TOP_K; k++) {
-        if (route[k] < 0)
-            continue;
-        const uint32_t r = rank_of(route[k]);
+        const uint32_t r = route[k] < 0 ? kNobody : rank_of(route[k]);
 
-        if (!(ranks >> r & 1))
+        rank[k] = r;
+        gate[k] = r != kNobody && is_far(a, r) ? gate_of(a, r) : kNobody;
+        if (r == kNobody)
+            continue;
+        if (is_first(rank, k))
             atomicAdd(&column[r], 1);
-        ranks |= 1u << r;
         atomicAdd(&column[choice_column(a, r)], 1);
         if (has_row(route[k]))
             atomicAdd(&column[expert_column(a, r, route[k] & 0xffff)], 1);
+        if (kNet && is_first(gate, k))
+            atomicAdd(&column[gate_column(a, gate[k])], 1);
     }
-    if constexpr (kNet)
-        for (uint32_t gates = gates_of(a, ranks); gates; gates &= gates - 1)
-            atomicAdd(&column[gate_column(a, __ffs(gates) - 1)], 1);
 }
 
 __device__ inline void count_list(const ep_ht_args &a, const Counting &c, uint32_t list)
@@ -205,7 +216,7 @@ __device__ inline void clear_totals(const ep_ht_args &a)
 
 /* ---- slots and indexes -------------------------------------------------------------------------- */
 
-/* 32 tokens from t0 on, their routes in c.route: slots, which go by tokens. */
+/* 32 tokens from t0 on, their routes in c.route: slots, which go by tokens; of few ranks. */
 __device__ inline void give_slots(const ep_ht_args &a, const Counting &c, uint32_t t0, uint32_t n)
 {
     const uint32_t lane = threadIdx.x % 32;
@@ -232,42 +243,45 @@ __device__ inline void give_slots(const ep_ht_args &a, const Counting &c, uint32
         if (lane == 0)
             c.column[r] += __popc(going);
     }
+    __syncwarp();
+}
+
+/* A warp: the next number of each column that lanes name, the same to all that name it; kNobody: none. */
+__device__ inline uint32_t next_of(const Counting &c, uint32_t column)
+{
+    const uint32_t lane = threadIdx.x % 32, same = __match_any_sync(kAll, column);
+    const uint32_t next = column == kNobody ? 0 : c.column[column];
+
+    __syncwarp();
+    if (column != kNobody && lane == (uint32_t)__ffs(same) - 1)
+        c.column[column] = next + 1;
+    __syncwarp();
+    return next;
 }
 
 #if EP_LL_NET
-/* Of 32 tokens, lane t's: which of all that go to their nodes they are, into a table like slots'. */
-__device__ inline void give_node_slots(const ep_ht_args &a, const Counting &c, uint32_t t0, uint32_t n)
+/* The same of any number of ranks, token by token; and of those on other nodes, which of all that go to their nodes the
+ * tokens are, into a table like slots'. */
+__device__ inline void give_far_slots(const ep_ht_args &a, const Counting &c, uint32_t t0, uint32_t n)
 {
     const uint32_t lane = threadIdx.x % 32;
-    uint32_t *slots = node_slots(a, a.handle), ranks = 0;
-
-    for (uint32_t k = 0; lane < n && k < a.top_k; k++) {
-        const int32_t r = c.route[lane * a.top_k + k];
-
-        ranks |= r >= 0 ? 1u << rank_of(r) : 0;
-    }
-    const uint32_t mask = gates_of(a, ranks);
+    uint32_t *slots = node_slots(a, a.handle);
 
 #pragma unroll 1
-    for (uint32_t gates = __reduce_or_sync(kAll, mask); gates; gates &= gates - 1) {
-        const uint32_t gate = __ffs(gates) - 1, column = gate_column(a, gate);
-        const uint32_t going = __ballot_sync(kAll, mask >> gate & 1);
-        const uint32_t slot = c.column[column] + __popc(going & ((1u << lane) - 1));
+    for (uint32_t i = 0; i < n; i++) {
+        const int32_t route = lane < a.top_k ? c.route[i * a.top_k + lane] : -1;
+        const uint32_t rank = route < 0 ? kNobody : rank_of(route), at = (t0 + i) * a.top_k + lane;
+        const bool far = rank != kNobody && is_far(a, rank);
+        const uint32_t slot = next_of(c, rank), node_slot = next_of(c, far ? gate_column(a, gate_of(a, rank)) : kNobody);
 
-        for (uint32_t k = 0; lane < n && k < a.top_k; k++) {
-            const int32_t r = c.route[lane * a.top_k + k];
-
-            if (r >= 0 && far_of(a) >> rank_of(r) & 1 && gate_of(a, rank_of(r)) == gate)
-                slots[(t0 + lane) * a.top_k + k] = slot;
-        }
-        __syncwarp();
-        if (lane == 0)
-            c.column[column] += __popc(going);
+        if (rank != kNobody)
+            a.slots[at] = slot;
+        if (far)
+            slots[at] = node_slot;
     }
-    __syncwarp();
 }
 #else
-__device__ inline void give_node_slots(const ep_ht_args &, const Counting &, uint32_t, uint32_t) {}
+__device__ inline void give_far_slots(const ep_ht_args &, const Counting &, uint32_t, uint32_t) {}
 #endif
 
 /* Indexes among the rows of an expert go by tokens too; experts of one token differ. */
@@ -301,9 +315,10 @@ __device__ inline void place_list(const ep_ht_args &a, const Counting &c, uint32
         for (uint32_t i = lane; i < n * a.top_k; i += 32)
             c.route[i] = __ldcg(a.routing + t0 * a.top_k + i);
         __syncwarp();
-        give_slots(a, c, t0, n);
-        __syncwarp();
-        give_node_slots(a, c, t0, n);
+        if (kNet)
+            give_far_slots(a, c, t0, n);
+        else
+            give_slots(a, c, t0, n);
         give_indexes(a, c, t0, n);
     }
     __syncwarp();

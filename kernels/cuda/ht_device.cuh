@@ -120,7 +120,7 @@ constexpr uint64_t kDrainNs = 20000000; /* for writers that are gone; more than 
 /* What rank `from` tells `to`. */
 __device__ inline uint8_t *note_at(const ep_ht_args &a, Note kind, uint32_t from, uint32_t to)
 {
-    return a.window[from] + a.notes + ((uint64_t)kind * a.ranks + to) * a.note_stride;
+    return window_of(a, from) + a.notes + ((uint64_t)kind * a.ranks + to) * a.note_stride;
 }
 __device__ inline uint32_t note_vecs(const ep_ht_args &a, Note kind)
 {
@@ -129,23 +129,23 @@ __device__ inline uint32_t note_vecs(const ep_ht_args &a, Note kind)
 
 __device__ inline uint64_t *closed_at(const ep_ht_args &a, uint32_t where, uint32_t whose)
 {
-    return (uint64_t *)(a.window[where] + a.closed + (uint64_t)whose * EP_LINE);
+    return (uint64_t *)(window_of(a, where) + a.closed + (uint64_t)whose * EP_LINE);
 }
 __device__ inline uint8_t *header_at(const ep_ht_args &a, uint32_t where, uint64_t row)
 {
-    return a.window[where] + a.headers + row * a.header_bytes;
+    return window_of(a, where) + a.headers + row * a.header_bytes;
 }
 __device__ inline uint64_t *partial_tag_at(const ep_ht_args &a, uint32_t where, uint64_t partial)
 {
-    return (uint64_t *)(a.window[where] + a.combine_tags) + partial;
+    return (uint64_t *)(window_of(a, where) + a.combine_tags) + partial;
 }
 __device__ inline uint8_t *partial_at(const ep_ht_args &a, uint32_t where, uint64_t partial)
 {
-    return a.window[where] + a.combine_rows + partial * a.row_bytes;
+    return window_of(a, where) + a.combine_rows + partial * a.row_bytes;
 }
 __device__ inline float *partial_grads_at(const ep_ht_args &a, uint32_t where, uint64_t partial)
 {
-    return (float *)(a.window[where] + a.combine_grads) + partial * a.max_top_k;
+    return (float *)(window_of(a, where) + a.combine_grads) + partial * a.max_top_k;
 }
 
 __device__ inline uint64_t tag_of(const Vec &v) { return (uint64_t)v.w[3] << 32 | v.w[2]; }
@@ -159,8 +159,8 @@ __device__ inline Vec tagged(uint32_t first, uint32_t second, uint64_t tag)
 /* A block's copy of what block 0 has found; in shared memory. */
 struct Op {
     uint64_t tag, number, deadline;
-    uint32_t members; /* that take part, as this rank sees it */
-    int32_t status;   /* not EP_OK: nothing is done */
+    int32_t status;               /* not EP_OK: nothing is done */
+    uint32_t members[kRankWords]; /* set: who takes part, as this rank sees it */
 };
 
 __device__ inline struct ep_device_ht_run &run_of(const ep_ht_args &a) { return a.state->ht_run; }
@@ -195,40 +195,55 @@ __device__ inline void barrier(const ep_ht_args &a, uint32_t *met)
 /* All threads of a block, after a barrier that block 0 came to with the op begun. */
 __device__ inline void take_op(const ep_ht_args &a, Op *op)
 {
-    if (threadIdx.x == 0) {
-        const struct ep_device_ht_run &run = run_of(a);
+    const struct ep_device_ht_run &run = run_of(a);
 
-        *op = { run.tag, run.number, run.deadline, run.members, run.status };
+    if (threadIdx.x == 0) {
+        op->tag = run.tag;
+        op->number = run.number;
+        op->deadline = run.deadline;
+        op->status = run.status;
     }
+    if (threadIdx.x < kRankWords)
+        op->members[threadIdx.x] = run.members[threadIdx.x];
     __syncthreads();
 }
 
-/* Warp 0 of block 0.  n: the dispatch's number.  Returns who takes part. */
-__device__ inline uint32_t begin(const ep_ht_args &a, Op *op, uint64_t tag, uint64_t n, int32_t status)
+/* Warp 0 of block 0.  n: the dispatch's number. */
+__device__ inline void begin(const ep_ht_args &a, Op *op, uint64_t tag, uint64_t n, int32_t status)
 {
+    struct ep_device_ht_run &run = run_of(a);
     const uint32_t lane = threadIdx.x;
-    uint32_t members = __ballot_sync(kAll, lane < a.ranks && present(a, n, lane));
 
-    if (!(members >> a.rank & 1))
-        members = 0; /* who is out himself sends nothing */
-    if (far_of(a) >> lane & 1)
-        catch_up(a, lane, tag);
+    collect(a, op->members, [&](uint32_t r) { return present(a, n, r); });
+    const bool takes_part = has(op->members, a.rank);
+
+    __syncwarp();
+    if (!takes_part && lane < words_of(a))
+        op->members[lane] = 0; /* who is out himself sends nothing */
+    __syncwarp();
+    if (kNet)
+        each_rank(a, [&](uint32_t r) {
+            if (is_far(a, r))
+                catch_up(a, r, tag);
+        });
+    if (lane < words_of(a))
+        run.members[lane] = op->members[lane];
     if (lane == 0) {
-        struct ep_device_ht_run &run = run_of(a);
         const uint64_t now = now_ns(), timeout = load_u64(&a.state->timeout_ns);
 
-        status = status == EP_OK && !members ? EP_DETACHED : status;
-        *op = { tag, n, now + timeout, members, status };
+        status = status == EP_OK && !takes_part ? EP_DETACHED : status;
+        op->tag = tag;
+        op->number = n;
+        op->deadline = now + timeout;
+        op->status = status;
         run.tag = tag;
         run.number = n;
         run.deadline = now + timeout;
         run.timeout_ns = timeout;
         run.start_ns = now;
-        run.members = members;
         run.status = status;
     }
     __syncwarp();
-    return members;
 }
 
 /* ---- waiting ----------------------------------------------------------------------- */
@@ -236,12 +251,13 @@ __device__ inline uint32_t begin(const ep_ht_args &a, Op *op, uint64_t tag, uint
 /* The last op that a rank takes nothing for any more. */
 __device__ inline uint64_t closed_by(const ep_ht_args &a, uint32_t rank)
 {
-    return far_of(a) >> rank & 1 ? far_closed(a, rank) : load_u64(closed_at(a, a.rank, rank));
+    return is_far(a, rank) ? far_closed(a, rank) : load_u64(closed_at(a, a.rank, rank));
 }
 
-/* Until there() holds, `peer` is absent, has closed the op or given_up(), or the op's time is over. */
+/* Until there() holds, `peer` is absent, has closed the op or given_up(), or the op's time, and so much more, is over. */
 template <class There, class GivenUp>
-__device__ inline Wait wait_for(const ep_ht_args &a, const Op &op, uint32_t peer, There there, GivenUp given_up)
+__device__ inline Wait wait_for(const ep_ht_args &a, const Op &op, uint32_t peer, There there, GivenUp given_up,
+                                uint64_t more_ns = 0)
 {
     for (uint32_t look = 1;; look++) {
         if (there())
@@ -252,9 +268,9 @@ __device__ inline Wait wait_for(const ep_ht_args &a, const Op &op, uint32_t peer
             fence_sys(); /* acquire: what it did before is there by now */
             return there() ? Wait::there : Wait::gone;
         }
-        if (far_of(a) >> peer & 1)
+        if (is_far(a, peer))
             catch_up(a, peer, op.tag);
-        if (now_ns() > op.deadline)
+        if (now_ns() > op.deadline + more_ns)
             return Wait::late;
     }
 }
@@ -266,15 +282,25 @@ __device__ inline void miss(const ep_ht_args &a, uint32_t peer, Wait why, uint32
 
     if (why == Wait::late) {
         atomicCAS(&run.first_late, 0u, phase << 16 | (peer + 1)); /* those after it may have waited for it, too */
-        atomicOr(&run.late, 1u << peer);
+        add(run.late, peer);
     } else {
-        atomicOr(&run.gone, 1u << peer);
+        add(run.gone, peer);
     }
 }
 
-__device__ inline uint32_t missed(const ep_ht_args &a)
+__device__ inline bool is_missed(const ep_ht_args &a, uint32_t peer)
 {
-    return load_u32(&run_of(a).late) | load_u32(&run_of(a).gone);
+    return has_now(run_of(a).late, peer) || has_now(run_of(a).gone, peer);
+}
+
+__device__ inline bool anybody_missed(const ep_ht_args &a)
+{
+    const struct ep_device_ht_run &run = run_of(a);
+    uint32_t all = 0;
+
+    for (uint32_t w = 0; w < words_of(a); w++)
+        all |= load_u32(&run.late[w]) | load_u32(&run.gone[w]);
+    return all != 0;
 }
 
 /* Word pair i of what rank `from` tells `to`, which is this one or has this one as its gate; false: it will not come,
@@ -282,7 +308,7 @@ __device__ inline uint32_t missed(const ep_ht_args &a)
 __device__ inline bool take_note(const ep_ht_args &a, const Op &op, Note kind, uint32_t from, uint32_t to, uint32_t i,
                                  Vec *v)
 {
-    const bool far = far_of(a) >> from & 1;
+    const bool far = is_far(a, from);
     const uint8_t *at = (far ? far_note_at(a, from) : note_at(a, kind, from, to)) + i * sizeof *v;
     const Wait end = wait_for(
         a, op, from,
@@ -303,27 +329,22 @@ __device__ inline bool take_note(const ep_ht_args &a, const Op &op, Note kind, u
 
 /* ---- the gate ----------------------------------------------------------------------- */
 
-/* Warp 0 of block 0, before the barrier that pushing follows: this rank may write to the ranks of the mask. */
-__device__ inline void announce(const ep_ht_args &a, const Op &op, uint32_t ranks)
+/* Warp 0 of block 0, before the barrier that pushing follows: this rank may write to the members that are here. */
+__device__ inline void announce(const ep_ht_args &a, const Op &op)
 {
-    const uint32_t lane = threadIdx.x;
-
-    if ((ranks & ~far_of(a)) >> lane & 1)
-        store_u64(&flags_of(a, lane, a.rank)->begun, op.tag);
+    each_near(a, [&](uint32_t r) {
+        if (has(op.members, r))
+            store_u64(&flags_of(a, r, a.rank)->begun, op.tag);
+    });
     fence_total(); /* partner: close */
     __syncwarp();
 }
 
-/* A warp, before it writes: those of `ranks` that still take it.  Lane r has rank r's. */
-__device__ inline uint32_t open_of(const ep_ht_args &a, const Op &op, uint32_t ranks)
+/* Before it is written to: does rank r, which is here, still take it? */
+__device__ inline bool is_open(const ep_ht_args &a, const Op &op, uint32_t r)
 {
-    const uint32_t lane = threadIdx.x % 32;
-    bool open = ranks >> lane & 1;
-
-    if (open)
-        open = closed_by(a, lane) < op.tag /* partner: close */
-               && present(a, op.number, lane);
-    return __ballot_sync(kAll, open);
+    return closed_by(a, r) < op.tag /* partner: close */
+           && present(a, op.number, r);
 }
 
 /* A warp that pushes no more, and whose rows are fenced.  The last one tells who got all. */
@@ -338,45 +359,50 @@ __device__ inline void pushed(const ep_ht_args &a, const Op &op)
         before = count_acq_rel(&run.pushed);
     if (__shfl_sync(kAll, before, 0) != a.blocks * kWarps - 1)
         return;
-    if (lane < a.ranks && (op.members & ~far_of(a)) >> lane & 1) {
-        const bool all = !(load_u32(&run.unsent) >> lane & 1);
-        struct ep_ht_flags *flags = flags_of(a, lane, a.rank);
+    each_near(a, [&](uint32_t r) {
+        struct ep_ht_flags *flags = flags_of(a, r, a.rank);
 
+        if (!has(op.members, r))
+            return;
         fence_sys(); /* release; partner: arrived, drain */
-        store_u64(all ? &flags->done : &flags->ceased, op.tag);
-    }
+        store_u64(has_now(run.unsent, r) ? &flags->ceased : &flags->done, op.tag);
+    });
     __syncwarp();
 }
 
 /* Until nobody writes, when it is closed. */
 __device__ inline void drain(const ep_ht_args &a, const Op &op)
 {
-    const uint32_t lane = threadIdx.x;
-    const struct ep_ht_flags *flags = flags_of(a, a.rank, lane < a.ranks ? lane : 0);
     const uint64_t start = now_ns(), bound = load_u64(&run_of(a).timeout_ns);
 
     fence_total(); /* partner: announce */
-    while (lane < a.ranks && lane != a.rank && load_u64(&flags->begun) == op.tag && acquire_u64(&flags->done) != op.tag
-           && acquire_u64(&flags->ceased) != op.tag) {
-        const uint64_t waited = now_ns() - start;
+    each_rank(a, [&](uint32_t r) {
+        const struct ep_ht_flags *flags = flags_of(a, a.rank, r);
 
-        if (waited > bound || (waited > kDrainNs && !present(a, op.number, via(a, lane))))
-            break;
-    }
+        while (r != a.rank && load_u64(&flags->begun) == op.tag && acquire_u64(&flags->done) != op.tag
+               && acquire_u64(&flags->ceased) != op.tag) {
+            const uint64_t waited = now_ns() - start;
+
+            if (waited > bound || (waited > kDrainNs && !present(a, op.number, via(a, r))))
+                break;
+        }
+    });
     __syncwarp();
 }
 
 /* Warp 0 of block 0: nobody is to write for this op any more, and if anything that was to come did not, nobody does. */
 __device__ inline void close(const ep_ht_args &a, const Op &op)
 {
-    const uint32_t lane = threadIdx.x;
-
     __syncwarp();
     fence_sys(); /* what this rank has told comes before */
-    if (lane < a.ranks && !(far_of(a) >> lane & 1))
-        store_u64(closed_at(a, lane, a.rank), op.tag);
-    close_far(a, op.tag); /* a late writer may be a gate that waits for one who waits for this */
-    if (op.status != EP_OK || missed(a))
+    each_rank(a, [&](uint32_t r) { /* before a late writer is awaited: a gate that waits for one who waits for this */
+        if (is_far(a, r))
+            close_far(a, r, op.tag);
+        else
+            store_u64(closed_at(a, r, a.rank), op.tag);
+    });
+    __syncwarp();
+    if (op.status != EP_OK || anybody_missed(a))
         drain(a, op);
 }
 
@@ -422,16 +448,15 @@ __device__ inline void store_pieces(uint8_t *to, uint32_t at, uint32_t pieces, c
 
 /* ---- the end of an op ----------------------------------------------------------------- */
 
-/* One thread. */
-__device__ inline void fill_record(const ep_ht_args &a, const Op &op, int32_t status, uint32_t arrived, bool dispatch,
+/* One thread: all but who arrived. */
+__device__ inline void fill_record(const ep_ht_args &a, const Op &op, int32_t status, bool dispatch,
                                    struct ep_device_record *r)
 {
     const struct ep_device_ht_run &run = run_of(a);
 
-    *r = {};
     r->status = status;
-    r->late_rank = run.late ? (run.first_late & 0xffff) - 1 : 0;
-    r->wait_phase = run.late ? run.first_late >> 16 : EP_WAIT_NONE;
+    r->late_rank = run.first_late ? (run.first_late & 0xffff) - 1 : 0;
+    r->wait_phase = run.first_late ? run.first_late >> 16 : EP_WAIT_NONE;
     r->generation = a.generation;
     r->number = op.number;
     r->sequence = ++a.state->scratch.sequence;
@@ -443,7 +468,6 @@ __device__ inline void fill_record(const ep_ht_args &a, const Op &op, int32_t st
     r->start_ns = run.start_ns;
     r->end_ns = now_ns();
     r->wait_ns = run.wait_ns;
-    r->arrived = arrived;
     r->layout = a.layout;
     r->wire_dtype = a.wire_dtype;
     r->timeout_ns = run.timeout_ns;
@@ -451,37 +475,45 @@ __device__ inline void fill_record(const ep_ht_args &a, const Op &op, int32_t st
     count(&a.state->ht_counters[dispatch ? EP_DEVICE_DISPATCH : EP_DEVICE_COMBINE], *r, a.tokens);
 }
 
-/* All threads of all blocks, after their last barrier; last(&status, &arrived) with thread 0 of the block that comes
- * last, then the record.  True for that block. */
+/* Warp 0 of the last block: the record, to those who read it. */
+__device__ inline void write_record(const ep_ht_args &a, uint32_t part, const struct ep_device_record &record)
+{
+    struct ep_device_report *report = &((struct ep_control *)a.own)->gpu.report;
+
+    copy_record(&report->records[a.handle][part], record);
+    if (threadIdx.x == 0 && record.status != EP_OK && report->failures++ == 0)
+        keep_failure(report, record, part);
+}
+
+/* All threads of all blocks, after their last barrier; last(&status, arrived), a set that is empty, with warp 0 of the
+ * block that comes last, then the record.  True for that block. */
 template <class Last> __device__ inline bool finish(const ep_ht_args &a, const Op &op, bool dispatch, Last last)
 {
     struct ep_device_ht_run &run = run_of(a);
-    const uint32_t part = dispatch ? EP_DEVICE_DISPATCH : EP_DEVICE_COMBINE;
-    struct ep_device_report *report = &((struct ep_control *)a.window[a.rank])->gpu.report;
     __shared__ struct ep_device_record record;
     __shared__ uint32_t before;
 
     __syncthreads();
-    if (threadIdx.x == 0) {
-        const uint32_t over = count_acq_rel(&run.over);
+    if (threadIdx.x == 0)
+        before = count_acq_rel(&run.over);
+    __syncthreads(); /* what thread 0 has acquired is there for all */
+    if (before != a.blocks - 1)
+        return false;
+    if (threadIdx.x < 32) {
+        int32_t status = op.status;
 
-        before = over;
-        if (over == a.blocks - 1) {
-            int32_t status = op.status;
-            uint32_t arrived = 0;
-
-            last(&status, &arrived);
-            fill_record(a, op, status, arrived, dispatch, &record);
-            report->records[a.handle][part] = record;
-            if (status != EP_OK && report->failures++ == 0) {
-                report->failure = record;
-                report->failure_op = part;
-            }
-            run = {};
-        }
+        clear_record(&record);
+        last(&status, (uint32_t *)record.arrived);
+        __syncwarp();
+        if (threadIdx.x == 0)
+            fill_record(a, op, status, dispatch, &record);
+        __syncwarp();
+        write_record(a, dispatch ? EP_DEVICE_DISPATCH : EP_DEVICE_COMBINE, record);
     }
     __syncthreads();
-    return before == a.blocks - 1;
+    for (uint32_t i = threadIdx.x; i < sizeof run / 4; i += kThreads)
+        ((uint32_t *)&run)[i] = 0;
+    return true;
 }
 
 } // namespace ht

@@ -31,7 +31,8 @@ __device__ inline void start(const ep_ht_args &a, Op *op)
         await_hold(a);
     }
     __syncwarp();
-    choose_gates(a, begin(a, op, ep_ht_tag(n, 0), n, usable ? EP_OK : EP_STALE_HANDLE));
+    begin(a, op, ep_ht_tag(n, 0), n, usable ? EP_OK : EP_STALE_HANDLE);
+    choose_gates(a, op->members);
 }
 
 /* Does this warp push from the beginning, when rows that come are to be copied?  One to all but one of a block do. */
@@ -70,41 +71,48 @@ template <Cast C> __device__ inline void move(const ep_ht_args &a, const Op &op,
     receive_rows(a, op, rows);
 }
 
-__device__ inline void keep_handle(const ep_ht_args &a, const Op &op, int32_t status, uint32_t arrived, uint32_t sent)
+/* Warp 0 of the last block. */
+__device__ inline void keep_handle(const ep_ht_args &a, const Op &op, int32_t status, const uint32_t *arrived)
 {
     struct ep_device_ht_handle *h = &a.state->ht_handles[a.handle];
+    const uint32_t *unsent = run_of(a).unsent;
 
     if (status == EP_STALE_HANDLE)
         return;
-    h->number = op.number;
-    h->generation = a.generation;
-    h->tokens = a.tokens;
-    h->top_k = a.top_k;
-    h->layout = a.layout;
-    h->alignment = a.alignment;
-    h->routed = status == EP_OK || status == EP_OVERFLOW; /* peers' combines need this rank even after that */
-    h->arrived = arrived;
-    h->sent = sent;
+    collect(a, h->sent, [&](uint32_t d) { return op.status == EP_OK && has(op.members, d) && !has(unsent, d); });
+    if (threadIdx.x < words_of(a))
+        h->arrived[threadIdx.x] = arrived[threadIdx.x];
+    if (threadIdx.x == 0) {
+        h->number = op.number;
+        h->generation = a.generation;
+        h->tokens = a.tokens;
+        h->top_k = a.top_k;
+        h->layout = a.layout;
+        h->alignment = a.alignment;
+        h->routed = status == EP_OK || status == EP_OVERFLOW; /* peers' combines need this rank even after that */
+    }
+    __syncwarp();
 }
 
-/* One thread: what went where. */
-__device__ inline uint32_t sum_up(const ep_ht_args &a, const Op &op, uint32_t roomy)
+/* Warp 0 of the last block: what went where. */
+__device__ inline void sum_up(const ep_ht_args &a, const Op &op)
 {
     struct ep_device_ht_run &run = run_of(a);
-    uint32_t sent = 0;
+    uint64_t dropped = 0, bytes = 0;
 
-    for (uint32_t d = 0; d < a.ranks; d++) {
-        const bool all = op.status == EP_OK && (op.members & ~run.unsent) >> d & 1;
-
-        sent |= all << d;
-        if (!all)
-            run.dropped += a.totals[choice_column(a, d)];
-        else if (d != a.rank && roomy >> d & 1 && !(far_of(a) >> d & 1))
-            run.wire_bytes += (uint64_t)a.totals[d] * (a.row_bytes + a.row_scales * a.scale_bytes);
-    }
+    each_rank(a, [&](uint32_t d) {
+        if (op.status != EP_OK || !has(op.members, d) || has(run.unsent, d))
+            dropped += a.totals[choice_column(a, d)];
+        else if (d != a.rank && !is_far(a, d) && run.roomy >> place_at(a, d) & 1)
+            bytes += (uint64_t)a.totals[d] * (a.row_bytes + a.row_scales * a.scale_bytes);
+    });
     if (op.status == EP_OK)
-        run.wire_bytes += relay::wire_bytes(a);
-    return sent;
+        bytes += relay::wire_bytes(a);
+    if (dropped)
+        atomicAdd((unsigned long long *)&run.dropped, (unsigned long long)dropped);
+    if (bytes)
+        atomicAdd((unsigned long long *)&run.wire_bytes, (unsigned long long)bytes);
+    __syncwarp();
 }
 
 __device__ inline int32_t status_of(const ep_ht_args &a, const Op &op)
@@ -113,9 +121,9 @@ __device__ inline int32_t status_of(const ep_ht_args &a, const Op &op)
 
     if (op.status != EP_OK)
         return op.status;
-    if (run.late)
+    if (run.first_late)
         return EP_TIMEOUT;
-    if (run.mismatched)
+    if (anybody(a, run.mismatched))
         return EP_FAILED_PRECONDITION;
     if (!present(a, op.number, a.rank))
         return EP_DETACHED;
@@ -154,7 +162,7 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ht_args &a, uint3
     barrier(a, &met);
     take_op(a, &op);
     if (op.status == EP_OK) {
-        find_own_grants(a, op, &grants);
+        find_own_grants(a, &grants);
         if (threadIdx.x < 32)
             roomy = __ballot_sync(kAll, grants.mask >> threadIdx.x & 1 && grants.bits[threadIdx.x] & EP_HT_GRANT_ROOM);
         move<C>(a, op, grants);
@@ -162,25 +170,24 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ht_args &a, uint3
     barrier(a, &met);
     if (blockIdx.x == 0 && threadIdx.x < 32)
         close(a, op);
-    const uint32_t lost = missed(a);
-
-    if (lost && op.status == EP_OK) {
+    if (op.status == EP_OK && anybody_missed(a)) {
         barrier(a, &met);
         for (uint32_t s = 0; s < a.ranks; s++)
-            if (lost >> s & 1)
+            if (is_missed(a, s))
                 zero_source(a, s, run_of(a).rows, threadIdx.x / 32 * a.blocks + blockIdx.x, a.blocks * kWarps);
     }
     if (blockIdx.x == 0 && threadIdx.x == 0)
         run_of(a).roomy = roomy;
     const bool last = finish(a, op, true, [&](int32_t *status, uint32_t *arrived) {
-        relay::keep_handle(a, op);
-        const uint32_t sent = sum_up(a, op, run_of(a).roomy);
-
-        *arrived = op.status == EP_OK ? run_of(a).given & ~lost : 0;
+        collect(a, arrived, [&](uint32_t s) { return op.status == EP_OK && has(run_of(a).given, s) && !is_missed(a, s); });
         *status = status_of(a, op);
-        keep_handle(a, op, *status, *arrived, sent);
-        a.state->ht_number = op.number;
-        a.state->ht_combines = 0;
+        relay::keep_handle(a, op);
+        keep_handle(a, op, *status, arrived);
+        sum_up(a, op);
+        if (threadIdx.x == 0) {
+            a.state->ht_number = op.number;
+            a.state->ht_combines = 0;
+        }
     });
 
     if (last) {

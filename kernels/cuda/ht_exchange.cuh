@@ -14,14 +14,12 @@ __device__ inline uint32_t traits_of(const ep_ht_args &a, uint32_t kind)
     return kind | a.wire_dtype << 8 | a.scale_format << 16;
 }
 
-/* Block 0's; ranks as in struct ep_device_ht_handle. */
+/* Block 0's.  What it finds of each rank is the handle's at once: a.first, a.from, a.from_first, a.back. */
 struct Exchange {
-    uint32_t first[EP_DEVICE_MAX_RANKS];  /* own tokens to ranks below */
-    uint32_t from[EP_DEVICE_MAX_RANKS], from_first[EP_DEVICE_MAX_RANKS], back[EP_DEVICE_MAX_RANKS];
-    uint32_t reached;    /* mask: who can be sent anything */
-    uint32_t given;      /* mask: who is granted */
-    uint32_t mismatched; /* mask: whose op is another one */
-    uint64_t rows;       /* that `out` is to have */
+    uint32_t reached[kRankWords];    /* set: who can be sent anything */
+    uint32_t given[kRankWords];      /* set: who is granted */
+    uint32_t mismatched[kRankWords]; /* set: whose op is another one */
+    uint64_t rows;                   /* that `out` is to have */
 };
 
 /* ---- asks -------------------------------------------------------------------------------- */
@@ -32,11 +30,11 @@ __device__ inline uint32_t ask_word(const ep_ht_args &a, const Exchange &x, uint
 
     if (word == EP_HT_ASK_TRAITS)
         return traits_of(a, EP_OP_DISPATCH);
-    if (!(x.reached >> d & 1))
+    if (!has(x.reached, d))
         return 0;
     switch (word) {
     case EP_HT_ASK_ROWS: return a.totals[d];
-    case EP_HT_ASK_BACK: return x.first[d];
+    case EP_HT_ASK_BACK: return a.first[d];
     case EP_HT_ASK_RECORDS: return records_to(a, d);
     }
     return word >= EP_HT_ASK_EXPERTS && l < a.local_experts ? a.totals[expert_column(a, d, l)] : 0;
@@ -44,7 +42,7 @@ __device__ inline uint32_t ask_word(const ep_ht_args &a, const Exchange &x, uint
 
 __device__ inline void write_ask(const ep_ht_args &a, const Op &op, const Exchange &x, uint32_t d, uint32_t v)
 {
-    store_vec((far_of(a) >> d & 1 ? far_ask_at(a, d) : note_at(a, kAsk, a.rank, d)) + v * sizeof(Vec),
+    store_vec((is_far(a, d) ? far_ask_at(a, d) : note_at(a, kAsk, a.rank, d)) + v * sizeof(Vec),
               tagged(ask_word(a, x, d, 2 * v), ask_word(a, x, d, 2 * v + 1), op.tag));
 }
 
@@ -53,9 +51,12 @@ __device__ inline void ask_all(const ep_ht_args &a, const Op &op, const Exchange
 {
     const uint32_t vecs = note_vecs(a, kAsk);
 
-    for (uint32_t i = threadIdx.x; i < a.ranks * vecs; i += kThreads)
-        if ((op.members & ~far_of(a)) >> i / vecs & 1)
-            write_ask(a, op, x, i / vecs, i % vecs);
+    for (uint32_t i = threadIdx.x; i < nears_of(a) * vecs; i += kThreads) {
+        const uint32_t d = near_at(a, i / vecs);
+
+        if (has(op.members, d))
+            write_ask(a, op, x, d, i % vecs);
+    }
 }
 
 /* No source sends more than its tokens, and to an expert no more than that: a bound for whatever stands there. */
@@ -64,11 +65,11 @@ __device__ inline void keep_asked(const ep_ht_args &a, Exchange *x, uint32_t s, 
     const uint32_t l = word - EP_HT_ASK_EXPERTS;
 
     if (word == EP_HT_ASK_TRAITS && value != traits_of(a, EP_OP_DISPATCH))
-        atomicOr(&x->mismatched, 1u << s);
+        add(x->mismatched, s);
     else if (word == EP_HT_ASK_ROWS)
-        x->from[s] = min(value, a.max_tokens);
+        a.from[s] = min(value, a.max_tokens);
     else if (word == EP_HT_ASK_BACK)
-        x->back[s] = value;
+        a.back[s] = value;
     else if (word == EP_HT_ASK_RECORDS)
         keep_records(a, s, value);
     else if (word >= EP_HT_ASK_EXPERTS && l < a.local_experts)
@@ -77,39 +78,38 @@ __device__ inline void keep_asked(const ep_ht_args &a, Exchange *x, uint32_t s, 
 
 __device__ inline void take_asks(const ep_ht_args &a, const Op &op, Exchange *x)
 {
-    const uint32_t vecs = note_vecs(a, kAsk), s = threadIdx.x;
+    const uint32_t vecs = note_vecs(a, kAsk);
 
     for (uint32_t i = threadIdx.x; i < a.ranks * vecs; i += kThreads) {
         const uint32_t from = i / vecs, v = i % vecs;
         Vec got;
 
-        if (!(op.members >> from & 1) || !take_note(a, op, kAsk, from, a.rank, v, &got))
+        if (!has(op.members, from) || !take_note(a, op, kAsk, from, a.rank, v, &got))
             continue;
         keep_asked(a, x, from, 2 * v, got.w[0]);
         keep_asked(a, x, from, 2 * v + 1, got.w[1]);
     }
     __syncthreads();
-    if (s < a.ranks && (uint64_t)x->back[s] + x->from[s] > a.partials)
-        atomicOr(&x->mismatched, 1u << s);
+    for (uint32_t s = threadIdx.x; s < a.ranks; s += kThreads)
+        if ((uint64_t)a.back[s] + a.from[s] > a.partials)
+            add(x->mismatched, s);
 }
 
 /* ---- where rows go ------------------------------------------------------------------------- */
 
-/* counts_in of the granted to bases_in, from the beginning of each expert; returns the sum of expert l. */
+/* A warp: counts_in of the granted to bases_in, from the beginning of each expert; returns the sum of expert l. */
 __device__ inline uint32_t base_expert(const ep_ht_args &a, const Exchange &x, uint32_t l)
 {
-    uint32_t sum = 0;
+    return add_ranks_up(
+        a,
+        [&](uint32_t s) {
+            uint32_t *count = &a.counts_in[s * a.local_experts + l];
+            const uint32_t n = has(x.given, s) ? *count : 0;
 
-#pragma unroll 1
-    for (uint32_t s = 0; s < a.ranks; s++) {
-        uint32_t *count = &a.counts_in[s * a.local_experts + l];
-
-        if (!(x.given >> s & 1))
-            *count = 0;
-        a.bases_in[s * a.local_experts + l] = sum;
-        sum += *count;
-    }
-    return sum;
+            *count = n;
+            return n;
+        },
+        [&](uint32_t s, uint32_t before) { a.bases_in[s * a.local_experts + l] = before; });
 }
 
 /* Warp 0: experts one after the other, each at a multiple of the alignment. */
@@ -144,24 +144,34 @@ __device__ inline void place_experts(const ep_ht_args &a, const uint32_t *total,
 /* All threads; shared: a word for each expert. */
 __device__ inline void place_rows(const ep_ht_args &a, const Op &op, uint32_t *shared, Exchange *x)
 {
-    if (threadIdx.x == 0) {
-        uint32_t sum = 0;
+    if (threadIdx.x < 32) {
+        collect(a, x->given, [&](uint32_t s) {
+            return has(op.members, s) && !is_missed(a, s) && !has(x->mismatched, s);
+        });
+        const uint32_t rows = add_ranks_up(
+            a,
+            [&](uint32_t s) {
+                const uint32_t from = has(x->given, s) ? a.from[s] : 0;
 
-        x->given = op.members & ~missed(a) & ~x->mismatched;
-        for (uint32_t s = 0; s < a.ranks; s++) {
-            x->from[s] = x->given >> s & 1 ? x->from[s] : 0;
-            x->from_first[s] = sum;
-            sum += x->from[s];
-            if (a.layout != EP_LAYOUT_PACKED)
-                a.counts[s] = (int32_t)x->from[s];
-        }
-        x->rows = sum;
+                a.from[s] = from;
+                if (a.layout != EP_LAYOUT_PACKED)
+                    a.counts[s] = (int32_t)from;
+                return from;
+            },
+            [&](uint32_t s, uint32_t before) { a.from_first[s] = before; });
+
+        if (threadIdx.x == 0)
+            x->rows = rows;
     }
     __syncthreads();
     if (a.layout != EP_LAYOUT_PACKED)
         return;
-    for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads)
-        shared[l] = base_expert(a, *x, l);
+    for (uint32_t l = threadIdx.x / 32; l < a.local_experts; l += kWarps) {
+        const uint32_t total = base_expert(a, *x, l);
+
+        if (threadIdx.x % 32 == 0)
+            shared[l] = total;
+    }
     __syncthreads();
     if (threadIdx.x < 32)
         place_experts(a, shared, x);
@@ -177,13 +187,12 @@ __device__ inline void place_rows(const ep_ht_args &a, const Op &op, uint32_t *s
 
 __device__ inline uint32_t grant_word(const ep_ht_args &a, const Exchange &x, uint32_t s, uint32_t word)
 {
-    const uint8_t *own = a.window[a.rank];
-    const uint64_t out = a.out ? a.out - own : 0, scales = a.out_scales ? a.out_scales - own : 0;
+    const uint64_t out = a.out ? a.out - a.own : 0, scales = a.out_scales ? a.out_scales - a.own : 0;
     const uint32_t l = word / 2 - EP_HT_GRANT_EXPERTS / 2, i = s * a.local_experts + l;
 
     switch (word) {
-    case EP_HT_GRANT_ROW: return x.from_first[s];
-    case EP_HT_GRANT_ROWS: return x.from[s];
+    case EP_HT_GRANT_ROW: return a.from_first[s];
+    case EP_HT_GRANT_ROWS: return a.from[s];
     case EP_HT_GRANT_BITS:
         return (x.rows <= a.out_rows ? EP_HT_GRANT_ROOM : 0) | (a.layout == EP_LAYOUT_PACKED ? EP_HT_GRANT_PACKED : 0);
     case EP_HT_GRANT_OUT_LOW: return (uint32_t)out;
@@ -204,7 +213,7 @@ __device__ inline void grant_all(const ep_ht_args &a, const Op &op, const Exchan
     for (uint32_t i = threadIdx.x; i < a.ranks * vecs; i += kThreads) {
         const uint32_t s = i / vecs, v = i % vecs;
 
-        if ((x.given | far_of(a)) >> s & 1) /* a gate waits for what is granted others: no rows, if there is nothing else */
+        if (has(x.given, s) || is_far(a, s)) /* a gate waits for what is granted others: no rows, if there is nothing else */
             store_vec(note_at(a, kGrant, a.rank, s) + v * sizeof(Vec),
                       tagged(grant_word(a, x, s, 2 * v), grant_word(a, x, s, 2 * v + 1), op.tag));
     }
@@ -212,17 +221,17 @@ __device__ inline void grant_all(const ep_ht_args &a, const Op &op, const Exchan
 
 /* ---- what others granted ------------------------------------------------------------------------ */
 
-/* What all that have granted rank `to` anything have; in the state, and what is said of experts. */
+/* What all of this node that have granted rank `to` anything have, by places; in the state, and what is said of experts. */
 struct Taken {
     uint32_t to;
-    struct ep_device_ht_grant *grant; /* [R] */
-    uint32_t *expert;                 /* [R][L][2] */
+    struct ep_device_ht_grant *grant;
+    uint32_t *expert; /* [ranks of this node][L][2] */
     uint32_t *mask;
 };
 
-__device__ inline void keep_granted(const ep_ht_args &a, const Taken &t, uint32_t d, uint32_t vec, const Vec &v)
+__device__ inline void keep_granted(const ep_ht_args &a, const Taken &t, uint32_t place, uint32_t vec, const Vec &v)
 {
-    struct ep_device_ht_grant *g = &t.grant[d];
+    struct ep_device_ht_grant *g = &t.grant[place];
     const uint64_t offset = (uint64_t)v.w[1] << 32 | v.w[0];
 
     if (vec == EP_HT_GRANT_ROW / 2) {
@@ -235,7 +244,7 @@ __device__ inline void keep_granted(const ep_ht_args &a, const Taken &t, uint32_
     } else if (vec == EP_HT_GRANT_ROWS / 2) {
         g->rows = v.w[0];
     } else {
-        uint32_t *expert = t.expert + 2 * (d * a.local_experts + vec - EP_HT_GRANT_EXPERTS / 2);
+        uint32_t *expert = t.expert + 2 * (place * a.local_experts + vec - EP_HT_GRANT_EXPERTS / 2);
 
         expert[0] = v.w[0];
         expert[1] = v.w[1];
@@ -249,10 +258,10 @@ __device__ inline bool in_arena(const ep_ht_args &a, uint64_t offset, uint64_t e
            && end * row_bytes <= a.window_bytes - offset; /* end: 33 bits, row_bytes: 23 */
 }
 
-/* A thread: may rows be written where rank d says?  The last of them, of all experts when it is packed, is `end`. */
-__device__ inline bool grant_holds(const ep_ht_args &a, const Taken &t, uint32_t d)
+/* A thread: may rows be written where it is said?  The last of them, of all experts when it is packed, is `end`. */
+__device__ inline bool grant_holds(const ep_ht_args &a, const Taken &t, uint32_t place)
 {
-    const struct ep_device_ht_grant &g = t.grant[d];
+    const struct ep_device_ht_grant &g = t.grant[place];
     uint64_t end = (uint64_t)g.row + g.rows;
 
     if (g.rows > a.max_tokens || end > (uint64_t)a.ranks * a.max_tokens)
@@ -260,7 +269,7 @@ __device__ inline bool grant_holds(const ep_ht_args &a, const Taken &t, uint32_t
     if (!(g.bits & EP_HT_GRANT_ROOM) || g.rows == 0) /* none is written, and there need be no place for any */
         return true;
     if (g.bits & EP_HT_GRANT_PACKED) {
-        const uint32_t *expert = t.expert + 2 * d * a.local_experts;
+        const uint32_t *expert = t.expert + 2 * place * a.local_experts;
 
         end = 0;
         for (uint32_t l = 0; l < a.local_experts; l++)
@@ -270,32 +279,36 @@ __device__ inline bool grant_holds(const ep_ht_args &a, const Taken &t, uint32_t
            && (a.row_scales == 0 || in_arena(a, g.scales, end, a.row_scales * a.scale_bytes));
 }
 
-/* All threads of block 0; who of `ranks` has granted what holds is in the mask.  Returns the same of rank threadIdx.x:
- * false, it has granted what does not. */
-__device__ inline bool take_notes(const ep_ht_args &a, const Op &op, const Taken &t, uint32_t ranks)
+/* All threads of block 0; which members have granted what holds is in the mask.  Returns the same of the place
+ * threadIdx.x: false, it has granted what does not. */
+__device__ inline bool take_notes(const ep_ht_args &a, const Op &op, const Taken &t)
 {
-    const uint32_t vecs = note_vecs(a, kGrant), d = threadIdx.x;
+    const uint32_t vecs = note_vecs(a, kGrant), place = threadIdx.x;
     bool holds = true;
 
-    if (threadIdx.x == 0)
-        *t.mask = ranks;
-    __syncthreads();
-    for (uint32_t i = threadIdx.x; i < a.ranks * vecs; i += kThreads) {
-        const uint32_t from = i / vecs, v = i % vecs;
-        Vec got;
+    if (threadIdx.x < 32) {
+        const uint32_t members = nears_that(a, [&](uint32_t r) { return has(op.members, r); });
 
-        if (!(ranks >> from & 1))
-            continue;
-        if (take_note(a, op, kGrant, from, t.to, v, &got))
-            keep_granted(a, t, from, v, got);
-        else
-            atomicAnd(t.mask, ~(1u << from));
+        if (threadIdx.x == 0)
+            *t.mask = members;
     }
     __syncthreads();
-    if (d < a.ranks && load_u32(t.mask) >> d & 1)
-        holds = grant_holds(a, t, d);
+    for (uint32_t i = threadIdx.x; i < nears_of(a) * vecs; i += kThreads) {
+        const uint32_t at = i / vecs, v = i % vecs, from = near_at(a, at);
+        Vec got;
+
+        if (!has(op.members, from))
+            continue;
+        if (take_note(a, op, kGrant, from, t.to, v, &got))
+            keep_granted(a, t, at, v, got);
+        else
+            atomicAnd(t.mask, ~(1u << at));
+    }
+    __syncthreads();
+    if (place < nears_of(a) && load_u32(t.mask) >> place & 1)
+        holds = grant_holds(a, t, place);
     if (!holds)
-        atomicAnd(t.mask, ~(1u << d));
+        atomicAnd(t.mask, ~(1u << place));
     __syncthreads();
     return holds;
 }
@@ -305,44 +318,38 @@ __device__ inline void take_grants(const ep_ht_args &a, const Op &op)
 {
     const Taken own = { a.rank, a.state->ht_grants, a.granted, &run_of(a).granted };
 
-    if (!take_notes(a, op, own, op.members & ~far_of(a))) {
-        atomicOr(&run_of(a).gone, 1u << threadIdx.x);
-        atomicOr(&run_of(a).mismatched, 1u << threadIdx.x);
+    if (!take_notes(a, op, own)) {
+        add(run_of(a).gone, near_at(a, threadIdx.x));
+        add(run_of(a).mismatched, near_at(a, threadIdx.x));
     }
 }
 
 /* All threads of a block that takes them, or that uses them; *to is in shared memory, or for all blocks. */
 __device__ inline void find_grants(const ep_ht_args &a, const Taken &t, struct ep_net_grants *to)
 {
-    const uint32_t d = threadIdx.x;
+    const uint32_t place = threadIdx.x;
 
-    if (d < a.ranks) {
-        const struct ep_device_ht_grant &granted = t.grant[d];
+    if (place < nears_of(a)) {
+        const struct ep_device_ht_grant &granted = t.grant[place];
+        const uint8_t *window = window_of(a, near_at(a, place));
 
-        to->row[d] = granted.row;
-        to->rows[d] = granted.rows;
-        to->bits[d] = granted.bits;
-        to->out[d] = (uint64_t)(a.window[d] + granted.out);
-        to->scales[d] = (uint64_t)(a.window[d] + granted.scales);
+        to->row[place] = granted.row;
+        to->rows[place] = granted.rows;
+        to->bits[place] = granted.bits;
+        to->out[place] = (uint64_t)(window + granted.out);
+        to->scales[place] = (uint64_t)(window + granted.scales);
     }
-    if (d == 0) {
+    if (place == 0) {
         to->mask = load_u32(t.mask);
         to->expert = (uint64_t)t.expert;
     }
     __syncthreads();
 }
 
-/* All threads, when block 0 has taken them.  Ranks on other nodes are granted by their gates. */
-__device__ inline void find_own_grants(const ep_ht_args &a, const Op &op, struct ep_net_grants *to)
+/* All threads, when block 0 has taken them. */
+__device__ inline void find_own_grants(const ep_ht_args &a, struct ep_net_grants *to)
 {
     find_grants(a, { a.rank, a.state->ht_grants, a.granted, &run_of(a).granted }, to);
-    if (!far_of(a))
-        return;
-    if (threadIdx.x == 0) {
-        to->gates = open_gates(a);
-        to->mask |= far_through(a, op.members, to->gates);
-    }
-    __syncthreads();
 }
 
 #if EP_LL_NET
@@ -354,14 +361,14 @@ __device__ inline void take_grants(const ep_ht_args &a, const Op &op)
     const struct ep_device_net *net = net_of(a);
 
 #pragma unroll 1
-    for (uint32_t rest = net->relays; rest; rest &= rest - 1) {
-        const uint32_t s = __ffs(rest) - 1, box = box_of(a, s);
+    for (uint32_t i = 0; i < net->relaying; i++) {
+        const uint32_t s = net->relays[i], box = box_of(a, s);
         struct ep_net_grants *grants = net_table<struct ep_net_grants>(a, net->grants) + box;
-        const Taken taken = { s, net_table<struct ep_device_ht_grant>(a, net->taken) + box * a.ranks,
-                              net_table<uint32_t>(a, net->granted) + 2 * box * a.ranks * a.local_experts,
+        const Taken taken = { s, net_table<struct ep_device_ht_grant>(a, net->taken) + box * EP_DEVICE_NODE_RANKS,
+                              net_table<uint32_t>(a, net->granted) + 2ull * box * net->nears * a.local_experts,
                               &grants->mask };
 
-        take_notes(a, op, taken, op.members & ~far_of(a));
+        take_notes(a, op, taken);
         find_grants(a, taken, grants);
     }
 }
@@ -375,46 +382,34 @@ __device__ inline void take_grants(const ep_ht_args &, const Op &) {}
 
 /* ---- all of it -------------------------------------------------------------------------------- */
 
-__device__ inline void keep_handle(const ep_ht_args &a, const Exchange &x)
-{
-    struct ep_device_ht_handle *h = &a.state->ht_handles[a.handle];
-    const uint32_t r = threadIdx.x;
-
-    if (r >= a.ranks)
-        return;
-    h->first[r] = x.first[r];
-    h->from[r] = x.from[r];
-    h->from_first[r] = x.from_first[r];
-    h->back[r] = x.back[r];
-    if (r == 0)
-        h->rows = x.rows;
-}
-
 /* Block 0, when the batch is counted. */
 __device__ inline void ask(const ep_ht_args &a, const Op &op, Exchange *x)
 {
-    if (threadIdx.x == 0) {
-        uint32_t sum = 0;
-
-        x->given = x->mismatched = 0;
-        for (uint32_t r = 0; r < a.ranks; r++) {
-            const bool far = far_of(a) >> r & 1; /* its partials come in a box */
-
-            x->first[r] = far ? 0 : sum;
-            sum += far ? 0 : a.totals[r];
-            x->from[r] = x->back[r] = 0;
-        }
-        x->reached = reached_of(a, op.members);
-        run_of(a).unsent |= op.members & ~x->reached;
+    for (uint32_t r = threadIdx.x; r < a.ranks; r += kThreads)
+        a.from[r] = a.back[r] = 0;
+    if (threadIdx.x < 32) {
+        if (threadIdx.x < kRankWords)
+            x->mismatched[threadIdx.x] = 0;
+        add_ranks_up(
+            a, [&](uint32_t r) { return is_far(a, r) ? 0 : a.totals[r]; }, /* theirs come in a box */
+            [&](uint32_t r, uint32_t before) { a.first[r] = before; });
+        collect(a, x->reached, [&](uint32_t r) { return has(op.members, r) && is_reached(a, r); });
+        each_word(a, [&](uint32_t r) { return has(op.members, r) && !has(x->reached, r); }, [&](uint32_t w, uint32_t none) {
+            if (threadIdx.x == 0 && none)
+                atomicOr(&run_of(a).unsent[w], none);
+        });
     }
     __syncthreads();
     ask_all(a, op, *x);
-    if (threadIdx.x < 32)
-        ask_far(a, op, op.members & far_of(a), note_vecs(a, kAsk) * sizeof(Vec), has_records(a, x->reached),
+    if (threadIdx.x < 32) {
+        find_more(a);
+        ask_far(a, op, [&](uint32_t r) { return has(op.members, r) && is_far(a, r); }, note_vecs(a, kAsk) * sizeof(Vec),
                 [&](uint32_t d) {
                     for (uint32_t v = 0; v < note_vecs(a, kAsk); v++)
                         write_ask(a, op, *x, d, v);
                 });
+        find_through(a);
+    }
 }
 
 /* And then.  The op takes place if all members have asked in time; who is gone is left out.  shared: a word for each
@@ -429,26 +424,26 @@ __device__ inline void grant(const ep_ht_args &a, Op *op, uint32_t *shared, Exch
     __syncthreads();
     if (threadIdx.x == 0) {
         run.wait_ns += now_ns() - start;
-        if (load_u32(&run.late))
+        if (load_u32(&run.first_late))
             run.status = op->status = EP_TIMEOUT;
-        if (x.mismatched) {
-            atomicOr(&run.gone, x.mismatched);
-            run.mismatched = x.mismatched;
-        }
+    }
+    if (threadIdx.x < words_of(a) && x.mismatched[threadIdx.x]) {
+        atomicOr(&run.gone[threadIdx.x], x.mismatched[threadIdx.x]);
+        run.mismatched[threadIdx.x] = x.mismatched[threadIdx.x];
     }
     __syncthreads();
     if (op->status != EP_OK)
         return;
     place_rows(a, *op, shared, &x);
     grant_all(a, *op, x);
-    keep_handle(a, x);
     if (threadIdx.x < 32) {
-        announce(a, *op, op->members);
+        announce(a, *op);
         announce_relays(a, *op, x.given);
+        if (threadIdx.x < words_of(a))
+            run.given[threadIdx.x] = x.given[threadIdx.x];
     }
     if (threadIdx.x == 0) {
-        run.given = x.given;
-        run.rows = x.rows;
+        a.state->ht_handles[a.handle].rows = run.rows = x.rows;
         run.rows_needed = x.rows > a.out_rows ? x.rows : 0;
     }
     take_grants(a, *op);

@@ -1,7 +1,7 @@
 /*
  * ht_net.cuh: HT with ranks on other nodes: what is told them, and the boxes that are put.
  *
- * kNet (ll_net.cuh) says whether there can be any.  A token goes once to a node, as a record, to this rank's gate there
+ * kNet (ranks.cuh) says whether there can be any.  A token goes once to a node, as a record, to this rank's gate there
  * (device_net.h), which pushes its row on to the ranks of the node as if it were its own (ht_relay.cuh).  In a combine
  * the ranks push partials to the gate, which sums them up and puts one row back (ht_node_sum.cuh).
  *
@@ -46,7 +46,6 @@
 #ifndef EP_HT_NET_CUH
 #define EP_HT_NET_CUH
 
-#include "device_net.h"
 #include "ht.h"
 #include "ll_device.cuh"
 
@@ -68,8 +67,6 @@ static_assert(kFirstPiece + EP_NET_PIECES < kOver && kOver < 1u << kStepShift, "
 namespace ep {
 namespace ht {
 
-__device__ inline struct ep_device_net *net_of(const ep_ht_args &a) { return (struct ep_device_net *)a.state->net; }
-__device__ inline uint32_t far_of(const ep_ht_args &a) { return net_of(a)->far; }
 /* Who of this node takes what r sends here, in the running op; a rank of this node: itself. */
 __device__ inline uint32_t via(const ep_ht_args &a, uint32_t r) { return load_u32(&net_of(a)->via[r]); }
 /* Whose gate is whose does not change.  Who acts as one does, from op to op. */
@@ -105,19 +102,9 @@ __device__ inline uint32_t box_back(const ep_ht_args &a, uint32_t s)
 /* Where the rank `from` is told about at rank `where`, by whoever takes here what it sends; a rank of this node: by itself. */
 __device__ inline struct ep_ht_flags *flags_of(const ep_ht_args &a, uint32_t where, uint32_t from)
 {
-    struct ep_ht_flags *line = (struct ep_ht_flags *)(a.window[where] + a.flags + (uint64_t)from * EP_LINE);
+    struct ep_ht_flags *line = (struct ep_ht_flags *)(window_of(a, where) + a.flags + (uint64_t)from * EP_LINE);
 
-    return line + (far_of(a) >> from & 1 && via(a, from) != net_of(a)->gate_here[from]);
-}
-/* Mask: the gates of ranks on other nodes. */
-__device__ inline uint32_t gates_of(const ep_ht_args &a, uint32_t ranks)
-{
-    uint32_t gates = 0;
-
-#pragma unroll 1
-    for (uint32_t rest = ranks & far_of(a); rest; rest &= rest - 1)
-        gates |= 1u << gate_of(a, __ffs(rest) - 1);
-    return gates;
+    return line + (is_far(a, from) && via(a, from) != net_of(a)->gate_here[from]);
 }
 
 template <class What> __device__ inline What *net_table(const ep_ht_args &a, uint64_t table)
@@ -135,12 +122,22 @@ __device__ inline uint32_t *relayed_of(const ep_ht_args &a, uint32_t handle, uin
     return net_table<uint32_t>(a, net_of(a)->relayed + handle * net_of(a)->relayed_stride)
            + (uint64_t)box * a.max_tokens * a.max_top_k;
 }
+/* Of a handle, [R]. */
+__device__ inline struct ep_net_way *ways_of(const ep_ht_args &a, uint32_t handle)
+{
+    return net_table<struct ep_net_way>(a, net_of(a)->ways + handle * net_of(a)->ways_stride);
+}
+/* Of a rank, [EP_NET_PIECES]. */
+__device__ inline uint32_t *filled_of(const ep_ht_args &a, uint32_t rank)
+{
+    return net_table<uint32_t>(a, net_of(a)->filled) + rank * EP_NET_PIECES;
+}
 
 /* ---- signals ------------------------------------------------------------------------ */
 
 __device__ inline uint64_t told_by(const ep_ht_args &a, uint32_t kind, uint32_t rank)
 {
-    return gin_signal(net_of(a), ep_net_ht_signal_of(kind, rank));
+    return gin_signal(net_of(a), ep_net_ht_signal_of(a.ranks, kind, rank));
 }
 
 /* CLOSED and ACK: its signal at `rank` becomes `tag`, unless it is that far. */
@@ -150,7 +147,7 @@ __device__ inline void tell_tag(const ep_ht_args &a, uint32_t kind, uint32_t ran
     const uint64_t before = atomicMax((unsigned long long *)&net->ht_told[kind][rank], (unsigned long long)tag);
 
     if (before < tag)
-        gin_raise(net, rank, ep_net_ht_signal_of(kind, a.rank), tag - before);
+        gin_raise(net, rank, ep_net_ht_signal_of(a.ranks, kind, a.rank), tag - before);
 }
 
 __device__ inline uint64_t step_of(uint64_t tag, uint32_t step) { return tag << kStepShift | step; }
@@ -164,7 +161,7 @@ __device__ inline void tell_step(const ep_ht_args &a, uint32_t rank, uint64_t ta
     if (before == value)
         return;
     store_u64(&net->ht_told[EP_NET_HT_PUT][rank], value);
-    gin_raise(net, rank, ep_net_ht_signal_of(EP_NET_HT_PUT, a.rank), value - before);
+    gin_raise(net, rank, ep_net_ht_signal_of(a.ranks, EP_NET_HT_PUT, a.rank), value - before);
 }
 /* The last op of which it takes nothing any more, as this rank knows it. */
 __device__ inline uint64_t far_closed(const ep_ht_args &a, uint32_t rank)
@@ -194,22 +191,18 @@ __device__ inline void acknowledge(const ep_ht_args &a, uint32_t rank, uint64_t 
         tell_tag(a, EP_NET_HT_ACK, rank, tag - back);
 }
 
-/* Warp 0 of block 0, lane r of rank r, when all blocks have read and put what they do. */
-__device__ inline void close_far(const ep_ht_args &a, uint64_t tag)
+/* One thread, of a rank on another node, when all blocks have read and put what they do. */
+__device__ inline void close_far(const ep_ht_args &a, uint32_t r, uint64_t tag)
 {
-    const uint32_t r = threadIdx.x;
-    struct ep_device_net *net = net_of(a);
+    const struct ep_device_net *net = net_of(a);
 
-    if (r < a.ranks && far_of(a) >> r & 1) {
-        if (load_u64(&net->ht_last[r]) == tag)
-            tell_step(a, r, tag, kOver);
-        if (load_u64(&a.state->from[r]) != EP_DEVICE_NEVER) {
-            acknowledge(a, r, tag);
-            if (load_u64(&net->ht_told[EP_NET_HT_ACK][r]) < tag)
-                tell_tag(a, EP_NET_HT_CLOSED, r, tag);
-        }
-    }
-    __syncwarp();
+    if (load_u64(&net->ht_last[r]) == tag)
+        tell_step(a, r, tag, kOver);
+    if (load_u64(&a.state->from[r]) == EP_DEVICE_NEVER)
+        return;
+    acknowledge(a, r, tag);
+    if (load_u64(&net->ht_told[EP_NET_HT_ACK][r]) < tag)
+        tell_tag(a, EP_NET_HT_CLOSED, r, tag);
 }
 
 /* Whoever waits for the rank: what was not over when an earlier op ended may be so by now. */
@@ -230,18 +223,19 @@ __device__ inline void await_hold(const ep_ht_args &a)
     fence_sys(); /* acquire: ht_from as it was when the hold ended */
 }
 
-/* Warp 0 of block 0, lane r of rank r, of a dispatch: who acts as a gate. */
-__device__ inline void choose_gates(const ep_ht_args &a, uint32_t members)
+/* Warp 0 of block 0, of a dispatch: who acts as a gate. */
+__device__ inline void choose_gates(const ep_ht_args &a, const uint32_t *members)
 {
     struct ep_device_net *net = net_of(a);
-    const uint32_t r = threadIdx.x;
 
-    if (r < a.ranks && far_of(a) >> r & 1) {
+    each_rank(a, [&](uint32_t r) {
         const uint32_t next = net->next[r];
 
-        store_u32(&net->acts[r], members >> r & 1 ? r : members >> next & 1 ? next : EP_NET_NOBODY);
+        if (!is_far(a, r))
+            return;
+        store_u32(&net->acts[r], has(members, r) ? r : has(members, next) ? next : EP_NET_NOBODY);
         store_u32(&net->via[r], net->gate_here[r]); /* till it has said */
-    }
+    });
     __syncwarp();
 }
 
@@ -310,36 +304,51 @@ __device__ inline uint8_t *item_in(const ep_ht_args &a, const Box &box, uint32_t
 /* Item i is in its box: one thread, behind a fence. */
 __device__ inline void count_item(const ep_ht_args &a, const Box &box, uint32_t rank, uint32_t i)
 {
-    count_release(&net_of(a)->filled[rank][i / box.piece]);
+    count_release(filled_of(a, rank) + i / box.piece);
 }
 
 /* The step that brings item i; the last one is kOver. */
 __device__ inline uint32_t step_of_item(const Box &box, uint32_t i) { return kFirstPiece + i / box.piece; }
 
-/* A warp, lane r what goes to rank r or to whoever acts as it, `peer`, which takes it: n items, which others fill in;
- * which: our box, at: there.  Until all is put, or it is known that the rank does not ask for it. */
-__device__ inline void put_boxes(const ep_ht_args &a, uint64_t tag, const Box &box, uint32_t peer, uint32_t n,
-                                 uint32_t which, uint32_t at)
+/* What goes to a rank, or to whoever acts as it, `peer`, which takes it: n items, which others fill in. */
+struct Load {
+    uint32_t rank, peer, n;
+    uint32_t which, at; /* our box, and there */
+};
+
+/* One thread: its next piece, if that is complete.  False: there is no more, or it is known that the rank does not ask
+ * for it. */
+__device__ inline bool put_piece(const ep_ht_args &a, uint64_t tag, const Box &box, const Load &load)
 {
-    const uint32_t r = threadIdx.x % 32, pieces = (n + box.piece - 1) / box.piece;
-    uint32_t next = 0;
+    struct ep_device_net *net = net_of(a);
+    const uint32_t pieces = (load.n + box.piece - 1) / box.piece, next = net->put[load.rank];
+    const uint32_t first = next * box.piece, items = min(load.n - first, box.piece);
+
+    if (next >= pieces || has_now(net->silent, load.rank))
+        return false;
+    if (acquire_count(filled_of(a, load.rank) + next) != items)
+        return true;
+    fence_sys(); /* of all that those have written that were counted; partner: whoever reads what is put */
+    store_u64(&net->ht_last[load.peer], tag);
+    put_beside(a, load.peer, box.in + load.at * box.box_bytes + first * box.item_bytes,
+               box.out + load.which * box.box_bytes + first * box.item_bytes, items * box.item_bytes);
+    net->put[load.rank] = next + 1;
+    tell_step(a, load.peer, tag, next + 1 == pieces ? (uint32_t)kOver : step_of_item(box, first));
+    return next + 1 < pieces;
+}
+
+/* A warp: all loads, load_of(0) to load_of(loads - 1), each one's pieces as they get complete. */
+template <class LoadOf>
+__device__ inline void put_boxes(const ep_ht_args &a, uint64_t tag, const Box &box, uint32_t loads, LoadOf load_of)
+{
+    bool more = true;
 
 #pragma unroll 1
-    while (__ballot_sync(kAll, next < pieces)) {
-        if (next >= pieces)
-            continue;
-        const uint32_t first = next * box.piece, items = min(n - first, box.piece);
-
-        if (load_u32(&net_of(a)->silent) >> r & 1) {
-            next = pieces;
-        } else if (acquire_count(&net_of(a)->filled[r][next]) == items) {
-            fence_sys(); /* of all that those have written that were counted; partner: whoever reads what is put */
-            store_u64(&net_of(a)->ht_last[peer], tag);
-            put_beside(a, peer, box.in + at * box.box_bytes + first * box.item_bytes,
-                       box.out + which * box.box_bytes + first * box.item_bytes, items * box.item_bytes);
-            next++;
-            tell_step(a, peer, tag, next == pieces ? (uint32_t)kOver : step_of_item(box, first));
-        }
+    while (__any_sync(kAll, more)) {
+        more = false;
+#pragma unroll 1
+        for (uint32_t i = threadIdx.x % 32; i < loads; i += 32)
+            more |= put_piece(a, tag, box, load_of(i));
     }
 }
 
@@ -348,12 +357,15 @@ __device__ inline void clear_net(const ep_ht_args &a)
 {
     struct ep_device_net *net = net_of(a);
 
-    for (uint32_t i = threadIdx.x; i < EP_DEVICE_MAX_RANKS * EP_NET_PIECES; i += kThreads)
-        (&net->filled[0][0])[i] = 0;
-    if (threadIdx.x < EP_DEVICE_MAX_RANKS)
-        net->records[threadIdx.x] = net->unsent[threadIdx.x] = 0;
+    for (uint32_t i = threadIdx.x; i < a.ranks * EP_NET_PIECES; i += kThreads)
+        filled_of(a, 0)[i] = 0;
+    for (uint32_t r = threadIdx.x; r < a.ranks; r += kThreads)
+        net->records[r] = net->unsent[r] = net->put[r] = 0;
+    if (threadIdx.x < words_of(a))
+        net->open[threadIdx.x] = net->more[threadIdx.x] = net->through[threadIdx.x] = net->lost[threadIdx.x] =
+            net->silent[threadIdx.x] = 0;
     if (threadIdx.x == 0)
-        net->open = net->relays = net->lost = net->silent = net->next_record = net->relayed_by = 0;
+        net->relaying = net->next_record = net->relayed_by = 0;
 }
 
 } // namespace ht
@@ -364,20 +376,18 @@ __device__ inline void clear_net(const ep_ht_args &a)
 namespace ep {
 namespace ht {
 
-__device__ inline constexpr uint32_t far_of(const ep_ht_args &) { return 0; }
 __device__ inline uint32_t via(const ep_ht_args &, uint32_t r) { return r; }
 __device__ inline struct ep_ht_flags *flags_of(const ep_ht_args &a, uint32_t where, uint32_t from)
 {
-    return (struct ep_ht_flags *)(a.window[where] + a.flags + (uint64_t)from * EP_LINE);
+    return (struct ep_ht_flags *)(window_of(a, where) + a.flags + (uint64_t)from * EP_LINE);
 }
 __device__ inline uint32_t gate_of(const ep_ht_args &, uint32_t r) { return r; }
-__device__ inline uint32_t gates_of(const ep_ht_args &, uint32_t) { return 0; }
 __device__ inline uint64_t far_closed(const ep_ht_args &, uint32_t) { return 0; }
 __device__ inline bool has_come(const ep_ht_args &, uint32_t, uint64_t, uint32_t) { return false; }
-__device__ inline void close_far(const ep_ht_args &, uint64_t) {}
+__device__ inline void close_far(const ep_ht_args &, uint32_t, uint64_t) {}
 __device__ inline void catch_up(const ep_ht_args &, uint32_t, uint64_t) {}
 __device__ inline void await_hold(const ep_ht_args &) {}
-__device__ inline void choose_gates(const ep_ht_args &, uint32_t) {}
+__device__ inline void choose_gates(const ep_ht_args &, const uint32_t *) {}
 __device__ inline uint8_t *far_note_at(const ep_ht_args &, uint32_t) { return nullptr; }
 __device__ inline uint8_t *far_ask_at(const ep_ht_args &, uint32_t) { return nullptr; }
 __device__ inline void clear_net(const ep_ht_args &) {}

@@ -28,7 +28,7 @@ __device__ inline uint32_t traits_of(const ep_ht_args &a) { return EP_OP_COMBINE
 
 __device__ inline void write_ask(const ep_ht_args &a, const Op &op, uint32_t d)
 {
-    uint8_t *note = far_of(a) >> d & 1 ? far_ask_at(a, d) : note_at(a, kAsk, a.rank, d);
+    uint8_t *note = is_far(a, d) ? far_ask_at(a, d) : note_at(a, kAsk, a.rank, d);
 
     store_vec(note, tagged(traits_of(a), a.topk_grads != nullptr, op.tag));
     store_vec(note + EP_HT_ASK_ROUTING_LOW / 2 * sizeof(Vec),
@@ -50,21 +50,22 @@ __device__ inline Partial gate_partial(const ep_ht_args &a, uint32_t s, uint32_t
 
 /* ---- asks -------------------------------------------------------------------------------- */
 
-/* Mask: who takes what is pushed for ranks on other nodes whose rows came. */
+/* Are there partials here of rows that came of rank s, on another node? */
+__device__ inline bool has_partials(const ep_ht_args &a, const struct ep_device_ht_handle &h, uint32_t s)
+{
+    return is_far(a, s) && has(h.arrived, s) && a.from[s] > 0;
+}
+
+/* A warp; mask of places: who takes what is pushed for such ranks. */
 __device__ inline uint32_t vias_of(const ep_ht_args &a, const struct ep_device_ht_handle &h)
 {
     uint32_t vias = 0;
 
-#pragma unroll 1
-    for (uint32_t rest = h.arrived & far_of(a); rest; rest &= rest - 1) {
-        const uint32_t s = __ffs(rest) - 1;
-
-        vias |= (uint32_t)(h.from[s] > 0) << via(a, s);
-    }
-    return vias;
+    each_rank(a, [&](uint32_t s) { vias |= has_partials(a, h, s) ? 1u << place_at(a, via(a, s)) : 0; });
+    return __reduce_or_sync(kAll, vias);
 }
 
-/* Warp 0 of block 0, lane s of rank s on another node, whose rows came: may this rank's partials of them be written?
+/* One thread, of rank s on another node, whose rows came: may this rank's partials of them be written?
  * They lie in one place, whoever sums them up.  If it is another rank than the last time, as a gate came back, that one
  * may still read the last ones: it has asked for them, but not for these.  False: so it is till the op's time is over. */
 __device__ inline bool await_place(const ep_ht_args &a, const Op &op, uint32_t s)
@@ -88,44 +89,49 @@ __device__ inline bool await_place(const ep_ht_args &a, const Op &op, uint32_t s
     store_u64(&net->pushed_at[s], op.tag);
     return true;
 }
-/* The same, all lanes; mask: who takes what is pushed and cannot be. */
+/* Warp 0 of block 0; mask of places: who takes what is pushed and cannot be. */
 __device__ inline uint32_t await_places(const ep_ht_args &a, const Op &op, const struct ep_device_ht_handle &h)
 {
-    const uint32_t s = threadIdx.x;
-    const bool pushes = s < a.ranks && (h.arrived & far_of(a)) >> s & 1 && h.from[s] > 0
-                        && load_u32(&run_of(a).asked) >> via(a, s) & 1;
+    uint32_t taken = 0;
 
-    return __reduce_or_sync(kAll, pushes && !await_place(a, op, s) ? 1u << via(a, s) : 0);
+    each_rank(a, [&](uint32_t s) {
+        const uint32_t by = has_partials(a, h, s) ? 1u << place_at(a, via(a, s)) : 0;
+
+        if (load_u32(&run_of(a).asked) & by && !await_place(a, op, s))
+            taken |= by;
+    });
+    return __reduce_or_sync(kAll, taken);
 }
 
 /* Warp 0 of block 0: whose tokens' sums are made here, and the asks of those that make ours. */
 __device__ inline void ask_gates(const ep_ht_args &a, const Op &op)
 {
     struct ep_device_net *net = net_of(a);
-    const struct ep_net_handle &h = net->handles[a.handle];
-    const uint32_t r = threadIdx.x;
-    const bool far = r < a.ranks && (op.members & far_of(a)) >> r & 1;
-    const uint32_t relays = __ballot_sync(kAll, far && h.from[r] > 0);
-    const uint32_t gates = __reduce_or_sync(kAll, r < a.ranks && far_of(a) >> r & 1 && h.to[r] > 0 ? 1u << h.acts[r] : 0);
+    const struct ep_net_way *ways = ways_of(a, a.handle);
 
-    if (r < a.ranks && far_of(a) >> r & 1) { /* the way of the dispatch */
-        store_u32(&net->acts[r], h.acts[r]);
-        store_u32(&net->via[r], h.via[r]);
-    }
-    if (r == 0)
-        net->relays = relays;
+    list_relays(a, [&](uint32_t r) { return has(op.members, r) && is_far(a, r) && ways[r].from > 0; });
+    each_rank(a, [&](uint32_t r) {
+        if (!is_far(a, r))
+            return;
+        store_u32(&net->acts[r], ways[r].acts); /* the way of the dispatch */
+        store_u32(&net->via[r], ways[r].via);
+        if (has(op.members, r) && ways[r].from > 0)
+            add(net->more, r); /* gets sums */
+        if (ways[r].to > 0)
+            add(net->through, ways[r].acts); /* makes sums */
+    });
     __syncwarp();
-    ask_far(a, op, gates & op.members, EP_HT_ASK_EXPERTS / 2 * sizeof(Vec), relays,
-            [&](uint32_t d) { write_ask(a, op, d); });
+    ask_far(a, op, [&](uint32_t r) { return has_now(net->through, r) && has(op.members, r); },
+            EP_HT_ASK_EXPERTS / 2 * sizeof(Vec), [&](uint32_t d) { write_ask(a, op, d); });
 }
 
 /* A warp: rank s runs this op, and takes its sums. */
 __device__ inline bool await_source(const ep_ht_args &a, const Op &op, uint32_t s)
 {
-    uint32_t *silent = &net_of(a)->silent;
+    uint32_t *silent = net_of(a)->silent;
     bool fits = false;
 
-    if (threadIdx.x % 32 == 0 && !(load_u32(silent) >> s & 1)) {
+    if (threadIdx.x % 32 == 0 && !has_now(silent, s)) {
         const uint64_t *last = &net_of(a)->ht_last[s];
         const Wait end = wait_for(
             a, op, s,
@@ -141,7 +147,7 @@ __device__ inline bool await_source(const ep_ht_args &a, const Op &op, uint32_t 
         if (end == Wait::late)
             miss(a, s, end, EP_WAIT_READY);
         if (!fits)
-            atomicOr(silent, 1u << s);
+            add(silent, s);
     }
     __syncwarp();
     return __shfl_sync(kAll, fits, 0);
@@ -149,9 +155,9 @@ __device__ inline bool await_source(const ep_ht_args &a, const Op &op, uint32_t 
 
 /* ---- a sum of this node ------------------------------------------------------------------ */
 
-/* Lane d has rank d's partial of a record, lane k choice k. */
+/* Lane d has the partial of a record from the rank at place d, lane k choice k. */
 struct NodeTerms {
-    uint32_t choice; /* rank << 24 | slot, or ~0 */
+    uint32_t choice; /* place << 24 | slot, or ~0 */
     Partial partial;
     uint32_t comes;  /* mask */
 };
@@ -159,6 +165,7 @@ struct NodeTerms {
 __device__ inline NodeTerms find_node_terms(const ep_ht_args &a, const Op &op, uint32_t s, uint32_t i)
 {
     const uint32_t lane = threadIdx.x % 32, *choices = relayed_of(a, a.handle, box_of(a, s));
+    const uint32_t rank = lane < nears_of(a) ? near_at(a, lane) : a.rank;
     NodeTerms terms = { kAll, { nullptr, nullptr, nullptr }, 0 };
     bool comes = false;
 
@@ -170,17 +177,17 @@ __device__ inline NodeTerms find_node_terms(const ep_ht_args &a, const Op &op, u
 
         if (choice == kAll || choice >> 24 != lane || comes)
             continue;
-        terms.partial = gate_partial(a, s, lane, choice & 0xffffff);
-        comes = op.members >> lane & 1;
+        terms.partial = gate_partial(a, s, rank, choice & 0xffffff);
+        comes = has(op.members, rank);
     }
     if (comes) {
-        const struct ep_ht_flags *flags = flags_of(a, a.rank, lane);
+        const struct ep_ht_flags *flags = flags_of(a, a.rank, rank);
         const Wait end = wait_for(
-            a, op, lane, [&] { return acquire_u64(terms.partial.tag) == op.tag; }, /* partner: push_partial */
+            a, op, rank, [&] { return acquire_u64(terms.partial.tag) == op.tag; }, /* partner: push_partial */
             [&] { return load_u64(&flags->ceased) == op.tag || load_u64(&flags->done) == op.tag; });
 
         if (end == Wait::late)
-            miss(a, lane, end, EP_WAIT_ARRIVAL);
+            miss(a, rank, end, EP_WAIT_ARRIVAL);
         comes = end == Wait::there;
     }
     terms.comes = __ballot_sync(kAll, comes);
@@ -210,8 +217,10 @@ __device__ inline void sum_record(const ep_ht_args &a, const Op &op, Ring *ring,
 
     sum_or_copy<T>(ring, { terms.comes, terms.partial.row, 1.0f }, a.row_bytes, nullptr, at + ep_net_sum_head(a.max_top_k));
     gather_node_grads(a, terms, (float *)(at + sizeof(struct ep_net_sum)));
+    const uint32_t late = nears_that(a, [&](uint32_t r) { return has_now(run_of(a).late, r); });
+
     if (threadIdx.x % 32 == 0)
-        store_row(at, tagged(terms.comes, load_u32(&run_of(a).late), op.tag));
+        store_row(at, tagged(terms.comes, late, op.tag));
     __syncwarp();
     fence_sys(); /* release; partner: put_boxes */
     if (threadIdx.x % 32 == 0)
@@ -221,42 +230,35 @@ __device__ inline void sum_record(const ep_ht_args &a, const Op &op, Ring *ring,
 /* A warp takes records that nobody has taken: first ones of all sources first. */
 template <class T> __device__ inline void sum_records(const ep_ht_args &a, const Op &op, Ring *ring)
 {
-    struct ep_device_net *net = net_of(a);
-    const uint32_t lane = threadIdx.x % 32;
-    const uint32_t own = load_u32(&net->relays) >> lane & 1 ? net->handles[a.handle].from[lane] : 0;
-    const uint32_t end = __reduce_max_sync(kAll, own) * a.ranks;
+    const struct ep_net_way *ways = ways_of(a, a.handle);
     const Box box = sums_of(a);
 
-#pragma unroll 1
-    for (;;) {
-        const uint32_t item = take_work(&net->next_record);
-
-        if (item >= end)
-            break;
-        if (item / a.ranks < __shfl_sync(kAll, own, item % a.ranks))
-            sum_record<T>(a, op, ring, box, item % a.ranks, item / a.ranks);
-    }
+    each_relayed(a, [&](uint32_t s) { return ways[s].from; },
+                 [&](uint32_t s, uint32_t i) { sum_record<T>(a, op, ring, box, s, i); });
 }
 
 /* Warp 1 of block 0. */
 __device__ inline void put_sums(const ep_ht_args &a, const Op &op)
 {
     const struct ep_device_net *net = net_of(a);
-    const uint32_t lane = threadIdx.x % 32;
-    const bool relays = load_u32(&net->relays) >> lane & 1;
+    const struct ep_net_way *ways = ways_of(a, a.handle);
 
-    put_boxes(a, op.tag, sums_of(a), lane, relays ? net->handles[a.handle].from[lane] : 0, relays ? box_of(a, lane) : 0,
-              box_back(a, lane));
+    put_boxes(a, op.tag, sums_of(a), net->relaying, [&](uint32_t i) -> Load {
+        const uint32_t s = net->relays[i];
+
+        return { s, s, ways[s].from, box_of(a, s), box_back(a, s) };
+    });
 }
 
-/* One thread: what went over the network. */
+/* A lane's part of what went over the network. */
 __device__ inline uint64_t sum_bytes(const ep_ht_args &a)
 {
     const struct ep_device_net *net = net_of(a);
+    const struct ep_net_way *ways = ways_of(a, a.handle);
     uint64_t sums = 0;
 
-    for (uint32_t s = 0; s < a.ranks; s++)
-        sums += (net->relays & ~net->silent) >> s & 1 ? net->handles[a.handle].from[s] : 0;
+    for (uint32_t i = threadIdx.x % 32; i < net->relaying; i += 32)
+        sums += has(net->silent, net->relays[i]) ? 0 : ways[net->relays[i]].from;
     return sums * a.row_bytes;
 }
 
@@ -264,44 +266,34 @@ constexpr uint64_t kAnswerNs = 20000000; /* and an eighth of the timeout: a gate
 
 /* ---- a sum that comes ------------------------------------------------------------------------ */
 
-/* A lane: those are not in a sum that comes, or would have; and of them, who was late. */
-__device__ inline void miss_all(const ep_ht_args &a, uint32_t ranks, uint32_t late)
-{
-#pragma unroll 1
-    for (; ranks; ranks &= ranks - 1)
-        miss(a, __ffs(ranks) - 1, late >> (__ffs(ranks) - 1) & 1 ? Wait::late : Wait::gone, EP_WAIT_READY);
-}
-
-/* Lane g: the sum of gate g's node of token t, of whose choices lane k has one; ranks: that are to be in it.  False: it
- * does not come; who is not in it is missed. */
-__device__ inline bool await_sum(const ep_ht_args &a, const Op &op, const Box &box, uint32_t i, uint32_t ranks,
-                                 const uint8_t **at)
+/* One thread: sum i of a gate's node; *head: who is in it.  False: it does not come, and nobody is. */
+__device__ inline bool await_sum(const ep_ht_args &a, const Op &op, const Box &box, uint32_t gate, uint32_t i,
+                                 const uint8_t **at, struct ep_net_sum *head)
 {
     struct ep_device_net *net = net_of(a);
-    const uint32_t gate = threadIdx.x % 32, acting = acts_as(a, gate);
+    const uint32_t acting = acts_as(a, gate);
     const uint8_t *sum = item_in(a, box, box_for(a, gate), i);
     const auto there = [&] { return has_come(a, acting, op.tag, step_of_item(box, i)); };
-    bool comes = i < net->handles[a.handle].to[gate] && op.members >> acting & 1;
+    bool comes = i < ways_of(a, a.handle)[gate].to && has(op.members, acting);
 
-    if (comes && load_u32(&net->lost) >> gate & 1) { /* not to wait for each of its sums */
+    if (comes && has_now(net->lost, gate)) { /* not to wait for each of its sums */
         comes = there();
     } else if (comes) {
-        Op longer = op;
-
-        longer.deadline += load_u64(&run_of(a).timeout_ns) / 8 + kAnswerNs;
-        const Wait end = wait_for(a, longer, acting, there, [] { return false; });
+        const Wait end = wait_for(a, op, acting, there, [] { return false; },
+                                  load_u64(&run_of(a).timeout_ns) / 8 + kAnswerNs);
 
         if (end != Wait::there) {
-            atomicOr(&net->lost, 1u << gate);
+            add(net->lost, gate);
             miss(a, acting, end, EP_WAIT_ARRIVAL);
         }
         comes = end == Wait::there;
     }
     fence_sys(); /* acquire: what was put before it */
-    const Vec head = comes ? load_vec(sum) : Vec{ { 0, 0, 0, 0 } };
+    const Vec v = comes ? load_vec(sum) : Vec{ { 0, 0, 0, 0 } };
 
-    comes = comes && tag_of(head) == op.tag;
-    miss_all(a, ranks & op.members & ~(comes ? head.w[0] : 0), comes ? head.w[1] : 0);
+    comes = comes && tag_of(v) == op.tag;
+    if (comes)
+        *head = { v.w[0], v.w[1], op.tag };
     *at = sum;
     return comes;
 }

@@ -45,7 +45,7 @@ EP_HD static inline void *ep_ht_at(const struct ep_ht_rank *rank, const struct e
 {
     if (regions && span.offset >= EP_REGION_BYTES && span.bytes)
         return ep_region_at(regions, span.offset);
-    return span.bytes ? rank->base.window[rank->base.rank] + span.offset : NULL;
+    return span.bytes ? rank->base.own + span.offset : NULL;
 }
 
 /* *rows becomes less when a table of these does not hold as many. */
@@ -99,6 +99,10 @@ EP_HD static inline void ep_ht_fill(const struct ep_ht_rank *rank, const struct 
     a->scale_bytes = ep_row_scale_bytes(1, op->scale_format);
     a->routing = (int32_t *)(void *)(state + rank->tables.routing);
     a->weights = (float *)(void *)(state + rank->tables.weights);
+    a->first = (uint32_t *)(void *)(state + rank->tables.first);
+    a->from = (uint32_t *)(void *)(state + rank->tables.from);
+    a->from_first = (uint32_t *)(void *)(state + rank->tables.from_first);
+    a->back = (uint32_t *)(void *)(state + rank->tables.back);
     a->slots = (uint32_t *)(void *)(state + rank->tables.slots);
     a->places = (uint32_t *)(void *)(state + rank->tables.places);
     a->place_weights = (float *)(void *)(state + rank->tables.place_weights);

@@ -11,22 +11,38 @@ using Grants = struct ep_net_grants;
 
 /* ---- where a token goes ------------------------------------------------------------------------ */
 
-/* Of the present token, a warp's: lane k has choice k, lane d what goes to rank d. */
+/* Of the present token, a warp's: lane k has choice k.  What goes to a rank has the lane of the first choice there. */
 struct Token {
     uint32_t t;
-    int32_t route;        /* choice */
-    uint32_t place;       /* choice: its row at its rank when that is packed */
+    int32_t route;
+    uint32_t rank;         /* kNobody: none */
+    uint32_t place;        /* its row at its rank when that is packed */
     float weight;
-    uint32_t to;          /* mask */
-    uint32_t slot;        /* rank: among all that its source sends there */
-    uint32_t routes;      /* rank: choices there */
-    uint8_t *out, *scales; /* rank: where its row goes */
+    uint32_t slot;         /* of the token among all that its source sends there */
+    uint32_t firsts;       /* mask of lanes: the first choices of their ranks */
+    uint32_t routes;       /* choices of its rank */
+    bool granted;          /* the rank is on this node, and has granted places */
+    uint8_t *out, *scales; /* first choice: where the row goes */
 };
 
 /* Lane k has choice k of a token: what is known of it before anybody has granted anything. */
 using Choice = struct ep_net_choice;
 
-__device__ inline Choice own_choice(const ep_ht_args &a, const Grants &g, uint32_t t)
+/* Has it granted places?  Or, on another node, does its gate get records, and it takes part? */
+__device__ inline bool is_granted(const ep_ht_args &a, const Grants &g, uint32_t rank)
+{
+    return !is_far(a, rank) && g.mask >> place_at(a, rank) & 1;
+}
+__device__ inline bool is_through(const ep_ht_args &a, const Op &op, uint32_t rank)
+{
+#if EP_LL_NET
+    return is_far(a, rank) && has(net_of(a)->through, rank) && has(op.members, rank);
+#else
+    return false;
+#endif
+}
+
+__device__ inline Choice own_choice(const ep_ht_args &a, const Op &op, const Grants &g, uint32_t t)
 {
     const uint32_t lane = threadIdx.x % 32, i = t * a.top_k + lane;
     Choice c = { -1, 0, 0, 0 };
@@ -34,79 +50,86 @@ __device__ inline Choice own_choice(const ep_ht_args &a, const Grants &g, uint32
     if (lane >= a.top_k)
         return c;
     c.route = __ldcg(a.routing + i);
-    if (c.route < 0 || !(g.mask >> rank_of(c.route) & 1))
+    if (c.route < 0)
+        return c;
+    const uint32_t rank = rank_of(c.route);
+    const bool through = is_through(a, op, rank);
+
+    if (!through && !is_granted(a, g, rank))
         return c;
     c.weight = __ldcg(a.weights + i);
     c.slot = __ldcg(a.slots + i);
-    if (has_row(c.route) && (g.bits[rank_of(c.route)] & EP_HT_GRANT_PACKED || far_of(a) >> rank_of(c.route) & 1))
+    if (has_row(c.route) && (through || g.bits[place_at(a, rank)] & EP_HT_GRANT_PACKED))
         c.index = __ldcg(a.index + i);
     return c;
 }
 
 /* Lane k choice k.  False: its rank did not grant it a row. */
-__device__ inline bool place_choice(const ep_ht_args &a, const Grants &g, const Choice &c, uint32_t *place)
+__device__ inline bool place_choice(const ep_ht_args &a, const Grants &g, Token *token, uint32_t index)
 {
-    *place = 0;
-    if (c.route < 0 || !(g.mask >> rank_of(c.route) & 1) || far_of(a) >> rank_of(c.route) & 1)
+    if (!token->granted)
         return true;
-    const uint32_t r = rank_of(c.route);
+    const uint32_t place = place_at(a, token->rank);
 
-    if (has_row(c.route) && g.bits[r] & EP_HT_GRANT_PACKED) {
-        const uint32_t *granted = (const uint32_t *)g.expert + 2 * (r * a.local_experts + (c.route & 0xffff));
+    if (has_row(token->route) && g.bits[place] & EP_HT_GRANT_PACKED) {
+        const uint32_t *granted =
+            (const uint32_t *)g.expert + 2 * (place * a.local_experts + (token->route & 0xffff));
 
-        *place = granted[0] + c.index;
-        if (c.index >= granted[1])
+        token->place = granted[0] + index;
+        if (index >= granted[1])
             return false;
     }
-    return c.slot < g.rows[r];
+    return token->slot < g.rows[place];
 }
 
-/* Of so many choices.  refused: mask of the ranks that did not grant it all. */
-__device__ inline Token find_token(const ep_ht_args &a, const Grants &g, uint32_t t, uint32_t choices, const Choice &c,
-                                   uint32_t *refused)
+/* refused: mask of lanes, first choices of the ranks that did not grant it all. */
+__device__ inline Token find_token(const ep_ht_args &a, const Grants &g, uint32_t t, const Choice &c, uint32_t *refused)
 {
     const uint32_t lane = threadIdx.x % 32;
-    Token token = { t, c.route, 0, c.weight, 0, 0, 0, nullptr, nullptr };
-    const bool granted = place_choice(a, g, c, &token.place);
-    uint64_t row = 0;
+    const bool named = c.route >= 0;
+    Token token = { t, c.route, named ? rank_of(c.route) : kNobody, 0, c.weight, c.slot, 0, 0, false, nullptr, nullptr };
 
-    *refused = __reduce_or_sync(kAll, granted ? 0 : 1u << rank_of(token.route));
-    token.to = __reduce_or_sync(kAll, token.route >= 0 ? 1u << rank_of(token.route) : 0) & ~*refused;
-#pragma unroll 1
-    for (uint32_t k = 0; k < choices; k++) {
-        const int32_t route = __shfl_sync(kAll, token.route, k);
-        const uint32_t place = __shfl_sync(kAll, token.place, k), at = __shfl_sync(kAll, c.slot, k);
-        const bool same = token.route >= 0 && (token.route & ~EP_DEVICE_ROUTE_AGAIN) == route;
+    token.granted = named && is_granted(a, g, token.rank);
+    const bool placed = place_choice(a, g, &token, c.index);
+    const uint32_t same = __match_any_sync(kAll, token.rank), unplaced = __ballot_sync(kAll, !placed);
+    const uint32_t again = __match_any_sync(kAll, named ? token.route & ~EP_DEVICE_ROUTE_AGAIN : -1);
+    const bool first = named && lane == (uint32_t)__ffs(same) - 1;
 
-        if (same && lane > k)
-            token.place = place; /* named again: the row of the first time */
-        if (route < 0 || rank_of(route) != lane)
-            continue;
-        if (token.routes++ == 0) {
-            token.slot = at;
-            row = g.bits[lane] & EP_HT_GRANT_PACKED ? place : g.row[lane] + at;
-        }
-    }
-    if ((token.to & g.mask & ~far_of(a)) >> lane & 1) {
-        token.out = (uint8_t *)g.out[lane] + row * a.row_bytes;
-        token.scales = (uint8_t *)g.scales[lane] + row * a.row_scales * a.scale_bytes;
+    token.place = __shfl_sync(kAll, token.place, __ffs(again) - 1); /* named again: the row of the first time */
+    token.routes = __popc(same);
+    *refused = __ballot_sync(kAll, first && same & unplaced);
+    token.firsts = __ballot_sync(kAll, first) & ~*refused;
+    if (token.granted && token.firsts >> lane & 1) {
+        const uint32_t at = place_at(a, token.rank);
+        const uint64_t row = g.bits[at] & EP_HT_GRANT_PACKED ? token.place : (uint64_t)g.row[at] + token.slot;
+
+        token.out = (uint8_t *)g.out[at] + row * a.row_bytes;
+        token.scales = (uint8_t *)g.scales[at] + row * a.row_scales * a.scale_bytes;
     }
     return token;
 }
 
+/* Of those, the ones whose ranks are here and still take it. */
+__device__ inline uint32_t open_of(const ep_ht_args &a, const Op &op, const Token &token)
+{
+    const uint32_t lane = threadIdx.x % 32;
+
+    return __ballot_sync(kAll, token.firsts >> lane & 1 && token.granted && is_open(a, op, token.rank));
+}
+/* Of these, the ones that have room for the row. */
+__device__ inline uint32_t roomy_of(const ep_ht_args &a, const Grants &g, const Token &token, uint32_t open)
+{
+    return __ballot_sync(kAll, open >> threadIdx.x % 32 & 1 && g.bits[place_at(a, token.rank)] & EP_HT_GRANT_ROOM);
+}
+
 /* ---- rows ------------------------------------------------------------------------------------------ */
 
-/* fn(d) for the ranks of the mask, the next rank first so that not all push to the same one. */
-template <class Fn> __device__ inline void each_rank(const ep_ht_args &a, uint32_t mask, Fn fn)
+/* fn(lane) for those of the mask. */
+template <class Fn> __device__ inline void each_lane(uint32_t mask, Fn fn)
 {
-    const uint32_t above = mask & ~((2u << a.rank) - 1);
-
 #pragma unroll 1
-    for (uint32_t rest = above; rest; rest &= rest - 1)
-        fn(__ffs(rest) - 1);
-#pragma unroll 1
-    for (uint32_t rest = mask & ~above; rest; rest &= rest - 1)
-        fn(__ffs(rest) - 1);
+    for (; mask; mask &= mask - 1)
+        fn((uint32_t)__ffs(mask) - 1);
 }
 
 /* As it is. */
@@ -116,14 +139,14 @@ __device__ inline void push_plain(const ep_ht_args &a, const uint8_t *row, const
     const uint32_t lane = threadIdx.x % 32, pieces = a.row_bytes / 16;
 
     walk_row(row, pieces, [&](uint32_t at, const Vec *v) {
-        each_rank(a, to, [&](uint32_t d) {
-            store_pieces((uint8_t *)__shfl_sync(kAll, (uint64_t)token.out, d), at, pieces, v);
+        each_lane(to, [&](uint32_t first) {
+            store_pieces((uint8_t *)__shfl_sync(kAll, (uint64_t)token.out, first), at, pieces, v);
         });
     });
     if (a.row_scales == 0)
         return;
-    each_rank(a, to, [&](uint32_t d) {
-        uint8_t *there = (uint8_t *)__shfl_sync(kAll, (uint64_t)token.scales, d);
+    each_lane(to, [&](uint32_t first) {
+        uint8_t *there = (uint8_t *)__shfl_sync(kAll, (uint64_t)token.scales, first);
 
         for (uint32_t i = lane; i < a.row_scales; i += 32)
             store_scale(a, there, i, load_scale(a, scales, i));
@@ -173,9 +196,9 @@ template <Cast C> __device__ inline void push_cast(const ep_ht_args &a, const To
         CastRow<C> row;
 
         load_cast<C>(a, token.t, pass, &row);
-        each_rank(a, to, [&](uint32_t d) {
-            uint8_t *there = (uint8_t *)__shfl_sync(kAll, (uint64_t)token.out, d);
-            uint8_t *scales = (uint8_t *)__shfl_sync(kAll, (uint64_t)token.scales, d);
+        each_lane(to, [&](uint32_t first) {
+            uint8_t *there = (uint8_t *)__shfl_sync(kAll, (uint64_t)token.out, first);
+            uint8_t *scales = (uint8_t *)__shfl_sync(kAll, (uint64_t)token.scales, first);
 
 #pragma unroll
             for (uint32_t i = 0; i < kPieces<C>; i++) {
@@ -197,50 +220,48 @@ template <Cast C> __device__ inline void push_cast(const ep_ht_args &a, const To
 __device__ inline void push_headers(const ep_ht_args &a, const Op &op, const Grants &g, const Token &token, uint32_t to)
 {
     const uint32_t lane = threadIdx.x % 32;
+    const bool goes = to >> lane & 1;
+    uint8_t *header = goes ? header_at(a, token.rank, (uint64_t)g.row[place_at(a, token.rank)] + token.slot) : nullptr;
 
-    each_rank(a, to, [&](uint32_t d) {
-        const uint64_t row = (uint64_t)g.row[d] + __shfl_sync(kAll, token.slot, d);
-        const bool here = token.route >= 0 && rank_of(token.route) == d;
+    each_lane(to, [&](uint32_t first) {
+        uint8_t *there = (uint8_t *)__shfl_sync(kAll, (uint64_t)header, first);
+        const bool here = token.rank == __shfl_sync(kAll, token.rank, first);
         const Vec v = { { here ? (uint32_t)token.route & 0xffff : kAll, here ? __float_as_uint(token.weight) : 0,
                           here ? token.place : 0, 0 } };
 
         if (lane < a.max_top_k)
-            store_row(header_at(a, d, row) + sizeof(struct ep_row_header) + lane * sizeof(struct ep_route), v);
+            store_row(there + sizeof(struct ep_row_header) + lane * sizeof(struct ep_route), v);
     });
     __syncwarp();
     fence_sys(); /* release; partner: take_header */
-    if (to >> lane & 1)
-        store_vec(header_at(a, lane, (uint64_t)g.row[lane] + token.slot), tagged(token.t, token.routes, op.tag));
+    if (goes)
+        store_vec(header, tagged(token.t, token.routes, op.tag));
 }
 
 /* ---- records ---------------------------------------------------------------------------------------------- */
 
 #if EP_LL_NET
-/* Of a token, lane g: what goes to gate g, to its box and there. */
+/* Of a token: what goes to a gate has the lane of the first choice of its node. */
 struct Record {
-    uint32_t gates; /* mask */
-    uint32_t i;     /* which record */
+    uint32_t gate;   /* of the choice; kNobody: none */
+    uint32_t firsts; /* mask of lanes */
+    uint32_t i;      /* which record */
     uint8_t *at;
 };
 
-/* The row is written with the others', so it is a place of the token's too. */
-__device__ inline Record find_record(const ep_ht_args &a, const Grants &g, const Box &box, Token *token)
+/* All that the batch has for a gate, whoever takes part there: so many are put.  The row is written with the others', so
+ * it is a place of the token's too. */
+__device__ inline Record find_record(const ep_ht_args &a, const Box &box, Token *token)
 {
-    const uint32_t lane = threadIdx.x % 32, *slots = node_slots(a, a.handle);
-    const uint32_t to = __reduce_or_sync(kAll, token->route >= 0 ? 1u << rank_of(token->route) : 0) & far_of(a);
-    const uint32_t slot = to && lane < a.top_k && token->route >= 0 ? __ldcg(slots + token->t * a.top_k + lane) : 0;
-    Record record = { gates_of(a, to) & g.gates, 0, nullptr };
+    const uint32_t lane = threadIdx.x % 32;
+    const bool goes = token->rank != kNobody && is_far(a, token->rank) && has(net_of(a)->through, token->rank);
+    Record record = { goes ? gate_of(a, token->rank) : kNobody, 0, 0, nullptr };
+    const bool first = goes & (lane == (uint32_t)__ffs(__match_any_sync(kAll, record.gate)) - 1);
 
-#pragma unroll 1
-    for (uint32_t k = 0; k < a.top_k; k++) {
-        const int32_t route = __shfl_sync(kAll, token->route, k);
-        const uint32_t i = __shfl_sync(kAll, slot, k);
-
-        if (route >= 0 && to >> rank_of(route) & 1 && gate_of(a, rank_of(route)) == lane)
-            record.i = i;
-    }
-    if (record.gates >> lane & 1) {
-        record.at = item_out(a, box, box_for(a, lane), record.i);
+    record.firsts = __ballot_sync(kAll, first);
+    if (first) {
+        record.i = __ldcg(node_slots(a, a.handle) + token->t * a.top_k + lane);
+        record.at = item_out(a, box, box_for(a, record.gate), record.i);
         token->out = record.at + ep_net_record_head(a.max_top_k);
         token->scales = token->out + a.row_bytes;
     }
@@ -253,9 +274,9 @@ __device__ inline void write_records(const ep_ht_args &a, const Op &op, const To
 {
     const uint32_t lane = threadIdx.x % 32;
 
-    each_rank(a, record.gates, [&](uint32_t gate) {
-        uint8_t *at = (uint8_t *)__shfl_sync(kAll, (uint64_t)record.at, gate);
-        const bool there = c.route >= 0 && far_of(a) >> rank_of(c.route) & 1 && gate_of(a, rank_of(c.route)) == gate;
+    each_lane(record.firsts, [&](uint32_t first) {
+        uint8_t *at = (uint8_t *)__shfl_sync(kAll, (uint64_t)record.at, first);
+        const bool there = record.gate == __shfl_sync(kAll, record.gate, first);
         const Vec v = { { there ? (uint32_t)c.route : kAll, __float_as_uint(c.weight), c.slot, c.index } };
 
         if (lane < a.max_top_k)
@@ -271,20 +292,19 @@ __device__ inline void write_records(const ep_ht_args &a, const Op &op, const To
 template <Cast C> __device__ inline void push_token(const ep_ht_args &a, const Op &op, const Grants &g, uint32_t t)
 {
     uint32_t refused;
-    const Choice choice = own_choice(a, g, t);
-    Token token = find_token(a, g, t, a.top_k, choice, &refused);
-    const uint32_t lane = threadIdx.x % 32, to = open_of(a, op, token.to & g.mask & ~far_of(a));
-    const uint32_t unsent = refused | (token.to & ~to & ~(g.mask & far_of(a)));
-    uint32_t room = __ballot_sync(kAll, to >> lane & 1 && g.bits[lane] & EP_HT_GRANT_ROOM);
+    const Choice choice = own_choice(a, op, g, t);
+    Token token = find_token(a, g, t, choice, &refused);
+    const uint32_t lane = threadIdx.x % 32, to = open_of(a, op, token);
+    uint32_t room = roomy_of(a, g, token, to);
 
-    if (unsent && lane == 0)
-        atomicOr(&run_of(a).unsent, unsent);
+    if ((refused | (token.firsts & ~to)) >> lane & 1 && !is_through(a, op, token.rank))
+        add(run_of(a).unsent, token.rank);
 #if EP_LL_NET
     const Box box = records_of(a);
-    const Record record = find_record(a, g, box, &token);
+    const Record record = find_record(a, box, &token);
 
     write_records(a, op, token, choice, record);
-    room |= record.gates;
+    room |= record.firsts;
 #endif
     if constexpr (C == Cast::none)
         push_plain(a, a.x + (uint64_t)t * a.row_bytes, a.x_scales + (uint64_t)t * a.row_scales * a.scale_bytes, token,
@@ -293,8 +313,8 @@ template <Cast C> __device__ inline void push_token(const ep_ht_args &a, const O
         push_cast<C>(a, token, room);
     push_headers(a, op, g, token, to);
 #if EP_LL_NET
-    if (record.gates >> lane & 1) /* behind the fence for headers */
-        count_item(a, box, lane, record.i);
+    if (record.firsts >> lane & 1) /* behind the fence for headers */
+        count_item(a, box, record.gate, record.i);
 #endif
 }
 

@@ -156,12 +156,11 @@ __device__ inline void zero_padding(const ep_ht_args &a, uint32_t part, uint32_t
 /* A warp's share of the rows of source s, which were not all sent: as if none had been. */
 __device__ inline void zero_source(const ep_ht_args &a, uint32_t s, uint64_t rows, uint32_t part, uint32_t parts)
 {
-    const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
     const bool room = rows <= a.out_rows;
     Arrival none = { s, 0, 0, false, -1, 0, kNowhere, false };
 
-    for (uint32_t slot = part; slot < h.from[s]; slot += parts) {
-        none.i = (uint64_t)h.from_first[s] + slot;
+    for (uint32_t slot = part; slot < a.from[s]; slot += parts) {
+        none.i = (uint64_t)a.from_first[s] + slot;
         keep_places(a, none);
         if (a.layout == EP_LAYOUT_PACKED || !room)
             continue;
@@ -187,13 +186,14 @@ __device__ inline bool looks_at_rows(const ep_ht_args &a)
 /* A warp takes rows that nobody has taken: first ones of all sources first, as these land first. */
 __device__ inline void receive_rows(const ep_ht_args &a, const Op &op, uint64_t rows)
 {
-    const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
-    const uint32_t lane = threadIdx.x % 32, own = lane < a.ranks ? h.from[lane] : 0;
-    const uint32_t most = __reduce_max_sync(kAll, own), end = most * a.ranks;
     const bool room = rows <= a.out_rows;
+    uint32_t most = 0;
 
     if (!looks_at_rows(a))
         return;
+    each_rank(a, [&](uint32_t s) { most = max(most, a.from[s]); });
+    const uint32_t end = __reduce_max_sync(kAll, most) * a.ranks;
+
 #pragma unroll 1
     for (;;) {
         const uint32_t item = take_work(&run_of(a).next_row);
@@ -203,9 +203,9 @@ __device__ inline void receive_rows(const ep_ht_args &a, const Op &op, uint64_t 
             break;
         row.s = item % a.ranks;
         row.token = 0;
-        if (item / a.ranks >= h.from[row.s])
+        if (item / a.ranks >= a.from[row.s])
             continue;
-        row.i = (uint64_t)h.from_first[row.s] + item / a.ranks;
+        row.i = (uint64_t)a.from_first[row.s] + item / a.ranks;
         take_header(a, op, rows, &row);
         keep_places(a, row);
         if (!row.there || !room)
@@ -220,23 +220,23 @@ __device__ inline void receive_rows(const ep_ht_args &a, const Op &op, uint64_t 
 /* Warp 0 of block 0: all that was announced. */
 __device__ inline void await_rows(const ep_ht_args &a, const Op &op)
 {
-    const uint32_t lane = threadIdx.x;
-    const struct ep_device_ht_handle &h = a.state->ht_handles[a.handle];
-    struct ep_device_ht_run &run = run_of(a);
     const uint64_t start = now_ns();
 
-    if (lane < a.ranks && h.from[lane] > 0) {
-        const struct ep_ht_flags *flags = flags_of(a, a.rank, lane);
+    each_rank(a, [&](uint32_t s) {
+        const struct ep_ht_flags *flags = flags_of(a, a.rank, s);
+
+        if (a.from[s] == 0)
+            return;
         const Wait end = wait_for(
-            a, op, via(a, lane), [&] { return acquire_u64(&flags->done) == op.tag; }, /* partners: pushed, relayed */
+            a, op, via(a, s), [&] { return acquire_u64(&flags->done) == op.tag; }, /* partners: pushed, relayed */
             [&] { return load_u64(&flags->ceased) == op.tag; });
 
         if (end != Wait::there)
-            miss(a, lane, end, EP_WAIT_ARRIVAL);
-    }
+            miss(a, s, end, EP_WAIT_ARRIVAL);
+    });
     __syncwarp();
-    if (lane == 0)
-        run.wait_ns += now_ns() - start;
+    if (threadIdx.x == 0)
+        run_of(a).wait_ns += now_ns() - start;
 }
 
 } // namespace ht

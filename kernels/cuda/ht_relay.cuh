@@ -23,7 +23,7 @@ __device__ inline const uint8_t *await_record(const ep_ht_args &a, const Op &op,
     const uint8_t *at = item_in(a, box, box_of(a, s), i);
     bool there = false;
 
-    if (threadIdx.x % 32 == 0 && !(missed(a) >> s & 1)) {
+    if (threadIdx.x % 32 == 0 && !is_missed(a, s)) {
         const Wait end = wait_for(a, op, s, [&] { return has_come(a, s, op.tag, step_of_item(box, i)); },
                                   [] { return false; });
 
@@ -54,7 +54,7 @@ __device__ inline void keep_relayed(const ep_ht_args &a, uint32_t s, uint32_t i,
 
     if (lane < a.max_top_k)
         relayed_of(a, a.handle, box_of(a, s))[(uint64_t)i * a.max_top_k + lane] =
-            c.route >= 0 ? rank_of(c.route) << 24 | c.slot : kNoSlot;
+            c.route >= 0 ? place_at(a, rank_of(c.route)) << 24 | c.slot : kNoSlot;
 }
 
 __device__ inline void forget_relayed(const ep_ht_args &a, uint32_t s, uint32_t i)
@@ -69,15 +69,13 @@ __device__ inline void push_record(const ep_ht_args &a, const Op &op, const Gran
 {
     uint32_t refused;
     const uint32_t lane = threadIdx.x % 32, t = load_row(record).w[0];
-    const Token token = find_token(a, g, t, a.max_top_k, choice, &refused);
-    const uint32_t to = open_of(a, op, token.to & g.mask);
-    const uint32_t room = __ballot_sync(kAll, to >> lane & 1 && g.bits[lane] & EP_HT_GRANT_ROOM);
-    const uint32_t unsent = refused | (token.to & ~to);
+    const Token token = find_token(a, g, t, choice, &refused);
+    const uint32_t to = open_of(a, op, token);
     const uint8_t *row = record + ep_net_record_head(a.max_top_k);
 
-    if (unsent && lane == 0)
-        atomicOr(&net_of(a)->unsent[s], unsent);
-    push_plain(a, row, row + a.row_bytes, token, room);
+    if ((refused | (token.firsts & ~to)) >> lane & 1)
+        atomicOr(&net_of(a)->unsent[s], 1u << place_at(a, token.rank));
+    push_plain(a, row, row + a.row_bytes, token, roomy_of(a, g, token, to));
     push_headers(a, op, g, token, to);
 }
 
@@ -114,37 +112,24 @@ __device__ inline void relayed(const ep_ht_args &a, const Op &op)
     if (__shfl_sync(kAll, before, 0) != a.blocks * kWarps - 1)
         return;
     fence_sys(); /* release; partner: arrived, drain */
-#pragma unroll 1
-    for (uint32_t rest = net->relays; rest; rest &= rest - 1) {
-        const uint32_t s = __ffs(rest) - 1, unsent = load_u32(&net->unsent[s]);
+    each_near(a, [&](uint32_t r) {
+        for (uint32_t i = 0; has(op.members, r) && i < net->relaying; i++) {
+            struct ep_ht_flags *flags = flags_of(a, r, net->relays[i]);
 
-        if (lane < a.ranks && (op.members & ~far_of(a)) >> lane & 1) {
-            struct ep_ht_flags *flags = flags_of(a, lane, s);
-
-            store_u64(unsent >> lane & 1 ? &flags->ceased : &flags->done, op.tag);
+            store_u64(load_u32(&net->unsent[net->relays[i]]) >> lane & 1 ? &flags->ceased : &flags->done, op.tag);
         }
-    }
+    });
     __syncwarp();
 }
 
 /* A warp takes records that nobody has taken: first ones of all sources first, as these come first. */
 __device__ inline void relay_records(const ep_ht_args &a, const Op &op)
 {
-    struct ep_device_net *net = net_of(a);
-    const uint32_t lane = threadIdx.x % 32, relays = load_u32(&net->relays);
-    const uint32_t own = relays >> lane & 1 ? load_u32(&net->records[lane]) : 0;
-    const uint32_t end = __reduce_max_sync(kAll, own) * a.ranks;
+    const struct ep_device_net *net = net_of(a);
     const Box box = records_of(a);
 
-#pragma unroll 1
-    for (;;) {
-        const uint32_t item = take_work(&net->next_record);
-
-        if (item >= end)
-            break;
-        if (item / a.ranks < __shfl_sync(kAll, own, item % a.ranks))
-            relay_record(a, op, box, item % a.ranks, item / a.ranks);
-    }
+    each_relayed(a, [&](uint32_t s) { return net->records[s]; },
+                 [&](uint32_t s, uint32_t i) { relay_record(a, op, box, s, i); });
     relayed(a, op);
 }
 
@@ -154,39 +139,42 @@ __device__ inline void relay_records(const ep_ht_args &a, const Op &op)
 __device__ inline void put_records(const ep_ht_args &a, const Op &op)
 {
     const struct ep_device_net *net = net_of(a);
-    const uint32_t lane = threadIdx.x % 32;
-    const bool sends = open_gates(a) >> lane & 1;
 
-    put_boxes(a, op.tag, records_of(a), sends ? acts_as(a, lane) : 0, sends ? a.totals[gate_column(a, lane)] : 0,
-              box_for(a, lane), box_at(a, lane));
+    put_boxes(a, op.tag, records_of(a), net->map.outs, [&](uint32_t i) -> Load {
+        const uint32_t gate = net->gates[i];
+
+        if (!is_open_gate(a, gate))
+            return { gate, 0, 0, 0, 0 };
+        return { gate, acts_as(a, gate), a.totals[gate_column(a, gate)], box_for(a, gate), box_at(a, gate) };
+    });
 }
 
-/* One thread, at the end. */
+/* A warp, at the end. */
 __device__ inline void keep_handle(const ep_ht_args &a, const Op &op)
 {
-    struct ep_device_net *net = net_of(a);
-    struct ep_net_handle *h = &net->handles[a.handle];
-    const uint32_t gates = op.status == EP_OK ? open_gates(a) : 0;
+    const struct ep_device_net *net = net_of(a);
+    struct ep_net_way *ways = ways_of(a, a.handle);
 
     if (op.status == EP_STALE_HANDLE) /* what it has is of another dispatch, whose combines need it */
         return;
+    each_rank(a, [&](uint32_t r) {
+        const bool gets = op.status == EP_OK && is_far(a, r) && gate_of(a, r) == r && is_open_gate(a, r);
 
-    for (uint32_t r = 0; r < a.ranks; r++) {
-        h->to[r] = gates >> r & 1 ? a.totals[gate_column(a, r)] : 0;
-        h->from[r] = net->relays >> r & 1 ? net->records[r] : 0;
-        h->acts[r] = (uint8_t)net->acts[r];
-        h->via[r] = (uint8_t)net->via[r];
-    }
+        ways[r] = { gets ? a.totals[gate_column(a, r)] : 0, 0, net->acts[r], net->via[r] };
+    });
+    __syncwarp();
+    for (uint32_t i = threadIdx.x % 32; i < net->relaying; i += 32)
+        ways[net->relays[i]].from = net->records[net->relays[i]];
+    __syncwarp();
 }
 
-/* And what went over the network in a dispatch that took place. */
+/* A lane's part of what went over the network in a dispatch that took place. */
 __device__ inline uint64_t wire_bytes(const ep_ht_args &a)
 {
-    const struct ep_device_net *net = net_of(a);
+    const struct ep_net_way *ways = ways_of(a, a.handle);
     uint64_t records = 0;
 
-    for (uint32_t r = 0; r < a.ranks; r++)
-        records += net->handles[a.handle].to[r];
+    each_rank(a, [&](uint32_t r) { records += ways[r].to; });
     return records * (a.row_bytes + a.row_scales * a.scale_bytes);
 }
 

@@ -34,7 +34,8 @@ static inline uint64_t ep_ll_inverse(uint32_t d)
 
 struct ep_ll_args {
     /* the rank */
-    uint8_t *window[EP_DEVICE_MAX_RANKS];
+    uint8_t *window[EP_DEVICE_NODE_RANKS]; /* of a group of one node, by rank; else nothing: struct ep_device_net */
+    uint8_t *own;
     struct ep_device_state *state;
     const uint32_t *home_first, *home_rank, *home_local; /* NULL: contiguous, see below */
     uint32_t rank, ranks, experts, local_experts, hidden, max_top_k, max_tokens, banks;
@@ -43,7 +44,7 @@ struct ep_ll_args {
     uint64_t ll, bank_bytes;
     struct ep_bank_layout bank;
     uint32_t header_bytes, counts_bytes, places_bytes, scales_bytes, combine_row_bytes;
-    uint32_t unused;
+    uint32_t unused[3];
 
     /* the op; spans as addresses, NULL: not given */
     uint32_t blocks;       /* that work on it */
@@ -107,7 +108,7 @@ const char *ep_ll_error_text(int error);
 
 /* create, destroy: NCCL's own ncclDevCommCreate and ncclDevCommDestroy; wire: of struct ep_device_net.  They return a
  * ncclResult_t. */
-int ep_nccl_device_open(void *create, void *comm, uint64_t *wire);
+int ep_nccl_device_open(void *create, void *comm, uint32_t signals, uint64_t *wire);
 int ep_nccl_device_close(void *destroy, void *comm, const uint64_t *wire);
 uint32_t ep_nccl_version(void); /* that this was built with */
 

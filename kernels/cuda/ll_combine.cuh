@@ -81,7 +81,7 @@ template <> struct Format<float> {
 /* The terms of a sum: rows and what they are multiplied by, in the order of the sum. */
 struct Terms {
     uint32_t n, token;
-    const uint8_t *row[EP_DEVICE_MAX_RANKS > EP_MAX_TOP_K ? EP_DEVICE_MAX_RANKS : EP_MAX_TOP_K];
+    const uint8_t *row[EP_MAX_TOP_K]; /* a token goes to no more ranks */
     float weight[EP_MAX_TOP_K];
 };
 
@@ -204,13 +204,13 @@ __device__ inline void find_terms(const ep_ll_args &a, const Op &op, const Heade
     __syncwarp();
 }
 
-/* Rows that are here, by what their sources have told; warp 0. */
-__device__ inline uint32_t rows_of_lane(const ep_ll_args &a, const Op &op, uint32_t excluded)
+/* Rows of source s that are here, by what it has told.  excluded: mask, or with many ranks the handle says so. */
+__device__ inline uint32_t rows_here(const ep_ll_args &a, const Op &op, uint32_t excluded, uint32_t s)
 {
-    const uint32_t lane = threadIdx.x;
+    const bool out = has(kNet ? a.state->handles[a.handle].excluded : &excluded, s);
     uint32_t n = 0;
 
-    return (op.members & ~excluded) >> lane & 1 && rows_of(a, op, lane, &n) ? n : 0;
+    return has(op.members, s) && !out && rows_of(a, op, s, &n) ? n : 0;
 }
 
 /* Partials that a block has pushed and not announced. */
@@ -293,23 +293,34 @@ __device__ inline void end_push(const ep_ll_args &a, const Op &op, const Pushed 
     if (threadIdx.x % 32 == 0)
         a.state->handles[a.handle].combined = op.number;
     if (kNet) {
-        const uint32_t s = threadIdx.x % 32;
-
         fence_sys(); /* of what all blocks have pushed, which the count has acquired */
-        if (s < a.ranks && is_far(a, s) && rows[s])
-            put_partials(a, op, s, rows[s]);
+        each_rank(a, [&](uint32_t s) {
+            if (is_far(a, s) && rows[s])
+                put_partials(a, op, s, rows[s]);
+        });
         __syncwarp();
     }
     give_credit(a, op.number);
+}
+
+/* To other ranks. */
+__device__ inline uint32_t rows_sent(const ep_ll_args &a, const uint32_t *rows)
+{
+    uint32_t sent = 0;
+
+#pragma unroll 1
+    for (uint32_t s = 0; s < a.ranks; s++)
+        sent += s == a.rank ? 0 : rows[s];
+    return sent;
 }
 
 /* The last warp may still be in end_push() afterwards: a barrier has to come before the block arrives. */
 template <class T>
 __device__ inline void push_partials(const ep_ll_args &a, const Op &op, uint32_t excluded, Terms *terms)
 {
-    __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS];
     __shared__ Pushed pushed;
-    uint32_t most = 0, sent = 0, under_way = 0;
+    uint32_t *rows = rows_of_ranks();
+    uint32_t under_way = 0;
 
     if (threadIdx.x < 32) {
         const Item item = item_of(a, blockIdx.x);
@@ -318,18 +329,16 @@ __device__ inline void push_partials(const ep_ll_args &a, const Op &op, uint32_t
         pushed.n = 0;
         if (item.slot < a.max_tokens) /* at once with the counts, which tell whether there is such a row */
             header = load_header(a, op, item.s, item.slot);
-        rows[threadIdx.x] = rows_of_lane(a, op, excluded);
+        each_rank(a, [&](uint32_t s) { rows[s] = rows_here(a, op, excluded, s); });
         __syncwarp();
         if (item.slot < rows[item.s])
             find_terms(a, op, header, item.s, item.slot, terms);
     }
     __syncthreads();
-    for (uint32_t s = 0; s < a.ranks; s++) {
-        most = max(most, rows[s]);
-        sent += s == a.rank ? 0 : rows[s];
-    }
+    const uint32_t most = most_rows(a, rows);
+
     if (tells(a) && threadIdx.x == 0)
-        a.state->scratch.wire_bytes = (uint64_t)sent * a.row_bytes;
+        a.state->scratch.wire_bytes = (uint64_t)rows_sent(a, rows) * a.row_bytes;
     for (uint32_t i = blockIdx.x; i < most * a.ranks * EP_COMBINE_PARTS; i += a.blocks) {
         const Item item = item_of(a, i);
 
@@ -368,38 +377,67 @@ __device__ inline uint32_t ranks_of(int32_t route)
     return __reduce_or_sync(kAll, route >= 0 ? 1u << ((route & ~EP_DEVICE_ROUTE_AGAIN) >> 16) : 0);
 }
 
-/* Warp 0: waits for a part of the partials of token t; those that come are the terms, in the order of ranks. */
-__device__ inline void find_partials(const ep_ll_args &a, Op *op, uint32_t t, uint32_t part, uint32_t ranks,
-                                     Terms *terms)
+/* Warp 0: the rank whose partial this lane waits for, kNobody: none.  Where each rank has a lane its own, else that of the
+ * first choice there. */
+__device__ inline uint32_t peer_of_lane(int32_t route)
 {
     const uint32_t lane = threadIdx.x;
-    bool comes = (ranks & op->members & ~op->missed) >> lane & 1;
+
+    if constexpr (kNet) {
+        const uint32_t rank = route < 0 ? kNobody : (route & ~EP_DEVICE_ROUTE_AGAIN) >> 16;
+
+        return lane == (uint32_t)__ffs(__match_any_sync(kAll, rank)) - 1 ? rank : kNobody;
+    }
+    return ranks_of(route) >> lane & 1 ? lane : kNobody;
+}
+
+/* Warp 0: which term it is that comes to this lane, in the order of ranks; all: mask of lanes that something comes to. */
+__device__ inline uint32_t term_of_lane(uint32_t peer, uint32_t all)
+{
+    const uint32_t lane = threadIdx.x;
+    uint32_t at = 0;
+
+    if constexpr (kNet) {
+        const uint32_t rank = all >> lane & 1 ? peer : kNobody;
+
+#pragma unroll
+        for (uint32_t k = 0; k < EP_MAX_TOP_K; k++)
+            at += __shfl_sync(kAll, rank, k) < rank;
+        return at;
+    }
+    return __popc(all & ((1u << lane) - 1));
+}
+
+/* Warp 0: waits for a part of the partials of token t; those that come are the terms, in the order of ranks. */
+__device__ inline void find_partials(const ep_ll_args &a, Op *op, uint32_t t, uint32_t part, int32_t route, Terms *terms)
+{
+    const uint32_t peer = peer_of_lane(route);
+    bool comes = peer != kNobody && has(op->members, peer) && !has(op->missed, peer);
 
     if (comes) {
-        const uint32_t *number = number_at(a, a.rank, op->bank, lane, t, part);
+        const uint32_t *number = number_at(a, a.rank, op->bank, peer, t, part);
         /* A rank that has given the credit without a partial will send none. */
-        const uint64_t *credit = credit_at(a, a.rank, lane, bank_of(a, op->number));
-        const bool far = is_far(a, lane);
-        const auto released = [&] { return released_by(a, bank_of(a, op->number), lane) >= op->number; };
+        const uint64_t *credit = credit_at(a, a.rank, peer, bank_of(a, op->number));
+        const bool far = is_far(a, peer);
+        const auto released = [&] { return released_by(a, bank_of(a, op->number), peer) >= op->number; };
         const Wait end = wait_for(
-            a, *op, lane,
+            a, *op, peer,
             [&] { return (!far || released()) && acquire_u32(number) == op->wire; }, /* partner: push_partial */
             [&] {
                 if (!far)
                     return load_u64(credit) >= op->number;
-                return looks_back(a, lane, tells(a)) || released();
+                return looks_back(a, peer, tells(a)) || released();
             });
 
         if (end != Wait::there)
-            miss(a, op, lane, end, EP_WAIT_ARRIVAL);
+            miss(a, op, peer, end, EP_WAIT_ARRIVAL);
         comes = end == Wait::there;
     }
-    const uint32_t all = __ballot_sync(kAll, comes);
+    const uint32_t all = __ballot_sync(kAll, comes), at = term_of_lane(peer, all);
 
     if (comes)
-        terms->row[__popc(all & ((1u << lane) - 1))] =
-            item_at(a, a.rank, op->bank, a.bank.combine_rows, lane, t, a.combine_row_bytes);
-    if (lane == 0)
+        terms->row[at] = item_at(a, a.rank, op->bank, a.bank.combine_rows, peer, t, a.combine_row_bytes);
+    if (threadIdx.x == 0)
         terms->n = __popc(all);
     __syncwarp();
 }
@@ -427,7 +465,7 @@ __device__ inline void sum_partials(const ep_ll_args &a, Op *op, int32_t route, 
         if (threadIdx.x < 32) {
             if (i != first_sum(a))
                 route = load_route(a, t);
-            find_partials(a, op, t, part, ranks_of(route), terms);
+            find_partials(a, op, t, part, route, terms);
         }
         __syncthreads();
         i += a.blocks;
@@ -450,14 +488,14 @@ __device__ inline int32_t begin(const ep_ll_args &a, Op *op, uint32_t *excluded)
     const uint64_t number = load_u64(&a.state->number), n = load_u64(&h->number), combined = load_u64(&h->combined);
     const uint32_t generation = load_u32(&h->generation), tokens = load_u32(&h->tokens);
     const uint32_t layout = load_u32(&h->layout), routed = load_u32(&h->routed);
-    const uint64_t timeout_ns = load_u64(&a.state->timeout_ns), from = from_of_lane(a);
+    const uint64_t timeout_ns = load_u64(&a.state->timeout_ns), from = kNet ? 0 : from_of_lane(a);
 
-    *excluded = load_u32(&h->excluded);
-    op_begin(a, op, n, __ballot_sync(kAll, from <= n), timeout_ns);
+    *excluded = kNet ? 0 : load_u32(&h->excluded[0]);
+    op_begin(a, op, n, timeout_ns, [&](uint32_t r) { return (kNet ? load_u64(&a.state->from[r]) : from) <= n; });
     if (!n || generation != a.generation || number - n >= a.banks || !routed || layout != a.layout
         || tokens != a.tokens || (a.phases & EP_LL_SEND && combined == n))
         return EP_STALE_HANDLE;
-    return op->members ? EP_OK : EP_DETACHED;
+    return anybody(a, op->members) ? EP_OK : EP_DETACHED;
 }
 
 __device__ inline void finish(const ep_ll_args &a, const Op &op, int32_t status)
@@ -466,7 +504,7 @@ __device__ inline void finish(const ep_ll_args &a, const Op &op, int32_t status)
 
     read_scratch(a, &s);
     clear_scratch(a, &s);
-    if (status == EP_OK && !counted_in(op, s))
+    if (status == EP_OK && !anybody_counted_in(a, op, s))
         status = EP_DETACHED;
     op_record(a, op, s, EP_DEVICE_COMBINE, status);
 }

@@ -80,7 +80,6 @@ namespace ep {
 constexpr uint32_t kThreads = EP_LL_THREADS;
 constexpr uint32_t kWarps = kThreads / 32;
 constexpr uint32_t kBlocks = 3; /* of a multiprocessor, at least */
-constexpr uint32_t kAll = 0xffffffffu;
 constexpr uint32_t kLooks = 64; /* at a flag, between two looks at clock and membership */
 constexpr int32_t kBadRoute = -2; /* an expert that does not exist; -1: none was asked for */
 
@@ -114,11 +113,26 @@ struct Op {
     uint64_t timeout_ns;
     uint64_t deadline; /* of its waits; 0 until one of them looks at the clock, which takes its time */
     uint32_t wire;    /* wire_number(number) */
-    uint32_t members; /* mask of the ranks that take part */
-    uint32_t missed;  /* of them, those that this block waits for no more */
-    uint32_t lacking; /* of them, those whose credit had not come at the beginning */
     uint32_t valid;   /* the handle may be used */
+    /* sets of ranks: */
+    uint32_t members[kRankWords]; /* that take part */
+    uint32_t missed[kRankWords];  /* of them, those that this block waits for no more */
+    uint32_t lacking[kRankWords]; /* of them, those whose credit had not come at the beginning */
 };
+
+/* In shared memory, a word for each rank: the same ones for whatever kind of op a block runs. */
+__device__ inline uint32_t *rows_of_ranks()
+{
+    __shared__ uint32_t rows[kMostRanks];
+
+    return rows;
+}
+__device__ inline uint32_t *slots_of_ranks()
+{
+    __shared__ uint32_t slots[kMostRanks];
+
+    return slots;
+}
 
 /* n mod banks: 2^32 is 1 modulo 3, and 0 modulo 2 and 4. */
 __device__ inline uint32_t bank_of(const ep_ll_args &a, uint64_t n)
@@ -132,11 +146,11 @@ __device__ inline uint64_t bank_at(const ep_ll_args &a, uint64_t n) { return a.l
 __device__ inline uint8_t *item_at(const ep_ll_args &a, uint32_t where, uint64_t bank, uint64_t region, uint32_t r,
                                    uint32_t i, uint32_t bytes)
 {
-    return a.window[where] + bank + region + ((uint64_t)r * a.max_tokens + i) * bytes;
+    return window_of(a, where) + bank + region + ((uint64_t)r * a.max_tokens + i) * bytes;
 }
 __device__ inline uint8_t *line_at(const ep_ll_args &a, uint32_t where, uint64_t bank, uint64_t region, uint32_t r)
 {
-    return a.window[where] + bank + region + (uint64_t)r * EP_LINE;
+    return window_of(a, where) + bank + region + (uint64_t)r * EP_LINE;
 }
 
 /* Where d's credits are kept in `where`'s window, one for each bank. */
@@ -148,15 +162,22 @@ __device__ inline uint64_t *credit_at(const ep_ll_args &a, uint32_t where, uint3
 /* The one block that tells what the op has done: it has little else to do when there are few tokens. */
 __device__ inline bool tells(const ep_ll_args &a) { return blockIdx.x == a.blocks / 2; }
 
-/* Warp 0: number n begins, with these members. */
-__device__ inline void op_begin(const ep_ll_args &a, Op *op, uint64_t n, uint32_t members, uint64_t timeout_ns)
+/* Warp 0: number n begins, with the members that are in(rank). */
+template <class In>
+__device__ inline void op_begin(const ep_ll_args &a, Op *op, uint64_t n, uint64_t timeout_ns, In in)
 {
+    each_word(a, in, [&](uint32_t w, uint32_t ranks) {
+        if (threadIdx.x == 0) {
+            op->members[w] = kNet || ranks >> a.rank & 1 ? ranks : 0; /* who is out himself sends nothing */
+            op->missed[w] = op->lacking[w] = 0;
+        }
+    });
     if (threadIdx.x == 0) {
+        for (uint32_t w = 0; kNet && !has(op->members, a.rank) && w < words_of(a); w++)
+            op->members[w] = 0;
         op->number = n;
         op->wire = wire_number(n);
         op->bank = bank_at(a, n);
-        op->members = members >> a.rank & 1 ? members : 0; /* who is out himself sends nothing */
-        op->missed = op->lacking = 0;
         op->timeout_ns = timeout_ns;
         op->deadline = 0;
         if (tells(a))
@@ -211,12 +232,14 @@ __device__ inline Wait wait_for(const ep_ll_args &a, Op &op, uint32_t peer, Ther
 /* This block goes on without `peer`. */
 __device__ inline void miss(const ep_ll_args &a, Op *op, uint32_t peer, Wait why, uint32_t phase)
 {
-    atomicOr(&op->missed, 1u << peer);
+    auto &seen = a.state->scratch.ranks[word_of(peer)];
+
+    add(op->missed, peer);
     if (why == Wait::late) {
-        atomicOr(&a.state->scratch.late, 1u << peer);
+        atomicOr(&seen.late, bit_of(peer));
         a.state->scratch.late_phase = phase;
     } else {
-        atomicOr(&a.state->scratch.gone, 1u << peer);
+        atomicOr(&seen.gone, bit_of(peer));
     }
     __threadfence(); /* before this block arrives at the end */
 }
@@ -227,7 +250,6 @@ __device__ inline void miss(const ep_ll_args &a, Op *op, uint32_t peer, Wait why
  * nodes it may have to be said again. */
 __device__ inline void give_credit(const ep_ll_args &a, uint64_t m)
 {
-    const uint32_t lane = threadIdx.x % 32;
     const uint32_t bank = bank_of(a, m);
     uint64_t *released = &a.state->released[bank];
 
@@ -237,16 +259,16 @@ __device__ inline void give_credit(const ep_ll_args &a, uint64_t m)
     const bool given = kNet && *(volatile uint64_t *)released >= m;
 
     fence_sys(); /* release; partner: the wait for credit */
-    if (lane < a.ranks) {
-        if (is_far(a, lane))
-            release_to(a, bank, lane, m);
+    each_rank(a, [&](uint32_t r) {
+        if (is_far(a, r))
+            release_to(a, bank, r, m);
         else if (!given)
-            store_u64(credit_at(a, lane, a.rank, bank), m);
-    }
+            store_u64(credit_at(a, r, a.rank, bank), m);
+    });
     __syncwarp();
     if (given)
         return;
-    if (lane == 0)
+    if (threadIdx.x % 32 == 0)
         *(volatile uint64_t *)released = m;
     __syncwarp();
 }
@@ -258,7 +280,7 @@ constexpr uint32_t kCountsInVec = 3;
 
 __device__ inline uint8_t *counts_at(const ep_ll_args &a, uint32_t where, uint64_t bank, uint32_t s)
 {
-    return a.window[where] + bank + a.bank.counts + (uint64_t)s * a.counts_bytes;
+    return window_of(a, where) + bank + a.bank.counts + (uint64_t)s * a.counts_bytes;
 }
 
 /* Rows of source s that have come or will come; false when it has not told yet. */
@@ -270,16 +292,21 @@ __device__ inline bool rows_of(const ep_ll_args &a, const Op &op, uint32_t s, ui
     return v.w[3] == op.wire;
 }
 
-/*
- * base[l * R + s] holds what source s sends to local expert l; becomes where these rows begin, total[l] of them
- * in all.  Expert-major: blocks of R * T_max rows; packed: one after the other.  All threads; returns the rows
- * that `out` spans.  What peers wrote is clamped, so that nothing here points beyond its block.
- */
-__device__ inline uint64_t place_rows(const ep_ll_args &a, const uint32_t *rows, uint32_t *base, uint32_t *total,
-                                      uint32_t *first)
+/* For place_rows: a thread for each expert, or where there can be many sources a warp. */
+__device__ inline void add_counts_up(const ep_ll_args &a, const uint32_t *rows, uint32_t *base, uint32_t *total)
 {
-    __shared__ uint64_t spanned;
+    if constexpr (kNet) {
+#pragma unroll 1
+        for (uint32_t l = threadIdx.x / 32; l < a.local_experts; l += kWarps) {
+            uint32_t *of = base + l * a.ranks;
+            const uint32_t sum = add_ranks_up(a, [&](uint32_t s) { return min(of[s], rows[s]); },
+                                              [&](uint32_t s, uint32_t before) { of[s] = before; });
 
+            if (threadIdx.x % 32 == 0)
+                total[l] = sum;
+        }
+        return;
+    }
 #pragma unroll 1
     for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads) {
         uint32_t sum = 0;
@@ -293,6 +320,34 @@ __device__ inline uint64_t place_rows(const ep_ll_args &a, const uint32_t *rows,
         }
         total[l] = sum;
     }
+}
+
+/* The most rows that a source has.  All lanes of a warp. */
+__device__ inline uint32_t most_rows(const ep_ll_args &a, const uint32_t *rows)
+{
+    uint32_t most = 0;
+
+    if constexpr (kNet) {
+        each_rank(a, [&](uint32_t s) { most = max(most, rows[s]); });
+        return __reduce_max_sync(kAll, most);
+    }
+#pragma unroll 1
+    for (uint32_t s = 0; s < a.ranks; s++)
+        most = max(most, rows[s]);
+    return most;
+}
+
+/*
+ * base[l * R + s] holds what source s sends to local expert l; becomes where these rows begin, total[l] of them
+ * in all.  Expert-major: blocks of R * T_max rows; packed: one after the other.  All threads; returns the rows
+ * that `out` spans.  What peers wrote is clamped, so that nothing here points beyond its block.
+ */
+__device__ inline uint64_t place_rows(const ep_ll_args &a, const uint32_t *rows, uint32_t *base, uint32_t *total,
+                                      uint32_t *first)
+{
+    __shared__ uint64_t spanned;
+
+    add_counts_up(a, rows, base, total);
     __syncthreads();
     if (a.layout == EP_LAYOUT_EXPERT_MAJOR)
         return (uint64_t)a.ranks * a.max_tokens * a.local_experts;
@@ -343,17 +398,22 @@ struct Arrival {
  */
 __device__ inline void arrive(const ep_ll_args &a, const Op &op, bool told, Arrival *arrival)
 {
-    const uint32_t outside = kAll >> (EP_DEVICE_MAX_RANKS - a.ranks) & ~op.members; /* mostly nobody */
-
     let_next_come();
     __syncwarp();
     arrival->asked = true;
     if (threadIdx.x == 0) {
-        if (outside) {
-            atomicOr(&a.state->scratch.outside, outside);
-            atomicAdd(&a.state->scratch.outsiders, __popc(outside));
+        uint32_t outsiders = 0;
+
+        for (uint32_t w = 0; w < words_of(a); w++) {
+            const uint32_t outside = all_of(a, w) & ~op.members[w]; /* mostly nobody */
+
+            if (outside)
+                atomicOr(&a.state->scratch.ranks[w].outside, outside);
+            outsiders += __popc(outside);
         }
-        if (told || outside)
+        if (outsiders)
+            atomicAdd(&a.state->scratch.outsiders, outsiders);
+        if (told || outsiders)
             __threadfence();
         arrival->before = count_relaxed(&a.state->scratch.done);
     }
@@ -368,35 +428,65 @@ __device__ inline bool was_last(const ep_ll_args &a, const Arrival &arrival)
     return true;
 }
 
+/* Warp 0: fn(i) for the words of the scratch; of a group of one node a lane has one. */
+template <class Fn> __device__ inline void each_scratch_word(Fn fn)
+{
+    if constexpr (kNet)
+        for (uint32_t i = threadIdx.x; i < sizeof(struct ep_device_scratch) / 4; i += 32)
+            fn(i);
+    else
+        fn(threadIdx.x);
+}
+
 /* Warp 0 of the last block: what the blocks have left, to *s in shared memory. */
 __device__ inline void read_scratch(const ep_ll_args &a, struct ep_device_scratch *s)
 {
-    const uint32_t lane = threadIdx.x;
-
-    ((uint32_t *)s)[lane] = load_u32((const uint32_t *)&a.state->scratch + lane);
+    each_scratch_word([&](uint32_t i) { ((uint32_t *)s)[i] = load_u32((const uint32_t *)&a.state->scratch + i); });
     __syncwarp();
 }
 
 /* May the blocks have counted different ranks in? */
 __device__ inline bool differed(const ep_ll_args &a, const struct ep_device_scratch &s)
 {
-    return ((s.gone | s.late) | (s.outsiders ^ a.blocks * __popc(s.outside))) != 0;
+    uint32_t missed = 0, outside = 0;
+
+    for (uint32_t w = 0; w < words_of(a); w++) {
+        missed |= s.ranks[w].gone | s.ranks[w].late;
+        outside += __popc(s.ranks[w].outside);
+    }
+    return (missed | (s.outsiders ^ a.blocks * outside)) != 0;
 }
 
-/* Of those that the block counts in, the ones that every block has counted in. */
-__device__ inline uint32_t counted_in(const Op &op, const struct ep_device_scratch &s)
+/* A word of the set of those that every block has counted in, as this one has. */
+__device__ inline uint32_t counted_in(const Op &op, const struct ep_device_scratch &s, uint32_t word)
 {
-    return op.members & ~s.outside;
+    return op.members[word] & ~s.ranks[word].outside;
+}
+__device__ inline bool anybody_counted_in(const ep_ll_args &a, const Op &op, const struct ep_device_scratch &s)
+{
+    uint32_t all = 0;
+
+    for (uint32_t w = 0; w < words_of(a); w++)
+        all |= counted_in(op, s, w);
+    return all != 0;
+}
+
+/* Warp 0: the scratch is empty, but for the number of ops. */
+__device__ inline void empty_scratch(struct ep_device_scratch *s)
+{
+    constexpr uint32_t sequence = offsetof(struct ep_device_scratch, sequence) / 4;
+
+    each_scratch_word([&](uint32_t i) {
+        if (i != sequence && i != sequence + 1)
+            ((uint32_t *)s)[i] = 0;
+    });
 }
 
 /* Warp 0 of the last block has read *s: the scratch is empty again, and *s counts this op. */
 __device__ inline void clear_scratch(const ep_ll_args &a, struct ep_device_scratch *s)
 {
-    const uint32_t lane = threadIdx.x, sequence = offsetof(struct ep_device_scratch, sequence) / 4;
-
-    if (lane != sequence && lane != sequence + 1)
-        ((uint32_t *)&a.state->scratch)[lane] = 0;
-    if (lane == 0)
+    empty_scratch(&a.state->scratch);
+    if (threadIdx.x == 0)
         a.state->scratch.sequence = ++s->sequence;
     __syncwarp();
 }
@@ -420,6 +510,14 @@ __device__ inline void count(struct ep_device_counters *c, const struct ep_devic
     atomicMax((unsigned long long *)&c->max_wait_ns, (unsigned long long)r.wait_ns);
 }
 
+/* One thread: the first failure. */
+__device__ __noinline__ inline void keep_failure(struct ep_device_report *report, const struct ep_device_record &r,
+                                                 uint32_t part)
+{
+    report->failure = r;
+    report->failure_op = part;
+}
+
 /* What the sending half of an op has told, to the record of its receiving half. */
 __device__ inline void add_half(const struct ep_device_record &half, struct ep_device_record *r)
 {
@@ -432,19 +530,28 @@ __device__ inline void add_half(const struct ep_device_record &half, struct ep_d
     r->start_ns -= half.end_ns - half.start_ns;
 }
 
+/* The first rank that came late; kNobody: none did. */
+__device__ inline uint32_t first_late(const ep_ll_args &a, const struct ep_device_scratch &s)
+{
+    for (uint32_t w = 0; w < words_of(a); w++)
+        if (s.ranks[w].late)
+            return w * 32 + __ffs(s.ranks[w].late) - 1;
+    return kNobody;
+}
+
 /* Warp 0 of the last block: the record, the counters, the first failure. */
 __device__ inline void op_record(const ep_ll_args &a, const Op &op, const struct ep_device_scratch &s,
                                  uint32_t part, int32_t status)
 {
     __shared__ struct ep_device_record r;
-    struct ep_device_report *report = &((struct ep_control *)a.window[a.rank])->gpu.report;
-    const uint32_t lane = threadIdx.x;
+    struct ep_device_report *report = &((struct ep_control *)a.own)->gpu.report;
+    const uint32_t lane = threadIdx.x, late = first_late(a, s);
 
+    clear_record(&r);
     if (lane == 0) {
-        r = {};
-        r.status = status == EP_OK && s.late ? EP_TIMEOUT : status;
-        r.late_rank = s.late ? __ffs(s.late) - 1 : 0;
-        r.wait_phase = s.late ? s.late_phase : EP_WAIT_NONE;
+        r.status = status == EP_OK && late != kNobody ? EP_TIMEOUT : status;
+        r.late_rank = late != kNobody ? late : 0;
+        r.wait_phase = late != kNobody ? s.late_phase : EP_WAIT_NONE;
         r.generation = a.generation;
         r.number = op.number;
         r.sequence = s.sequence;
@@ -456,20 +563,19 @@ __device__ inline void op_record(const ep_ll_args &a, const Op &op, const struct
         r.start_ns = s.start_ns;
         r.end_ns = now_ns();
         r.wait_ns = s.wait_ns;
-        r.arrived = counted_in(op, s) & ~(s.late | s.gone);
+        for (uint32_t w = 0; w < words_of(a); w++)
+            ((uint32_t *)r.arrived)[w] = counted_in(op, s, w) & ~(s.ranks[w].late | s.ranks[w].gone);
         r.layout = a.layout;
         r.wire_dtype = a.wire_dtype;
         r.timeout_ns = op.timeout_ns;
         count(&a.state->counters[part], r, a.phases & EP_LL_SEND ? a.tokens : 0);
-        if (r.status != EP_OK && report->failures++ == 0) {
-            report->failure = r;
-            report->failure_op = part;
-        }
+        if (r.status != EP_OK && report->failures++ == 0)
+            keep_failure(report, r, part);
         if (!(a.phases & EP_LL_SEND))
             add_half(report->records[a.handle][part], &r);
     }
     __syncwarp();
-    ((uint32_t *)&report->records[a.handle][part])[lane] = ((const uint32_t *)&r)[lane];
+    copy_record(&report->records[a.handle][part], r);
 }
 
 } // namespace ep

@@ -20,7 +20,7 @@ namespace dispatch {
 /* ---- the op ------------------------------------------------------------------------------ */
 
 /* What warp 0 of each block has to know at the beginning: asked for at once, one round trip to memory, while
- * routes and rows are fetched. */
+ * routes and rows are fetched.  Lane r has what is of rank r, where each has one. */
 struct Asked {
     uint64_t number, held, timeout_ns, from, credit[EP_MAX_LL_BANKS];
     uint32_t generation;
@@ -36,8 +36,11 @@ __device__ __forceinline__ Asked ask(const ep_ll_args &a)
     q.held = load_u64(&h->number);
     q.generation = load_u32(&h->generation);
     q.timeout_ns = load_u64(&a.state->timeout_ns);
-    if (kNet && a.phases & EP_LL_SEND)
-        begin_held(a, q.number + 1);
+    if constexpr (kNet) {
+        if (a.phases & EP_LL_SEND)
+            begin_held(a, q.number + 1);
+        return q;
+    }
     q.from = from_of_lane(a);
 #pragma unroll
     for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
@@ -46,28 +49,37 @@ __device__ __forceinline__ Asked ask(const ep_ll_args &a)
     return q;
 }
 
-__device__ __forceinline__ void begin(const ep_ll_args &a, Op *op, const Asked &q)
+/* Has rank r, of this lane, not yet given the credit that number n needs? */
+__device__ __forceinline__ bool lacks(const ep_ll_args &a, const Asked &q, uint64_t n, uint32_t bank, uint32_t r)
 {
-    const uint32_t lane = threadIdx.x;
-    const bool sends = a.phases & EP_LL_SEND;
-    const uint64_t n = sends ? q.number + 1 : q.held;
-    const uint32_t bank = bank_of(a, n);
     uint64_t credit = 0;
 
-    if (sends && lane == 0)
-        atomicMax((unsigned long long *)&a.state->begun, (unsigned long long)n);
-    op_begin(a, op, n, __ballot_sync(kAll, q.from <= n), q.timeout_ns);
+    if constexpr (kNet) {
+        if (is_far(a, r))
+            return !has_room(a, n, bank, r);
+        return !has_credit(a, n, load_u64(&a.state->from[r]), load_u64(credit_at(a, a.rank, r, bank)));
+    }
 #pragma unroll
     for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
         credit = i == bank ? q.credit[i] : credit;
-    const uint32_t lacking =
-        __ballot_sync(kAll, q.from <= n
-                                && !(is_far(a, lane) ? has_room(a, n, bank, lane) : has_credit(a, n, q.from, credit)));
+    return !has_credit(a, n, q.from, credit);
+}
 
-    if (lane == 0) {
-        op->lacking = lacking & op->members;
+__device__ __forceinline__ void begin(const ep_ll_args &a, Op *op, const Asked &q)
+{
+    const bool sends = a.phases & EP_LL_SEND;
+    const uint64_t n = sends ? q.number + 1 : q.held;
+    const uint32_t bank = bank_of(a, n);
+
+    if (sends && threadIdx.x == 0)
+        atomicMax((unsigned long long *)&a.state->begun, (unsigned long long)n);
+    op_begin(a, op, n, q.timeout_ns, [&](uint32_t r) { return (kNet ? load_u64(&a.state->from[r]) : q.from) <= n; });
+    each_word(a, [&](uint32_t r) { return lacks(a, q, n, bank, r); }, [&](uint32_t w, uint32_t lacking) {
+        if (threadIdx.x == 0)
+            op->lacking[w] = lacking & op->members[w];
+    });
+    if (threadIdx.x == 0)
         op->valid = sends || (q.held && q.generation == a.generation && q.number - q.held < a.banks);
-    }
     __syncwarp();
 }
 
@@ -90,19 +102,28 @@ __device__ inline void finish(const ep_ll_args &a, const Op &op, struct ep_devic
     struct ep_device_handle *h = &a.state->handles[a.handle];
 
     clear_scratch(a, &s);
-    const int32_t status = !op.valid            ? EP_STALE_HANDLE
-                           : !counted_in(op, s) ? EP_DETACHED
-                           : s.overflow         ? EP_OVERFLOW
-                                                : EP_OK;
+    const int32_t status = !op.valid                         ? EP_STALE_HANDLE
+                           : !anybody_counted_in(a, op, s) ? EP_DETACHED
+                           : s.overflow                    ? EP_OVERFLOW
+                                                           : EP_OK;
 
     if (threadIdx.x == 0) {
-        const bool routed = a.phases & EP_LL_RECEIVE && status == EP_OK && !s.late;
+        const bool routed = a.phases & EP_LL_RECEIVE && status == EP_OK && first_late(a, s) == kNobody;
 
         a.state->left_before += a.blocks;
         if (op.valid) {
             a.state->number = a.phases & EP_LL_SEND ? op.number : a.state->number;
-            *h = { op.number, 0, a.generation, a.tokens, a.top_k, a.layout, a.alignment, a.wire_dtype, routed,
-                   s.gone | s.outside };
+            h->number = op.number;
+            h->combined = 0;
+            h->generation = a.generation;
+            h->tokens = a.tokens;
+            h->top_k = a.top_k;
+            h->layout = a.layout;
+            h->alignment = a.alignment;
+            h->wire_dtype = a.wire_dtype;
+            h->routed = routed;
+            for (uint32_t w = 0; w < words_of(a); w++)
+                h->excluded[w] = s.ranks[w].gone | s.ranks[w].outside;
         }
     }
     op_record(a, op, s, EP_DEVICE_DISPATCH, status);
@@ -118,7 +139,7 @@ __device__ __forceinline__ void exchange(const ep_ll_args &a, Op *op, const Batc
 {
     const bool sends = a.phases & EP_LL_SEND, receives = a.phases & EP_LL_RECEIVE;
     __shared__ uint32_t counted, joined;
-    uint32_t ranks = 0; /* to send to; 0: the op has not begun */
+    uint32_t ranks = 0; /* to send to (is_sent_to); 0: the op has not begun */
     uint64_t start = 0;
     Part<C> part;
     Asked asked;
@@ -138,7 +159,7 @@ __device__ __forceinline__ void exchange(const ep_ll_args &a, Op *op, const Batc
             __syncthreads();
             if (!op->valid)
                 return;
-            ranks = op->members;
+            ranks = kNet ? kAll : op->members[0];
             start = tells(a) ? now_ns() : 0;
         }
         const bool fenced = sends && send<C>(a, op, batch, part, total, ranks);
@@ -171,12 +192,14 @@ __device__ __forceinline__ void exchange(const ep_ll_args &a, Op *op, const Batc
         }
         __syncthreads();
         ranks = joined;
-        if (ranks | op->missed) {
+        if (ranks || anybody(a, op->missed)) {
             __syncthreads();
             if (threadIdx.x == 0)
-                op->members |= ranks;
-            if (threadIdx.x < a.ranks && op->missed >> threadIdx.x & 1)
-                rows[threadIdx.x] = 0;
+                op->members[0] |= ranks;
+#pragma unroll 1
+            for (uint32_t r = threadIdx.x; r < a.ranks; r += kThreads)
+                if (has(op->missed, r))
+                    rows[r] = 0;
             __syncthreads();
         }
     } while (ranks);
@@ -187,15 +210,15 @@ __device__ __forceinline__ void exchange(const ep_ll_args &a, Op *op, const Batc
 /* shared: ep_device_shared_bytes() */
 template <Cast C> __device__ __forceinline__ void run(const ep_ll_args &a, uint32_t *shared)
 {
-    __shared__ uint32_t slot[EP_DEVICE_MAX_RANKS], to[EP_DEVICE_MAX_RANKS], index[EP_MAX_TOP_K];
-    __shared__ uint32_t rows[EP_DEVICE_MAX_RANKS], again, there;
+    __shared__ uint32_t to[EP_DEVICE_NODE_RANKS], targets, index[EP_MAX_TOP_K], again, there;
     __shared__ float weight[EP_MAX_TOP_K];
     alignas(16) __shared__ uint32_t scales[2 * kPassScales];
     __shared__ Op op;
     __shared__ struct ep_device_scratch scratch;
     const uint32_t wide = max(a.max_tokens * a.max_top_k, a.local_experts * a.ranks);
+    uint32_t *slot = slots_of_ranks(), *rows = rows_of_ranks();
     uint32_t *base = shared, *total = shared + wide, *first = total + a.local_experts;
-    const Batch batch = { (int32_t *)shared, slot, index, weight, to, scales };
+    const Batch batch = { (int32_t *)shared, slot, index, weight, to, &targets, scales };
     const bool told = tells(a) || a.blocks - 1 - blockIdx.x < a.ranks;
     Share share = { blockIdx.x, a.blocks };
     Header header = {};

@@ -1,9 +1,9 @@
 /*
  * ll_net.cuh: ranks on other nodes.
  *
- * kNet says whether there can be any; kernels for groups of one node are compiled without, and all of this is nothing
- * there.  window[d] of a rank d on another node ("far") leads to this rank's outbox (device_net.h), so pushing is the
- * same for all ranks.  The last block that has pushed puts what is for d, one piece of each kind, as a put costs as
+ * kNet (ranks.cuh) says whether there can be any; kernels for groups of one node are compiled without, and all of
+ * this is nothing there.  The window of a rank d on another node ("far") is, for stores, this rank's outbox
+ * (device_net.h), so pushing is the same for all ranks.  The last block that has pushed puts what is for d, one piece of each kind, as a put costs as
  * much as a small kernel; then it raises a signal at d.
  *
  * ## Signals
@@ -44,34 +44,21 @@
 #ifndef EP_LL_NET_CUH
 #define EP_LL_NET_CUH
 
-#ifndef EP_LL_NET
-#define EP_LL_NET 0
-#endif
-
-namespace ep {
-constexpr bool kNet = EP_LL_NET != 0;
-}
+#include "ranks.cuh"
 
 #if EP_LL_NET
 
-#include "device_net.h"
 #include "gin.cuh"
 
 namespace ep {
 
 constexpr uint64_t kMostHeld = 4000000000ull; /* ns: a server holds for less, and ends it itself */
 
-__device__ inline struct ep_device_net *net_of(const ep_ll_args &a)
-{
-    return (struct ep_device_net *)a.state->net;
-}
-__device__ inline bool is_far(const ep_ll_args &a, uint32_t rank) { return net_of(a)->far >> rank & 1; }
-
 /* ---- signals ------------------------------------------------------------------------ */
 
 __device__ inline uint64_t told_by(const ep_ll_args &a, uint32_t kind, uint32_t bank, uint32_t rank)
 {
-    return gin_signal(net_of(a), ep_net_signal_of(kind, bank, rank));
+    return gin_signal(net_of(a), ep_net_signal_of(a.ranks, kind, bank, rank));
 }
 
 /* Its signal at `rank` becomes n, unless it is that far. */
@@ -81,7 +68,7 @@ __device__ inline void tell(const ep_ll_args &a, uint32_t kind, uint32_t bank, u
     const uint64_t before = atomicMax((unsigned long long *)&net->told[kind][bank][rank], (unsigned long long)n);
 
     if (before < n)
-        gin_raise(net, rank, ep_net_signal_of(kind, bank, a.rank), n - before);
+        gin_raise(net, rank, ep_net_signal_of(a.ranks, kind, bank, a.rank), n - before);
 }
 
 __device__ inline uint64_t last_told(const ep_ll_args &a, uint32_t kind, uint32_t bank, uint32_t rank)
@@ -173,7 +160,6 @@ __device__ inline void begin_held(const ep_ll_args &a, uint64_t n)
 
 namespace ep {
 
-__device__ inline constexpr bool is_far(const ep_ll_args &, uint32_t) { return false; }
 __device__ inline uint64_t told_by(const ep_ll_args &, uint32_t, uint32_t, uint32_t) { return 0; }
 __device__ inline void tell(const ep_ll_args &, uint32_t, uint32_t, uint32_t, uint64_t) {}
 __device__ inline uint64_t released_by(const ep_ll_args &, uint32_t, uint32_t) { return 0; }

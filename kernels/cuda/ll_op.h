@@ -88,7 +88,7 @@ EP_HD static inline void *ep_ll_at(const struct ep_ll_rank *rank, const struct e
 {
     if (regions && span.offset >= EP_REGION_BYTES && span.bytes)
         return ep_region_at(regions, span.offset);
-    return span.bytes ? rank->base.window[rank->base.rank] + span.offset : NULL;
+    return span.bytes ? rank->base.own + span.offset : NULL;
 }
 
 /* All that depends on the op, into args that begin as rank->base.  Follows nothing and trusts nothing: the op

@@ -104,13 +104,33 @@ __device__ inline float load_weight(const ep_ll_args &a, uint32_t t)
     return weights && threadIdx.x < a.top_k ? weights[t * a.top_k + threadIdx.x] : 1.0f;
 }
 
-/* Slots and indexes of token t; *counted: tokens that this block has counted, lane r of warp 0 has the sum. */
-__device__ inline void place_token(const ep_ll_args &a, const Batch &b, uint32_t t, uint32_t to, uint32_t *counted,
-                                   uint32_t *sum)
+/* Warp 0: the ranks that token t goes to, of members that were not missed; lane k has choice k. */
+__device__ inline void list_ranks(const ep_ll_args &a, const Op &op, const Batch &b, uint32_t t)
+{
+    const uint32_t lane = threadIdx.x;
+    const int32_t r = lane < a.top_k ? b.route[t * a.top_k + lane] : -1;
+    const uint32_t rank = r < 0 ? kNobody : rank_of(r), same = __match_any_sync(kAll, rank);
+    const bool goes = rank != kNobody && lane == (uint32_t)__ffs(same) - 1 && has(op.members, rank) && !has(op.missed, rank);
+    const uint32_t all = __ballot_sync(kAll, goes);
+
+    if (goes)
+        b.to[__popc(all & ((1u << lane) - 1))] = rank;
+    if (lane == 0)
+        *b.n = __popc(all);
+}
+
+/* Slots and indexes of token t, and where there is no mask of them the ranks that it goes to; *counted: tokens that this
+ * block has counted, lane r of warp 0 has the sum, or b.slot itself. */
+__device__ inline void place_token(const ep_ll_args &a, const Op &op, const Batch &b, uint32_t t, uint32_t to,
+                                   uint32_t *counted, uint32_t *sum)
 {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-    if (warp == 0) {
+    if (warp == 0 && kNet) {
+        count_all(a, b.route, *counted, t, b.slot);
+        *counted = t;
+        list_ranks(a, op, b, t);
+    } else if (warp == 0) {
         *sum += count_tokens(a, b.route, *counted, t);
         *counted = t;
         b.slot[lane] = *sum;
@@ -129,7 +149,7 @@ __device__ inline void place_token(const ep_ll_args &a, const Batch &b, uint32_t
 /* The headers of token t for the ranks in `to`, after the rows: a thread per 16 bytes. */
 __device__ inline void push_headers(const ep_ll_args &a, const Op &op, const Batch &b, uint32_t t, uint32_t to)
 {
-    const uint32_t parts = a.max_top_k + 1, all = __popc(to) * parts;
+    const uint32_t parts = a.max_top_k + 1, all = (kNet ? *b.n : __popc(to)) * parts;
 
     /* Release; partner: take_header, find_term.  Warp 0's is newcomers()' as well. */
     if (threadIdx.x < 32)
@@ -174,6 +194,24 @@ __device__ inline void push_scales(const ep_ll_args &a, const Op &op, uint32_t t
         store_scale(a, to, i, load_scale(a, from, i));
 }
 
+/* fn(d) for the ranks in `to`, the next rank first, or for those that are listed. */
+template <class Fn> __device__ inline void each_target(const ep_ll_args &a, const Batch &b, uint32_t to, Fn fn)
+{
+    if constexpr (kNet) {
+#pragma unroll 1
+        for (uint32_t i = 0; i < *b.n; i++)
+            fn(b.to[i]);
+    } else {
+#pragma unroll 1
+        for (uint32_t i = 1; i <= a.ranks; i++) {
+            const uint32_t d = a.rank + i < a.ranks ? a.rank + i : a.rank + i - a.ranks;
+
+            if (to >> d & 1)
+                fn(d);
+        }
+    }
+}
+
 /*
  * The row of token t to the ranks in `to`, the next rank first so that not all push to the same one.  Slots are being
  * found by some warps while others come here already.  fetched: the first pass is in `row`.
@@ -191,18 +229,16 @@ __device__ void push_row(const ep_ll_args &a, const Op &op, const Batch &b, Row<
         quantise<C>(a, b, pass, &row);
         if (pass == 0 || C != Cast::none)
             __syncthreads(); /* slots; scales */
-#pragma unroll 1
-        for (uint32_t i = 1; i <= a.ranks; i++) {
-            const uint32_t d = a.rank + i < a.ranks ? a.rank + i : a.rank + i - a.ranks;
-
-            if (!(to >> d & 1))
-                continue;
+        each_target(a, b, to, [&](uint32_t d) {
             push_pieces<C>(a, op, b, row, pass, d);
             if (C == Cast::none && a.row_scales && pass == 0)
                 push_scales(a, op, t, d, b.slot[d]);
-        }
+        });
     }
 }
+
+/* Whom send() sends to, of members: a mask; where there can be many, all of them. */
+__device__ inline bool is_sent_to(uint32_t ranks, uint32_t d) { return kNet || ranks >> d & 1; }
 
 /* Does rank d, which takes part from `from` on, owe us no credit for number n?  That it takes part no more does
  * not say so: it may be we who were left out, and d reads what we sent. */
@@ -211,25 +247,25 @@ __device__ inline bool has_credit(const ep_ll_args &a, uint64_t n, uint64_t from
     return n <= a.banks || (from > n - a.banks && from <= n) || credit >= n - a.banks;
 }
 
-/* Warp 0 waits until each of the ranks takes number n in its bank. */
+/* Warp 0 waits until each of those that owe a credit, and are sent to, takes number n in its bank. */
 __device__ inline void wait_credit(const ep_ll_args &a, Op *op, uint32_t ranks)
 {
-    const uint32_t lane = threadIdx.x;
-
-    if (ranks >> lane & 1) {
-        const uint64_t *credit = credit_at(a, a.rank, lane, bank_of(a, op->number)), *from = &a.state->from[lane];
+    each_rank(a, [&](uint32_t d) {
+        if (!has(op->lacking, d) || !is_sent_to(ranks, d))
+            return;
+        const uint64_t *credit = credit_at(a, a.rank, d, bank_of(a, op->number)), *from = &a.state->from[d];
         const Wait end = wait_for(
-            a, *op, lane,
+            a, *op, d,
             [&] {
-                if (is_far(a, lane))
-                    return has_room(a, op->number, bank_of(a, op->number), lane);
+                if (is_far(a, d))
+                    return has_room(a, op->number, bank_of(a, op->number), d);
                 return has_credit(a, op->number, load_u64(from), acquire_u64(credit)); /* partner: give_credit */
             },
-            [&] { return looks_back(a, lane, is_far(a, lane)); });
+            [&] { return looks_back(a, d, is_far(a, d)); });
 
         if (end != Wait::there)
-            miss(a, op, lane, end, EP_WAIT_CREDIT);
-    }
+            miss(a, op, d, end, EP_WAIT_CREDIT);
+    });
     __syncwarp();
 }
 
@@ -251,7 +287,7 @@ __device__ inline void push_counts(const ep_ll_args &a, const Op &op, const Batc
             atomicAdd(&count[b.route[i] & 0xffff], 1);
 #pragma unroll 1
     for (uint32_t t = threadIdx.x; t < a.tokens; t += kThreads)
-        if (ranks_of(a, b.route, t) >> d & 1)
+        if (goes_to(a, b.route, t, d))
             atomicAdd(&tokens, 1);
     __syncthreads();
 #pragma unroll 1
@@ -281,7 +317,7 @@ __device__ inline void keep_routing(const ep_ll_args &a, const Op &op, const Bat
     for (uint32_t i = threadIdx.x; i < a.tokens * a.top_k; i += kThreads) {
         const int32_t r = b.route[i];
 
-        dropped += r == kBadRoute || (r >= 0 && !(op.members >> rank_of(r) & 1));
+        dropped += r == kBadRoute || (r >= 0 && !has(op.members, rank_of(r)));
         if (!a.cached) {
             a.routing[i] = r;
             a.weights[i] = a.topk_weights ? a.topk_weights[i] : 1.0f;
@@ -319,7 +355,7 @@ template <Cast C> __device__ void fetch(const ep_ll_args &a, const Batch &b, Par
         read_routes(a, b.route, tokens * a.top_k);
 }
 
-/* To the ranks in `ranks`.  Returns whether warp 0 has fenced after the last row. */
+/* To the ranks in `ranks` (is_sent_to).  Returns whether warp 0 has fenced after the last row. */
 template <Cast C>
 __device__ bool send(const ep_ll_args &a, Op *op, const Batch &b, Part<C> &part, uint32_t *count, uint32_t ranks)
 {
@@ -328,22 +364,27 @@ __device__ bool send(const ep_ll_args &a, Op *op, const Batch &b, Part<C> &part,
 
     if (!part.counts && part.t0 >= a.tokens)
         return false;
-    if (op->lacking & ranks) {
+    if (kNet ? anybody(a, op->lacking) : op->lacking[0] & ranks) {
         if (threadIdx.x < 32)
-            wait_credit(a, op, op->lacking & ranks);
+            wait_credit(a, op, ranks);
         __syncthreads();
     }
 #pragma unroll 1
     for (uint32_t d = from_end; d < a.ranks; d += blocks)
-        if ((ranks & ~op->missed) >> d & 1)
+        if (is_sent_to(ranks, d) && has(op->members, d) && !has(op->missed, d))
             push_counts(a, *op, b, count, d);
-    if (from_end == 0 && ranks == op->members) /* not again for those who have just joined */
+    if (from_end == 0 && (kNet || ranks == op->members[0])) /* not again for those who have just joined */
         keep_routing(a, *op, b);
+    if (kNet) {
+        for (uint32_t r = threadIdx.x; r < a.ranks; r += kThreads)
+            b.slot[r] = 0;
+        __syncthreads();
+    }
 #pragma unroll 1
     for (uint32_t t = part.t0; t < a.tokens; t += blocks) {
-        const uint32_t to = ranks_of(a, b.route, t) & ranks & ~op->missed;
+        const uint32_t to = kNet ? 0 : ranks_of(a, b.route, t) & ranks & ~op->missed[0];
 
-        place_token(a, b, t, to, &counted, &sum);
+        place_token(a, *op, b, t, to, &counted, &sum);
         if (t != part.t0)
             part.weight = load_weight(a, t);
         if (threadIdx.x < a.top_k)
@@ -377,18 +418,19 @@ __device__ inline void put_dispatch(const ep_ll_args &a, const Op &op, uint32_t 
 /* Warp 0, when its block has pushed; the last block's puts. */
 __device__ inline void put_rows(const ep_ll_args &a, const Op &op)
 {
-    const uint32_t lane = threadIdx.x;
     uint32_t before = 0;
 
-    if (lane == 0) {
+    if (threadIdx.x == 0) {
         fence_sys(); /* of all rows that the barrier before has seen; partner: whoever reads what is put */
         before = count_acq_rel(&a.state->scratch.pushed);
     }
     if (__shfl_sync(kAll, before, 0) != a.blocks - 1)
         return;
     fence_sys();
-    if (lane < a.ranks && (op.members & ~op.missed) >> lane & 1 && is_far(a, lane))
-        put_dispatch(a, op, lane);
+    each_rank(a, [&](uint32_t d) {
+        if (has(op.members, d) && !has(op.missed, d) && is_far(a, d))
+            put_dispatch(a, op, d);
+    });
     __syncwarp();
 }
 

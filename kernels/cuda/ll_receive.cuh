@@ -18,12 +18,14 @@ __device__ inline uint64_t ask_again(const ep_ll_args &a, bool fenced)
     return from_of_lane(a);
 }
 
-/* Whoever has joined since the op began is a member too, and is to get his part. */
+/* Mask: whoever has joined since the op began is a member too, and is to get his part. */
 __device__ inline uint32_t newcomers(const ep_ll_args &a, const Op &op, uint64_t from)
 {
-    const uint32_t now = __ballot_sync(kAll, from <= op.number);
+    if constexpr (kNet)
+        return 0;
+    const uint32_t now = __ballot_sync(kAll, from <= op.number), members = op.members[0];
 
-    return !kNet && a.phases & EP_LL_SEND && op.members ? now & ~op.members : 0;
+    return a.phases & EP_LL_SEND && members ? now & ~members : 0;
 }
 
 /* All warps but the first: what each source sends, once it has told, to rows[s] and base[l * R + s]. */
@@ -36,7 +38,7 @@ __device__ inline void take_counts(const ep_ll_args &a, Op *op, uint32_t *rows, 
         const uint32_t s = i / vecs, at = i % vecs;
         Vec v = { { 0, 0, 0, 0 } };
 
-        if (op->members >> s & 1) {
+        if (has(op->members, s)) {
             const uint8_t *from = counts_at(a, a.rank, op->bank, s) + at * sizeof(Vec);
             const bool far = is_far(a, s);
             const Wait end = wait_for(
@@ -264,9 +266,7 @@ __device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Head
     if (tells)
         write_expert_counts(a, total, first, spanned);
     if (spanned <= a.out_rows) {
-#pragma unroll 1
-        for (uint32_t s = 0; s < a.ranks; s++)
-            most = max(most, rows[s]);
+        most = most_rows(a, rows);
         if (a.layout == EP_LAYOUT_PACKED)
             zero_padding(a, share, total, first);
     } else if (tells && threadIdx.x == 0) {
@@ -300,22 +300,19 @@ __device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Head
 
 __device__ inline void write_rank_counts(const ep_ll_args &a, const uint32_t *rows)
 {
-    if (threadIdx.x >= a.ranks)
-        return;
-    a.counts[threadIdx.x] = (int32_t)rows[threadIdx.x];
-    atomicAdd((unsigned long long *)&a.state->scratch.rows, rows[threadIdx.x]);
+#pragma unroll 1
+    for (uint32_t s = threadIdx.x; s < a.ranks; s += kThreads) {
+        a.counts[s] = (int32_t)rows[s];
+        atomicAdd((unsigned long long *)&a.state->scratch.rows, rows[s]);
+    }
 }
 
 /* Rank-major rows stay where they are: a thread per 16 bytes of header waits for it.  Who reads the rows comes later
  * in the stream, and starts with nothing cached. */
 __device__ inline void receive_in_place(const ep_ll_args &a, Op *op, Share share, const uint32_t *rows)
 {
-    const uint32_t parts = a.max_top_k + 1;
-    uint32_t most = 0;
+    const uint32_t parts = a.max_top_k + 1, most = most_rows(a, rows);
 
-#pragma unroll 1
-    for (uint32_t s = 0; s < a.ranks; s++)
-        most = max(most, rows[s]);
 #pragma unroll 1
     for (uint32_t i = share.part * kThreads + threadIdx.x; i < most * a.ranks * parts; i += share.parts * kThreads) {
         const uint32_t part = i % parts, s = i / parts % a.ranks, slot = i / parts / a.ranks;
@@ -356,13 +353,14 @@ __device__ inline void receive_in_place(const ep_ll_args &a, Op *op, Share share
  */
 __device__ inline void prepare_again(const ep_ll_args &a, Op *op, uint32_t *rows, uint32_t *base)
 {
-    const struct ep_device_scratch &s = a.state->scratch;
-    const uint32_t missing = s.gone | s.late | s.outside;
-
     if (threadIdx.x == 0) {
         const uint64_t all = a.state->left_before + a.blocks - 1; /* but this one */
 
-        op->members &= ~missing;
+        for (uint32_t w = 0; w < words_of(a); w++) {
+            const auto &missing = a.state->scratch.ranks[w];
+
+            op->members[w] &= ~(missing.gone | missing.late | missing.outside);
+        }
         a.state->scratch.rows = a.state->scratch.rows_needed = a.state->scratch.overflow = 0;
         /* They wait for nobody any more; partner: leave.  Bounded for blocks that do not agree on what the op is,
          * as a worker that a server does not trust can have it. */

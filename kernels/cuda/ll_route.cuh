@@ -16,6 +16,7 @@ struct Batch {
     uint32_t *index; /* [k] */
     float *weight;   /* [k] */
     uint32_t *to;    /* the ranks it goes to */
+    uint32_t *n;     /* how many; where ranks have a mask, that says so */
     uint32_t *scales; /* [2][kPassScales] with a cast: of the present pass of its row, and of the one before */
 };
 
@@ -111,7 +112,20 @@ __device__ inline void read_routes(const ep_ll_args &a, int32_t *route, uint32_t
 __device__ inline bool has_row(int32_t route) { return route >= 0 && !(route & EP_DEVICE_ROUTE_AGAIN); }
 __device__ inline uint32_t rank_of(int32_t route) { return (uint32_t)(route & ~EP_DEVICE_ROUTE_AGAIN) >> 16; }
 
-/* Ranks that token t goes to. */
+/* Does token t go to rank d? */
+__device__ inline bool goes_to(const ep_ll_args &a, const int32_t *route, uint32_t t, uint32_t d)
+{
+    bool goes = false;
+
+    for (uint32_t k = 0; k < a.top_k; k++) {
+        const int32_t r = route[t * a.top_k + k];
+
+        goes |= r >= 0 && rank_of(r) == d;
+    }
+    return goes;
+}
+
+/* Mask of the ranks that token t goes to, where a mask has them all. */
 __device__ inline uint32_t ranks_of(const ep_ll_args &a, const int32_t *route, uint32_t t)
 {
     uint32_t mask = 0;
@@ -143,6 +157,24 @@ __device__ inline uint32_t count_tokens(const ep_ll_args &a, const int32_t *rout
         }
     }
     return count;
+}
+
+/* Warp 0: adds the tokens [from, to) to counts[r] of each rank r that they go to; of any number of ranks. */
+__device__ inline void count_all(const ep_ll_args &a, const int32_t *route, uint32_t from, uint32_t to, uint32_t *counts)
+{
+#pragma unroll 1
+    for (uint32_t t = from + threadIdx.x; t < to; t += 32)
+#pragma unroll 1
+        for (uint32_t k = 0; k < a.top_k; k++) {
+            const int32_t r = route[t * a.top_k + k];
+            bool first = r >= 0;
+
+            for (uint32_t j = 0; first && j < k; j++)
+                first = route[t * a.top_k + j] < 0 || rank_of(route[t * a.top_k + j]) != rank_of(r);
+            if (first)
+                atomicAdd(&counts[rank_of(r)], 1);
+        }
+    __syncwarp();
 }
 
 /* A warp: how many of the first n choices name the same expert, with a row. */

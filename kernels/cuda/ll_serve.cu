@@ -180,7 +180,7 @@ __device__ inline void hand_on(const ep_ll_serve &s)
 /* One thread: the op is not executed, and that is all that becomes of it. */
 __device__ inline void turn_away(const ep_ll_args &a, const struct ep_op &op, int32_t status)
 {
-    struct ep_device_report *report = &((struct ep_control *)a.window[a.rank])->gpu.report;
+    struct ep_device_report *report = &((struct ep_control *)a.own)->gpu.report;
     const uint32_t part = op.kind == EP_OP_COMBINE ? EP_DEVICE_COMBINE : EP_DEVICE_DISPATCH;
     struct ep_device_record r = {};
 
@@ -189,10 +189,8 @@ __device__ inline void turn_away(const ep_ll_args &a, const struct ep_op &op, in
     r.sequence = ++a.state->scratch.sequence;
     r.start_ns = r.end_ns = now_ns();
     count(&a.state->counters[part], r, 0);
-    if (report->failures++ == 0) {
-        report->failure = r;
-        report->failure_op = part;
-    }
+    if (report->failures++ == 0)
+        keep_failure(report, r, part);
     if (op.handle < EP_MAX_HANDLES)
         report->records[op.handle][part] = r;
 }

@@ -40,11 +40,8 @@ __device__ inline void answer_bell(const ep_ll_serve &s, bool spins, uint32_t bl
 /* Warp 0 of the last block.  All is as it should be already, unless blocks executed different ops. */
 __device__ inline void set_right(struct ep_device_state *state)
 {
-    const uint32_t lane = threadIdx.x, sequence = offsetof(struct ep_device_scratch, sequence) / 4;
-
-    if (lane != sequence && lane != sequence + 1)
-        store_u32((uint32_t *)&state->scratch + lane, 0);
-    if (lane == 0)
+    empty_scratch(&state->scratch);
+    if (threadIdx.x == 0)
         state->left_before = load_u64(&state->left);
 }
 

@@ -43,9 +43,9 @@ int ep_cuda_net_ht_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, C
     return ep_ht_net_one(serve, shared_bytes, stream);
 }
 
-int ep_cuda_nccl_device_open(void *create, void *comm, uint64_t *wire)
+int ep_cuda_nccl_device_open(void *create, void *comm, uint32_t signals, uint64_t *wire)
 {
-    return ep_nccl_device_open(create, comm, wire);
+    return ep_nccl_device_open(create, comm, signals, wire);
 }
 
 int ep_cuda_nccl_device_close(void *destroy, void *comm, const uint64_t *wire)
@@ -85,9 +85,9 @@ int ep_cuda_net_ht_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, C
     return ep_cuda_net_one(serve, 0, shared_bytes, stream);
 }
 
-int ep_cuda_nccl_device_open(void *create, void *comm, uint64_t *wire)
+int ep_cuda_nccl_device_open(void *create, void *comm, uint32_t signals, uint64_t *wire)
 {
-    (void)create, (void)comm, (void)wire;
+    (void)create, (void)comm, (void)signals, (void)wire;
     return NCCL_INVALID_USAGE;
 }
 

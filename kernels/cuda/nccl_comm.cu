@@ -5,7 +5,7 @@
 #include "ll.h"
 
 /* On the current device.  What fails is told as NCCL's result; 0: all is well. */
-extern "C" int ep_nccl_device_open(void *create, void *comm, uint64_t *wire)
+extern "C" int ep_nccl_device_open(void *create, void *comm, uint32_t signals, uint64_t *wire)
 {
     const auto make = reinterpret_cast<decltype(&ncclDevCommCreate)>(create);
     ncclDevCommRequirements needs = {};
@@ -13,7 +13,7 @@ extern "C" int ep_nccl_device_open(void *create, void *comm, uint64_t *wire)
 
     needs.ginForceEnable = true;
     needs.ginContextCount = 1;
-    needs.ginSignalCount = EP_NET_ALL_SIGNALS;
+    needs.ginSignalCount = static_cast<int>(signals);
     const ncclResult_t result = make(static_cast<ncclComm_t>(comm), &needs, &made);
 
     if (result != ncclSuccess)

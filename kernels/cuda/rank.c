@@ -64,7 +64,7 @@ ep_status ep_cuda_rank_open(const struct ep_cuda_rank_options *options, struct e
     struct ep_cuda_rank *rank;
 
     error = error ? error : &unused;
-    if (ep_device_check(limits, error) != EP_OK)
+    if (ep_cuda_rank_check(options, error) != EP_OK)
         return error->status;
     rank = calloc(1, sizeof *rank);
     if (!rank)

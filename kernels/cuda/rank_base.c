@@ -18,6 +18,16 @@ static bool is_contiguous(const struct ep_placement *p)
     return true;
 }
 
+ep_status ep_cuda_rank_check(const struct ep_cuda_rank_options *o, struct ep_error *error)
+{
+    const uint32_t ranks = o->map->limits.ranks;
+
+    if (!o->net && ranks > EP_DEVICE_NODE_RANKS)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "ranks is %u: a node has at most %u of a group on GPUs", ranks,
+                            EP_DEVICE_NODE_RANKS);
+    return ep_device_check(&o->map->limits, error);
+}
+
 void ep_cuda_rank_base(const struct ep_cuda_rank_options *o, struct ep_ll_rank *rank)
 {
     const struct ep_layout_map *m = o->map;
@@ -30,8 +40,9 @@ void ep_cuda_rank_base(const struct ep_cuda_rank_options *o, struct ep_ll_rank *
     rank->routing = tables.routing;
     rank->weights = tables.weights;
     rank->handle_stride = tables.handle_stride;
-    for (uint32_t r = 0; r < l->ranks; r++)
+    for (uint32_t r = 0; !o->net && r < l->ranks; r++)
         a->window[r] = o->windows[r];
+    a->own = o->windows[o->rank];
     a->state = o->state;
     if (!is_contiguous(o->placement)) {
         a->home_first = (const uint32_t *)(const void *)(state + tables.home_first);
@@ -70,6 +81,7 @@ void ep_cuda_rank_ht_base(const struct ep_cuda_rank_options *o, const struct ep_
     ep_device_state_tables(o->map, o->placement, &tables);
     rank->tables = tables.ht;
     memcpy(a->window, ll->window, sizeof a->window);
+    a->own = ll->own;
     a->state = ll->state;
     a->home_first = ll->home_first;
     a->home_rank = ll->home_rank;

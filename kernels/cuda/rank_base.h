@@ -9,6 +9,8 @@
 extern "C" {
 #endif
 
+/* EP_INVALID_ARGUMENT: the kernels cannot do such a group. */
+ep_status ep_cuda_rank_check(const struct ep_cuda_rank_options *options, struct ep_error *error);
 /* All of *rank, which is zeroed, but what depends on how many blocks fit. */
 void ep_cuda_rank_base(const struct ep_cuda_rank_options *options, struct ep_ll_rank *rank);
 /* The same rank, for HT. */

@@ -284,7 +284,7 @@ ep_status ep_cuda_serve_open(const struct ep_cuda_rank_options *options, struct 
     ep_status status;
 
     error = error ? error : &unused;
-    status = ep_device_check(&options->map->limits, error);
+    status = ep_cuda_rank_check(options, error);
     if (status != EP_OK)
         return status;
     serve = calloc(1, sizeof *serve);

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "device_state.h"
 #include "ep_team.h"
 
 #define STRATEGY(name) EP__V1__NODE_STRATEGY__NODE_STRATEGY_##name
@@ -286,13 +287,20 @@ ep_status ep_plan_bounds(const Ep__V1__GroupSpec *asked, const struct ep_plan_no
 
 /* ---- room ---------------------------------------------------------------------------- */
 
+/* Of a group of so many, however much memory there is.  On GPUs one that one node cannot have is on several, where each
+ * rank has a GPU of its own. */
+static uint32_t most_ranks(const struct ep_spec_bounds *has, uint32_t wanted)
+{
+    if (has->backend != EP__V1__BACKEND__BACKEND_CUDA)
+        return has->devices;
+    return wanted > EP_DEVICE_NODE_RANKS && has->devices < EP_DEVICE_NODE_RANKS ? has->devices : EP_DEVICE_NODE_RANKS;
+}
+
 /* beside: taken of a node's memory whatever number of ranks it has. */
 static bool has_room(const struct ep_spec_bounds *has, uint32_t ranks, uint64_t rank_bytes, uint64_t beside)
 {
     const uint64_t left = has->memory_left > beside ? has->memory_left - beside : 0;
 
-    if (has->backend != EP__V1__BACKEND__BACKEND_CUDA && ranks > has->devices)
-        return false;
     if (!rank_bytes)
         return true;
     if (!has->device_left)
@@ -303,8 +311,11 @@ static bool has_room(const struct ep_spec_bounds *has, uint32_t ranks, uint64_t 
     return true;
 }
 
-static uint32_t room_of(const struct ep_spec_bounds *has, uint32_t ranks, uint64_t rank_bytes, uint64_t beside)
+static uint32_t room_of(const struct ep_spec_bounds *has, uint32_t wanted, uint64_t rank_bytes, uint64_t beside)
 {
+    const uint32_t most = most_ranks(has, wanted);
+    uint32_t ranks = wanted < most ? wanted : most;
+
     while (ranks && !has_room(has, ranks, rank_bytes, beside))
         ranks--;
     return ranks;
@@ -581,19 +592,28 @@ static void pools_clear(struct pools *pools)
     free(pools->first);
 }
 
+static ep_status check_number(const struct ep_spec_bounds *has, uint32_t ranks, struct ep_error *error)
+{
+    const bool cuda = has->backend == EP__V1__BACKEND__BACKEND_CUDA;
+
+    if (cuda && ranks > EP_DEVICE_NODE_RANKS)
+        return ep_error_set(error, EP_INVALID_ARGUMENT,
+                            "placement.ranks has %u ranks on node %s: the cuda backend has at most %u of a group on one; "
+                            "put the others elsewhere", ranks, has->node, EP_DEVICE_NODE_RANKS);
+    if (!cuda && ranks > has->devices)
+        return ep_error_set(error, EP_FAILED_PRECONDITION, "placement.ranks has %u ranks on node %s, which has %u devices",
+                            ranks, has->node, has->devices);
+    return EP_OK;
+}
+
 static ep_status check_devices(const struct ep_plan *plan, const struct ep_plan_node *nodes, size_t n,
                                struct ep_error *error)
 {
     uint32_t *ranks = count_ranks(plan);
     ep_status status = EP_OK;
 
-    for (uint32_t i = 0; !status && i < plan->n_nodes; i++) {
-        const struct ep_plan_node *node = find_node(nodes, n, plan->name[i]);
-
-        if (node->has.backend != EP__V1__BACKEND__BACKEND_CUDA && ranks[i] > node->has.devices)
-            status = ep_error_set(error, EP_FAILED_PRECONDITION, "placement.ranks has %u ranks on node %s, which has %u "
-                                  "devices", ranks[i], node->has.node, node->has.devices);
-    }
+    for (uint32_t i = 0; !status && i < plan->n_nodes; i++)
+        status = check_number(&find_node(nodes, n, plan->name[i])->has, ranks[i], error);
     free(ranks);
     return status;
 }
@@ -631,10 +651,21 @@ ep_status ep_plan_fit_part(const struct ep_settled *settled, const struct ep_pla
 
 /* ---- plans made ---------------------------------------------------------------------------- */
 
-static ep_status no_devices(const struct ep_settled *settled, struct ep_error *error)
+static ep_status no_devices(const struct ep_settled *settled, const struct ep_plan_node *nodes, size_t n,
+                            struct ep_error *error)
 {
+    const Ep__V1__GroupSpec *spec = settled->spec;
+    uint64_t room = 0;
+
+    for (size_t i = 0; i < n; i++)
+        if (serves(&nodes[i], spec, spec->backend, false))
+            room += most_ranks(&nodes[i].has, spec->ranks);
+    if (spec->backend == EP__V1__BACKEND__BACKEND_CUDA)
+        return ep_error_set(error, EP_FAILED_PRECONDITION, "ranks is %u: the nodes that take workers have room for %" PRIu64
+                            ": on a node there are at most %u of a group, and of one on several nodes no more than it has "
+                            "GPUs; ask for fewer, or start ep-server on more nodes", spec->ranks, room, EP_DEVICE_NODE_RANKS);
     return ep_error_set(error, EP_FAILED_PRECONDITION, "the nodes that take workers have too few devices for %u ranks",
-                        settled->spec->ranks);
+                        spec->ranks);
 }
 
 /* Ranks on several nodes take memory for the way between them too: how many these are is known after a first look. */
@@ -662,7 +693,7 @@ static ep_status place(const struct ep_settled *settled, const struct ep_plan_no
     if (share_out_by_memory(settled, nodes, n, out) ||
         share_out(settled, nodes, n, false, (struct ep_team_beside){ 0 }, out))
         return EP_OK;
-    return no_devices(settled, error);
+    return no_devices(settled, nodes, n, error);
 }
 
 ep_status ep_plan_make(const Ep__V1__GroupSpec *asked, const struct ep_settled *settled,

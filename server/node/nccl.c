@@ -145,10 +145,10 @@ ep_status nccl_window_close(void *comm, const struct nccl_memory *memory, struct
     return say(nccl.no_window(comm, (void *)(uintptr_t)memory->window), "ncclCommWindowDeregister", comm, error);
 }
 
-ep_status nccl_device_open(const struct ep_cuda_api *api, void *comm, uint64_t *wire, struct ep_error *error)
+ep_status nccl_device_open(const struct ep_cuda_api *api, void *comm, uint32_t ranks, uint64_t *wire, struct ep_error *error)
 {
-    return say(api->nccl_device_open(nccl.device_create, comm, wire), "ncclDevCommCreate, for a network of GPUs (GIN)",
-               comm, error);
+    return say(api->nccl_device_open(nccl.device_create, comm, ep_net_all_signals(ranks), wire),
+               "ncclDevCommCreate, for a network of GPUs (GIN)", comm, error);
 }
 
 ep_status nccl_device_close(const struct ep_cuda_api *api, void *comm, const uint64_t *wire, struct ep_error *error)

@@ -10,10 +10,19 @@
 #include "nccl_private.h"
 
 #define LEAVE_MS 10000u
-/* Nets that a communicator has in its life.  Signals are never set back, so each has its own: of the 65536 that NCCL has
- * for a communicator (NCCL_GIN_SIGNAL_POOL_SIZE), and with 2 MiB of GPU memory beside them. */
+/* Nets that a communicator has in its life.  Signals are never set back, so each has its own, of those that NCCL has for a
+ * communicator, and 2 MiB of GPU memory beside them. */
 #define MOST_NETS 32u
-_Static_assert(MOST_NETS * EP_NET_ALL_SIGNALS <= 65536, "there are signals for all nets");
+#define ALL_SIGNALS 65536u /* NCCL_GIN_SIGNAL_POOL_SIZE */
+_Static_assert((EP_NET_SIGNALS * EP_MAX_LL_BANKS + EP_NET_HT_SIGNALS) * EP_DEVICE_MAX_RANKS <= ALL_SIGNALS,
+               "there are signals for a net");
+
+static uint32_t most_nets(uint32_t ranks)
+{
+    const uint32_t have_signals = ALL_SIGNALS / ep_net_all_signals(ranks);
+
+    return have_signals < MOST_NETS ? have_signals : MOST_NETS;
+}
 
 /* ---- threads, one for each rank ------------------------------------------------------------------ */
 
@@ -206,7 +215,7 @@ static struct world *hold_world(const char *group, uint32_t ranks, const struct 
     for (world = worlds; world; world = world->next)
         if (!strcmp(world->group, group) && has_ranks(world, ranks, here, n))
             break;
-    if (world && (world->distrusted || world->nets == 0 || world->nets >= MOST_NETS))
+    if (world && (world->distrusted || world->nets == 0 || world->nets >= most_nets(ranks)))
         world = NULL;
     if (world)
         world->users++;
@@ -404,7 +413,7 @@ static ep_status join(struct member *member)
         status = nccl_window_open(at->comm, &member->rank.memory[i], error);
     }
     if (!status)
-        status = nccl_device_open(world->api, at->comm, member->rank.wire, error);
+        status = nccl_device_open(world->api, at->comm, world->ranks, member->rank.wire, error);
     if (!status)
         memcpy(at->wire[at->wires++], member->rank.wire, sizeof member->rank.wire);
     return status;

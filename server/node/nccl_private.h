@@ -13,7 +13,7 @@ ep_status nccl_comm_abort(void *comm, struct ep_error *error);
 ep_status nccl_window_open(void *comm, struct nccl_memory *memory, struct ep_error *error);
 ep_status nccl_window_close(void *comm, const struct nccl_memory *memory, struct ep_error *error);
 /* Collective. */
-ep_status nccl_device_open(const struct ep_cuda_api *api, void *comm, uint64_t *wire, struct ep_error *error);
+ep_status nccl_device_open(const struct ep_cuda_api *api, void *comm, uint32_t ranks, uint64_t *wire, struct ep_error *error);
 ep_status nccl_device_close(const struct ep_cuda_api *api, void *comm, const uint64_t *wire, struct ep_error *error);
 
 #endif

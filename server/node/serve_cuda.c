@@ -248,7 +248,7 @@ static ep_status open_serve(struct serve *serve, struct cuda_team *team, const s
                             struct ep_error *error)
 {
     const struct cuda_rank *r = &team->ranks[options->rank];
-    void *windows[EP_DEVICE_MAX_RANKS];
+    void **windows = calloc(team->n, sizeof *windows);
     const struct ep_cuda_rank_options cuda = {
         .device = r->ordinal,
         .rank = options->rank,
@@ -260,11 +260,14 @@ static ep_status open_serve(struct serve *serve, struct cuda_team *team, const s
         .net = team->span != NULL,
     };
 
-    for (uint32_t i = 0; i < team->n; i++) /* of other nodes: the outbox, beside the window */
-        windows[i] = cuda_is_here(team, i) ? team->ranks[i].window : r->beside - team->map->ll;
+    if (!windows)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for %u windows", team->n);
+    for (uint32_t i = 0; i < team->n; i++)
+        windows[i] = team->ranks[i].window;
 
     ep_status status = team->api->serve_open(&cuda, &serve->serve, error);
 
+    free(windows);
     return status ? ep_error_prefix(error, "the kernels of rank %u", options->rank) : EP_OK;
 }
 

@@ -27,7 +27,7 @@ struct cuda_span {
     struct lost_nodes *lost;
     struct hold *holds; /* under lock */
     uint64_t last_id;
-    uint32_t node[EP_DEVICE_MAX_RANKS];
+    uint32_t node[];
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of holds: between timers and a team that goes */
@@ -216,7 +216,11 @@ ep_status cuda_span_make_net(struct cuda_team *team, uint32_t rank, struct ep_er
     net = malloc(sizeof *net);
     if (!net)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for what rank %u knows of other nodes", rank);
-    ep_net_describe(team->map, team->span->node, rank, net);
+    status = ep_net_describe(team->map, team->span->node, rank, net, error);
+    if (status) {
+        free(net);
+        return status;
+    }
     net->window = nccl->memory[NCCL_WINDOW].window;
     net->beside = nccl->memory[NCCL_BESIDE].window;
     memcpy(net->wire, nccl->wire, sizeof net->wire);
@@ -227,17 +231,44 @@ ep_status cuda_span_make_net(struct cuda_team *team, uint32_t rank, struct ep_er
     return status;
 }
 
+static struct ep_device_net *net_of(const struct cuda_team *team, uint32_t rank)
+{
+    return team->api->memory_at(team->ranks[rank].net);
+}
+
+/* What leads the rank to all others: those of this node that have no window yet are told to it later. */
+static ep_status lead(struct cuda_team *team, uint32_t rank, struct ep_error *error)
+{
+    uint64_t *windows = calloc(team->n, sizeof *windows);
+    const uint8_t *outbox = team->ranks[rank].beside - team->map->ll;
+    ep_status status;
+
+    if (!windows)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for %u windows", team->n);
+    for (uint32_t i = 0; i < team->n; i++)
+        windows[i] = (uint64_t)(uintptr_t)(cuda_is_here(team, i) ? team->ranks[i].window : outbox);
+    status = cuda_write(team, rank, net_of(team, rank)->windows, windows, team->n * sizeof *windows, error);
+    free(windows);
+    return status;
+}
+
+static ep_status tell_window(struct cuda_team *team, uint32_t to, uint32_t rank, struct ep_error *error)
+{
+    const uint64_t window = (uint64_t)(uintptr_t)team->ranks[rank].window;
+    const uint64_t at = (uint64_t)(uintptr_t)team->ranks[rank].beside;
+    struct ep_device_net *net = net_of(team, to);
+    ep_status status = cuda_write(team, to, &net->at[rank], &at, sizeof at, error);
+
+    return status ? status : cuda_write(team, to, &net->windows[rank], &window, sizeof window, error);
+}
+
 ep_status cuda_span_tell_window(struct cuda_team *team, uint32_t rank, struct ep_error *error)
 {
-    const uint64_t at = (uint64_t)(uintptr_t)team->ranks[rank].beside;
-    ep_status status = EP_OK;
+    ep_status status = team->span ? lead(team, rank, error) : EP_OK;
 
     for (uint32_t i = 0; !status && team->span && i < team->n; i++)
-        if (cuda_is_here(team, i)) {
-            struct ep_device_net *net = team->api->memory_at(team->ranks[i].net);
-
-            status = cuda_write(team, i, &net->at[rank], &at, sizeof at, error);
-        }
+        if (cuda_is_here(team, i))
+            status = tell_window(team, i, rank, error);
     return status;
 }
 
@@ -252,7 +283,7 @@ void cuda_span_distrust(struct ep_team *base)
 /* Losses are told from the watch's thread on.  The net of hosts is the watch's when this has gone well. */
 ep_status cuda_span_open(struct cuda_team *team, const struct ep_team_span *options, struct ep_error *error)
 {
-    struct cuda_span *span = calloc(1, sizeof *span);
+    struct cuda_span *span = calloc(1, sizeof *span + team->n * sizeof *span->node);
     ep_status status;
 
     if (!span)

@@ -138,12 +138,9 @@ ep_status cuda_read_begun(const struct cuda_team *team, struct ep_team_numbers *
 /* Its running op stops waiting: peers that have left it out send it nothing any more. */
 static void cut(struct cuda_team *team, uint32_t rank)
 {
-    uint64_t never[EP_DEVICE_MAX_RANKS];
     struct ep_error error = EP_ERROR_INIT;
 
-    for (uint32_t i = 0; i < EP_DEVICE_MAX_RANKS; i++)
-        never[i] = EP_DEVICE_NEVER;
-    if (cuda_write(team, rank, cuda_state(team, rank)->from, never, sizeof never, &error))
+    if (cuda_write(team, rank, cuda_state(team, rank)->from, team->never, team->n * sizeof *team->never, &error))
         EP_ERROR("node", "a rank cannot be told that all are absent", EP_U("rank", rank),
                  EP_U("epoch", team->epoch), EP_S("error", error.text));
 }
@@ -421,6 +418,7 @@ static void destroy(struct ep_team *base)
             team->api->memory_destroy(team->ranks[i].state);
         team->api->memory_destroy(team->ranks[i].net);
     }
+    free(team->ranks);
     free(team);
 }
 
@@ -436,12 +434,31 @@ static ep_status make_state(struct cuda_team *team, uint32_t rank, struct ep_err
     return cuda_write_state(team, rank, error);
 }
 
-/* Kernels write into their peers' windows. */
-static ep_status check_reach(const struct ep_team_options *options, uint32_t n, uint32_t here, struct ep_error *error)
+static bool is_here(const struct ep_team_options *options, uint32_t rank)
 {
-    for (uint32_t a = 0; a < n; a++)
-        for (uint32_t b = 0; b < a; b++)
-            if (here >> a & here >> b & 1 && !ep_node_gpus_reach(options->node, options->devices[a], options->devices[b]))
+    const struct ep_team_span *span = options->span;
+
+    return !span || span->node[rank] == span->own;
+}
+
+static ep_status check_number(const struct ep_team_options *options, struct ep_error *error)
+{
+    uint32_t here = 0;
+
+    for (uint32_t i = 0; i < options->map->limits.ranks; i++)
+        here += is_here(options, i);
+    if (here > EP_DEVICE_NODE_RANKS)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "%u ranks are on this node: the cuda backend has at most %u of a "
+                            "group on one", here, EP_DEVICE_NODE_RANKS);
+    return EP_OK;
+}
+
+/* Kernels write into their peers' windows. */
+static ep_status check_reach(const struct ep_team_options *options, struct ep_error *error)
+{
+    for (uint32_t a = 0; a < options->map->limits.ranks; a++)
+        for (uint32_t b = 0; is_here(options, a) && b < a; b++)
+            if (is_here(options, b) && !ep_node_gpus_reach(options->node, options->devices[a], options->devices[b]))
                 return ep_error_set(error, EP_FAILED_PRECONDITION,
                                     "rank %u is on %s and rank %u on %s, which do not reach each other's memory: "
                                     "ask for fewer ranks, or give the server GPUs of one NVLink domain",
@@ -471,16 +488,6 @@ static const struct ep_team_ops cuda_ops = {
     .start = start,
 };
 
-static uint32_t ranks_here(const struct ep_team_options *options)
-{
-    const struct ep_team_span *span = options->span;
-    uint32_t here = 0;
-
-    for (uint32_t i = 0; i < options->map->limits.ranks; i++)
-        here |= (uint32_t)(!span || span->node[i] == span->own) << i;
-    return here;
-}
-
 static void fill(struct cuda_team *team, const struct ep_team_options *options)
 {
     team->base.ops = &cuda_ops;
@@ -493,12 +500,28 @@ static void fill(struct cuda_team *team, const struct ep_team_options *options)
     team->timeout_ms = options->timeout_ms;
     team->region_bytes = options->node->region_bytes;
     team->n = options->map->limits.ranks;
-    team->here = ranks_here(options);
-    for (uint32_t i = 0; i < EP_DEVICE_MAX_RANKS; i++)
+    for (uint32_t i = 0; i < EP_DEVICE_MAX_RANKS; i++) {
         team->ht_from[i] = team->from[i] = i < team->n ? 1 : EP_DEVICE_NEVER;
-    for (uint32_t i = 0; i < team->n; i++)
-        if (cuda_is_here(team, i))
+        team->never[i] = EP_DEVICE_NEVER;
+    }
+    for (uint32_t i = 0; i < team->n; i++) {
+        team->ranks[i].here = is_here(options, i);
+        if (team->ranks[i].here)
             team->ranks[i].ordinal = options->node->devices[options->devices[i]].ordinal;
+    }
+}
+
+static struct cuda_team *make_team(uint32_t n)
+{
+    struct cuda_team *team = calloc(1, sizeof *team);
+
+    if (!team)
+        return NULL;
+    team->ranks = calloc(n, sizeof *team->ranks);
+    if (team->ranks)
+        return team;
+    free(team);
+    return NULL;
 }
 
 ep_status ep_team_cuda_create(const struct ep_team_options *options, struct ep_team **out,
@@ -510,10 +533,12 @@ ep_status ep_team_cuda_create(const struct ep_team_options *options, struct ep_t
 
     status = ep_device_check(&options->map->limits, error);
     if (!status)
-        status = check_reach(options, n, ranks_here(options), error);
+        status = check_number(options, error);
+    if (!status)
+        status = check_reach(options, error);
     if (status)
         return status;
-    team = calloc(1, sizeof *team);
+    team = make_team(n);
     if (!team)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a team");
     fill(team, options);

@@ -6,8 +6,9 @@
 #include "team_private.h"
 
 struct cuda_rank {
+    bool here;        /* on this node; else it has nothing of what follows */
     uint32_t ordinal; /* of its GPU in this process */
-    struct ep_cuda_memory *state; /* NULL: the rank is on another node, and has nothing of what follows here */
+    struct ep_cuda_memory *state;
     struct ep_cuda_memory *net;   /* of struct ep_device_net and its tables; NULL without a span */
     uint8_t *window, *beside; /* on the GPU */
     struct ep_device_counters seen[EP_DEVICE_PARTS]; /* of the state: what has been counted already */
@@ -27,12 +28,13 @@ struct cuda_team {
     uint64_t region_bytes;              /* of workers' own memory that are mapped for a rank, at most */
     uint64_t from[EP_DEVICE_MAX_RANKS]; /* as it is in every state: nobody else writes it */
     uint64_t ht_from[EP_DEVICE_MAX_RANKS];
-    uint32_t n, here;  /* ranks; mask: of this node */
-    struct cuda_rank ranks[EP_DEVICE_MAX_RANKS];
+    uint64_t never[EP_DEVICE_MAX_RANKS]; /* EP_DEVICE_NEVER: what is written when all are absent */
+    uint32_t n;                          /* ranks */
+    struct cuda_rank *ranks;
     struct cuda_span *span; /* NULL: all ranks are here */
 };
 
-static inline bool cuda_is_here(const struct cuda_team *team, uint32_t rank) { return team->here >> rank & 1; }
+static inline bool cuda_is_here(const struct cuda_team *team, uint32_t rank) { return team->ranks[rank].here; }
 
 static inline struct ep_device_state *cuda_state(const struct cuda_team *team, uint32_t rank)
 {
@@ -75,7 +77,7 @@ void cuda_span_close(struct cuda_team *team); /* without one: nothing */
 void cuda_span_give_back(struct cuda_team *team);
 /* The rank's struct ep_device_net. */
 ep_status cuda_span_make_net(struct cuda_team *team, uint32_t rank, struct ep_error *error);
-/* Where the rank's memory beside its window is, to all that are here.  Without a span: nothing. */
+/* Where the rank's window and the memory beside it are, to all that are here.  Without a span: nothing. */
 ep_status cuda_span_tell_window(struct cuda_team *team, uint32_t rank, struct ep_error *error);
 uint64_t cuda_span_held(const struct cuda_team *team);
 /* As of struct ep_team_ops. */

@@ -46,7 +46,8 @@ struct cpu_rank {
     struct cpu_kernels *kernels;       /* libep_cuda_kernels.so's */
 };
 
-bool cpu_rank_init(struct cpu_rank *rank, const struct ep_placement *placement);
+/* After a failure too it is to be ended. */
+ep_status cpu_rank_init(struct cpu_rank *rank, const struct ep_placement *placement, struct ep_error *error);
 void cpu_rank_fini(struct cpu_rank *rank);
 
 /* Does it run ops of this mode? */

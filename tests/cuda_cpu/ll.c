@@ -40,13 +40,21 @@ static bool copy_placement(const struct ep_placement *from, struct ep_placement 
     return status == EP_OK;
 }
 
-bool cpu_rank_init(struct cpu_rank *r, const struct ep_placement *placement)
+static ep_status no_memory(struct ep_error *error)
+{
+    return ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
+}
+
+ep_status cpu_rank_init(struct cpu_rank *r, const struct ep_placement *placement, struct ep_error *error)
 {
     const struct ep_limits *l = &r->map.limits;
     const size_t choices = (size_t)l->ll_max_tokens * l->top_k;
 
+    if (r->ranks > EP_DEVICE_NODE_RANKS)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "ranks is %u: this module has at most %u", r->ranks,
+                            EP_DEVICE_NODE_RANKS);
     if (!copy_placement(placement, &r->placement))
-        return false;
+        return no_memory(error);
     for (uint32_t h = 0; h < EP_MAX_HANDLES; h++) {
         struct cpu_handle *handle = &r->handle[h];
 
@@ -56,9 +64,9 @@ bool cpu_rank_init(struct cpu_rank *r, const struct ep_placement *placement)
         handle->arrived = calloc(l->ranks, sizeof *handle->arrived);
         handle->arrival = malloc((size_t)l->ranks * l->ll_max_tokens * sizeof *handle->arrival);
         if (!handle->home || !handle->local || !handle->weight || !handle->arrived || !handle->arrival)
-            return false;
+            return no_memory(error);
     }
-    return true;
+    return EP_OK;
 }
 
 void cpu_rank_fini(struct cpu_rank *r)
@@ -648,7 +656,7 @@ static void write_record(struct run *c, uint32_t part, bool second_half)
         c->record.status = EP_DETACHED;
     c->record.generation = c->op->generation;
     c->record.number = c->number;
-    c->record.arrived = c->members & ~c->missed;
+    c->record.arrived[0] = c->members & ~c->missed;
     c->record.layout = c->op->layout;
     c->record.wire_dtype = c->op->wire_dtype;
     c->record.timeout_ns = __atomic_load_n(&state->timeout_ns, __ATOMIC_RELAXED);

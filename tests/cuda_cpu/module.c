@@ -188,16 +188,18 @@ static void stop_queue(struct queue *queue)
 
 static ep_status fill(const struct ep_cuda_rank_options *options, struct cpu_rank *r, struct ep_error *error)
 {
+    if (options->net)
+        return ep_error_set(error, EP_UNIMPLEMENTED, "this module reaches no other node");
     r->rank = options->rank;
     r->ranks = options->map->limits.ranks;
     r->map = *options->map;
     r->state = cuda_fixture_host(options->state);
     for (uint32_t i = 0; i < r->ranks; i++)
         r->window[i] = cuda_fixture_host(options->windows[i]);
-    if (cpu_rank_init(r, options->placement))
+    if (cpu_rank_init(r, options->placement, error) == EP_OK)
         return EP_OK;
     cpu_rank_fini(r);
-    return ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
+    return error->status;
 }
 
 static void run_op(struct queue *queue, const struct ep_op *op)

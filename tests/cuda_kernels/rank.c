@@ -13,7 +13,6 @@ struct cpu_kernels {
     struct ep_ht_rank ht;
     uint32_t shared_bytes, ht_shared_bytes;
     struct wire *wire; /* NULL: all ranks are on one node */
-    struct ep_device_net *net;
 };
 
 int ep_net_ll_dispatch(const struct ep_ll_args *args, uint32_t shared_bytes, void *stream);
@@ -22,30 +21,22 @@ int ep_net_ll_release(const struct ep_ll_args *args, void *stream);
 int ep_net_ht_dispatch(const struct ep_ht_args *args, uint32_t shared_bytes, void *stream);
 int ep_net_ht_combine(const struct ep_ht_args *args, void *stream);
 
-static void open_wire(struct cpu_rank *rank, struct cpu_kernels *k)
-{
-    if (!wire_is_there(rank->ranks))
-        return;
-    k->wire = wire_open(rank->window, rank->rank, rank->ranks, &rank->map, &k->net);
-    for (uint32_t r = 0; r < rank->ranks; r++) {
-        if (!(k->net->far >> r & 1))
-            continue;
-        k->ll.base.window[r] = wire_outbox(k->wire);
-        k->ht.base.window[r] = NULL; /* nothing of HT is stored there */
-    }
-}
-
-bool cpu_rank_init(struct cpu_rank *rank, const struct ep_placement *placement)
+ep_status cpu_rank_init(struct cpu_rank *rank, const struct ep_placement *placement, struct ep_error *error)
 {
     struct cpu_kernels *k = calloc(1, sizeof *k);
     void *windows[EP_DEVICE_MAX_RANKS];
-    const struct ep_cuda_rank_options options = {
-        .rank = rank->rank, .map = &rank->map, .placement = placement, .windows = windows, .state = rank->state
-    };
+    const struct ep_cuda_rank_options options = { .rank = rank->rank,
+                                                  .map = &rank->map,
+                                                  .placement = placement,
+                                                  .windows = windows,
+                                                  .state = rank->state,
+                                                  .net = wire_is_there(rank->ranks) };
 
     rank->kernels = k;
     if (!k)
-        return false;
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
+    if (ep_cuda_rank_check(&options, error) != EP_OK)
+        return error->status;
     for (uint32_t i = 0; i < rank->ranks; i++)
         windows[i] = rank->window[i];
     ep_cuda_rank_base(&options, &k->ll);
@@ -56,8 +47,7 @@ bool cpu_rank_init(struct cpu_rank *rank, const struct ep_placement *placement)
     k->ht.combine_blocks = HT_COMBINE_BLOCKS;
     k->shared_bytes = (uint32_t)ep_device_shared_bytes(&rank->map.limits);
     k->ht_shared_bytes = (uint32_t)ep_device_ht_shared_bytes(&rank->map.limits);
-    open_wire(rank, k);
-    return true;
+    return options.net ? wire_open(rank->window, rank->rank, &rank->map, &k->wire, error) : EP_OK;
 }
 
 void cpu_rank_fini(struct cpu_rank *rank)
@@ -70,7 +60,7 @@ void cpu_rank_fini(struct cpu_rank *rank)
 /* Nobody else writes where the net is into the state. */
 static void run_net(struct cpu_kernels *k, const struct ep_op *op, const struct ep_ll_args *args)
 {
-    k->ll.base.state->net = (uint64_t)(uintptr_t)k->net;
+    k->ll.base.state->net = (uint64_t)(uintptr_t)wire_net(k->wire);
     switch (op->kind) {
     case EP_OP_DISPATCH: (void)ep_net_ll_dispatch(args, k->shared_bytes, NULL); break;
     case EP_OP_COMBINE:  (void)ep_net_ll_combine(args, k->shared_bytes, NULL); break;
@@ -96,7 +86,7 @@ static void run_ll(struct cpu_kernels *k, const struct ep_op *op, bool completes
 
 static void run_ht_net(struct cpu_kernels *k, const struct ep_op *op, const struct ep_ht_args *args)
 {
-    k->ht.base.state->net = (uint64_t)(uintptr_t)k->net;
+    k->ht.base.state->net = (uint64_t)(uintptr_t)wire_net(k->wire);
     if (op->kind == EP_OP_DISPATCH)
         (void)ep_net_ht_dispatch(args, k->ht_shared_bytes, NULL);
     else if (op->kind == EP_OP_COMBINE)

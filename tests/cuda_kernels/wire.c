@@ -21,22 +21,12 @@ struct place {
     const uint8_t *window;
     uint32_t users;
     uint8_t *beside;
-    uint64_t signals[EP_NET_ALL_SIGNALS];
-};
-
-struct wire {
-    uint32_t rank, ranks;
-    uint8_t *window[EP_DEVICE_MAX_RANKS];
-    struct place *place[EP_DEVICE_MAX_RANKS];
-    struct ep_device_net *net;
-    uint64_t ll;
+    uint64_t *signals;
 };
 
 /* A put, or a signal. */
 struct item {
-    struct item *next; /* in the order in which they were put */
-    const struct wire *from;
-    uint32_t rank; /* to whom */
+    struct item *next; /* to the same rank, in the order in which they were put */
     uint8_t *to;
     const uint8_t *source; /* NULL: a signal */
     uint8_t *read;         /* the source as it was when it was put; NULL: it is read when it lands */
@@ -44,9 +34,20 @@ struct item {
     uint64_t bytes, by, due_ns;
 };
 
+struct wire {
+    struct wire *next;
+    uint32_t rank, ranks;
+    struct ep_device_net *net;
+    struct peer {
+        uint8_t *window;
+        struct place *place;
+        struct item *first, **last; /* under way to it */
+    } peer[];
+};
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct place *places;
-static struct item *first, **last = &first;
+static struct wire *wires;
 static uint32_t chance = 0x2545f491;
 static uint32_t late_ns, late_percent;
 static bool running;
@@ -69,12 +70,12 @@ static uint64_t delay_ns(void)
 }
 
 /* A signal waits for the puts before it. */
-static bool may_land(const struct item *item, uint64_t now)
+static bool may_land(const struct peer *peer, const struct item *item, uint64_t now)
 {
     if (item->due_ns > now)
         return false;
-    for (const struct item *before = first; item->signal && before != item; before = before->next)
-        if (before->source && before->from == item->from && before->rank == item->rank)
+    for (const struct item *before = peer->first; item->signal && before != item; before = before->next)
+        if (before->source)
             return false;
     return true;
 }
@@ -88,22 +89,21 @@ static void land(const struct item *item)
         memcpy(item->to, item->read ? item->read : item->source, item->bytes);
 }
 
-static void land_some(void)
+static void land_some(struct peer *peer, uint64_t now)
 {
-    const uint64_t now = ep_clock_ns();
-    struct item **at = &first;
+    struct item **at = &peer->first;
 
     while (*at) {
         struct item *item = *at;
 
-        if (!may_land(item, now)) {
+        if (!may_land(peer, item, now)) {
             at = &item->next;
             continue;
         }
         land(item);
         *at = item->next;
         if (!item->next)
-            last = at;
+            peer->last = at;
         free(item->read);
         free(item);
     }
@@ -114,7 +114,9 @@ static void *run(void *unused)
     (void)unused;
     for (;;) {
         pthread_mutex_lock(&lock);
-        land_some();
+        for (struct wire *wire = wires; wire; wire = wire->next)
+            for (uint32_t r = 0; r < wire->ranks; r++)
+                land_some(&wire->peer[r], ep_clock_ns());
         pthread_mutex_unlock(&lock);
         nanosleep(&(struct timespec){ .tv_nsec = NAP_NS }, NULL);
     }
@@ -128,7 +130,7 @@ static void *allocated(void *memory)
     return memory;
 }
 
-static void send(const struct item *what)
+static void send(struct peer *to, const struct item *what)
 {
     struct item *item = allocated(malloc(sizeof *item));
 
@@ -138,39 +140,39 @@ static void send(const struct item *what)
         item->read = memcpy(allocated(malloc(item->bytes)), item->source, item->bytes);
     item->due_ns = ep_clock_ns() + delay_ns();
     item->next = NULL;
-    *last = item;
-    last = &item->next;
+    *to->last = item;
+    to->last = &item->next;
     pthread_mutex_unlock(&lock);
 }
 
 /* ---- kernels ------------------------------------------------------------------------------------------ */
 
-static const struct wire *wire_of(const struct ep_device_net *net)
+static struct wire *wire_of(const struct ep_device_net *net)
 {
-    return (const struct wire *)(uintptr_t)net->wire[0];
+    return (struct wire *)(uintptr_t)net->wire[0];
 }
 
 void wire_put(const struct ep_device_net *net, uint32_t rank, uint64_t there, uint64_t to, uint64_t from, uint64_t bytes)
 {
-    const struct wire *wire = wire_of(net);
+    struct wire *wire = wire_of(net);
+    struct peer *peer = &wire->peer[rank];
 
-    send(&(struct item){ .from = wire, .rank = rank,
-                         .to = (there == net->window ? wire->window[rank] : wire->place[rank]->beside) + to,
-                         .source = wire->place[wire->rank]->beside + from, .bytes = bytes });
+    send(peer, &(struct item){ .to = (there == net->window ? peer->window : peer->place->beside) + to,
+                               .source = wire->peer[wire->rank].place->beside + from, .bytes = bytes });
 }
 
 void wire_raise(const struct ep_device_net *net, uint32_t rank, uint32_t signal, uint64_t by)
 {
-    const struct wire *wire = wire_of(net);
+    struct peer *peer = &wire_of(net)->peer[rank];
 
-    send(&(struct item){ .from = wire, .rank = rank, .signal = &wire->place[rank]->signals[signal], .by = by });
+    send(peer, &(struct item){ .signal = &peer->place->signals[signal], .by = by });
 }
 
 const uint64_t *wire_signal(const struct ep_device_net *net, uint32_t signal)
 {
     const struct wire *wire = wire_of(net);
 
-    return &wire->place[wire->rank]->signals[signal];
+    return &wire->peer[wire->rank].place->signals[signal];
 }
 
 /* ---- ends ------------------------------------------------------------------------------------------------ */
@@ -181,7 +183,7 @@ bool wire_is_there(uint32_t ranks)
 }
 
 /* Under the lock. */
-static struct place *take_place(const uint8_t *window, uint64_t beside)
+static struct place *take_place(const uint8_t *window, uint32_t ranks, uint64_t beside)
 {
     struct place *place = places;
 
@@ -192,6 +194,7 @@ static struct place *take_place(const uint8_t *window, uint64_t beside)
         place->window = window;
         place->beside = allocated(aligned_alloc(4096, (beside + 4095) / 4096 * 4096));
         memset(place->beside, 0, beside);
+        place->signals = allocated(calloc(ep_net_all_signals(ranks), sizeof *place->signals));
         place->next = places;
         places = place;
     }
@@ -209,6 +212,7 @@ static void leave_place(struct place *place)
         at = &(*at)->next;
     *at = place->next;
     free(place->beside);
+    free(place->signals);
     free(place);
 }
 
@@ -228,46 +232,101 @@ static void start(void)
     running = true;
 }
 
-struct wire *wire_open(uint8_t *const *windows, uint32_t rank, uint32_t ranks, const struct ep_layout_map *map,
-                       struct ep_device_net **net)
+/* All that the nodes say, and the memory behind it. */
+static ep_status describe(struct wire *wire, const struct ep_layout_map *map, struct ep_error *error)
 {
-    struct wire *wire = allocated(calloc(1, sizeof *wire));
-    struct ep_device_net described;
-    uint32_t node[EP_DEVICE_MAX_RANKS];
+    struct ep_device_net *net = allocated(calloc(1, sizeof *net));
+    uint32_t *node = allocated(calloc(wire->ranks, sizeof *node));
+    ep_status status;
 
-    for (uint32_t r = 0; r < ranks; r++)
-        node[r] = wire_node_of(r, ranks);
-    ep_net_describe(map, node, rank, &described);
-    wire->net = allocated(calloc(1, described.bytes));
-    *wire->net = described;
+    for (uint32_t r = 0; r < wire->ranks; r++)
+        node[r] = wire_node_of(r, wire->ranks);
+    status = ep_net_describe(map, node, wire->rank, net, error);
+    free(node);
+    if (status == EP_OK) {
+        wire->net = allocated(calloc(1, net->bytes));
+        *wire->net = *net;
+    }
+    free(net);
+    return status;
+}
+
+static bool is_far(const struct wire *wire, uint32_t rank)
+{
+    return wire->net->far[rank / 32] >> rank % 32 & 1;
+}
+
+/* Under the lock: its peers, and where they are. */
+static void join(struct wire *wire, uint8_t *const *windows, const struct ep_layout_map *map)
+{
+    for (uint32_t r = 0; r < wire->ranks; r++) {
+        struct peer *peer = &wire->peer[r];
+
+        peer->window = windows[r];
+        peer->place = take_place(windows[r], wire->ranks, wire->net->map.bytes);
+        peer->last = &peer->first;
+    }
+    for (uint32_t r = 0; r < wire->ranks; r++) {
+        uint8_t *beside = wire->peer[is_far(wire, r) ? wire->rank : r].place->beside;
+
+        wire->net->windows[r] = (uint64_t)(uintptr_t)(is_far(wire, r) ? beside - map->ll : windows[r]);
+        wire->net->at[r] = is_far(wire, r) ? 0 : (uint64_t)(uintptr_t)beside;
+    }
+    wire->next = wires;
+    wires = wire;
+}
+
+ep_status wire_open(uint8_t *const *windows, uint32_t rank, const struct ep_layout_map *map, struct wire **out,
+                    struct ep_error *error)
+{
+    const uint32_t ranks = map->limits.ranks;
+    struct wire *wire = allocated(calloc(1, sizeof *wire + ranks * sizeof *wire->peer));
+
+    wire->rank = rank;
+    wire->ranks = ranks;
+    if (describe(wire, map, error) != EP_OK) {
+        free(wire);
+        return error->status;
+    }
     wire->net->wire[0] = (uint64_t)(uintptr_t)wire;
     wire->net->window = 1; /* two names */
     wire->net->beside = 2;
-    wire->rank = rank;
-    wire->ranks = ranks;
-    wire->ll = map->ll;
     pthread_mutex_lock(&lock);
     start();
-    for (uint32_t r = 0; r < ranks; r++) {
-        wire->window[r] = windows[r];
-        wire->place[r] = take_place(windows[r], described.map.bytes);
-        if (!(described.far >> r & 1))
-            wire->net->at[r] = (uint64_t)(uintptr_t)wire->place[r]->beside;
-    }
+    join(wire, windows, map);
     pthread_mutex_unlock(&lock);
-    *net = wire->net;
-    return wire;
+    *out = wire;
+    return EP_OK;
+}
+
+struct ep_device_net *wire_net(const struct wire *wire)
+{
+    return wire->net;
 }
 
 static bool is_under_way(const struct wire *wire)
 {
+    const uint8_t *window = wire->peer[wire->rank].window;
     bool found = false;
 
     pthread_mutex_lock(&lock);
-    for (const struct item *item = first; item; item = item->next)
-        found |= item->from == wire || item->from->window[item->rank] == wire->window[wire->rank];
+    for (const struct wire *from = wires; from; from = from->next)
+        for (uint32_t r = 0; r < from->ranks; r++)
+            found |= from->peer[r].first && (from == wire || from->peer[r].window == window);
     pthread_mutex_unlock(&lock);
     return found;
+}
+
+/* Under the lock. */
+static void leave(struct wire *wire)
+{
+    struct wire **at = &wires;
+
+    while (*at != wire)
+        at = &(*at)->next;
+    *at = wire->next;
+    for (uint32_t r = 0; r < wire->ranks; r++)
+        leave_place(wire->peer[r].place);
 }
 
 void wire_close(struct wire *wire)
@@ -277,14 +336,8 @@ void wire_close(struct wire *wire)
     while (is_under_way(wire))
         nanosleep(&(struct timespec){ .tv_nsec = NAP_NS }, NULL);
     pthread_mutex_lock(&lock);
-    for (uint32_t r = 0; r < wire->ranks; r++)
-        leave_place(wire->place[r]);
+    leave(wire);
     pthread_mutex_unlock(&lock);
     free(wire->net);
     free(wire);
-}
-
-uint8_t *wire_outbox(struct wire *wire)
-{
-    return wire->place[wire->rank]->beside - wire->ll;
 }

@@ -22,13 +22,13 @@ struct wire;
 
 /* Are ranks on several nodes? */
 bool wire_is_there(uint32_t ranks);
-/* The end of a rank, whose peers have these windows, and what its kernels know of it. */
-struct wire *wire_open(uint8_t *const *windows, uint32_t rank, uint32_t ranks, const struct ep_layout_map *map,
-                       struct ep_device_net **net);
+/* The end of a rank, whose peers have these windows. */
+ep_status wire_open(uint8_t *const *windows, uint32_t rank, const struct ep_layout_map *map, struct wire **out,
+                    struct ep_error *error);
 /* Nothing is under way from it or to it any more. */
 void wire_close(struct wire *wire);
-/* What window[d] of a rank on another node is. */
-uint8_t *wire_outbox(struct wire *wire);
+/* What its kernels know of it. */
+struct ep_device_net *wire_net(const struct wire *wire);
 
 /* ---- for the threads of a kernel ------------------------------------------------------------- */
 

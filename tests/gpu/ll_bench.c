@@ -279,9 +279,9 @@ int main(int argc, char **argv)
         return EXIT_FAILED;
     }
     o.gpus = o.gpus ? o.gpus : count;
-    if (o.gpus > count || o.gpus * o.sharing > WORLD_MAX_RANKS) {
+    if (o.gpus > count || o.gpus * o.sharing > EP_DEVICE_NODE_RANKS) {
         fprintf(stderr, "%u GPUs with %u ranks each: there are %u GPUs, and at most %u ranks\n", o.gpus,
-                o.sharing, count, (uint32_t)WORLD_MAX_RANKS);
+                o.sharing, count, EP_DEVICE_NODE_RANKS);
         return EXIT_USAGE;
     }
     printf("%u x %s, %u ranks, driver %u, %s MPS; H 7168, K 8, E 256\n", o.gpus, device.name,

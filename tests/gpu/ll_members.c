@@ -13,12 +13,12 @@ static uint32_t odd_one(const struct ll_passes *passes)
     return passes->world->ranks - 1;
 }
 
-static uint32_t others(const struct ll_passes *passes)
+static uint64_t others(const struct ll_passes *passes)
 {
-    return world_all(passes->world) & ~(1u << odd_one(passes));
+    return world_all(passes->world) & ~world_bit(odd_one(passes));
 }
 
-static void expect(struct ll_passes *passes, uint32_t mask)
+static void expect(struct ll_passes *passes, uint64_t mask)
 {
     for (uint32_t r = 0; r < passes->world->ranks; r++) {
         passes->pass[r][0]->expected = mask;
@@ -39,31 +39,31 @@ static void expect_to_leave(struct ll_passes *passes)
  * through it, as it is a gate of its node (kernels/device_net.h).  Ranks there may miss whose gate it is; and these, in a
  * combine, all ranks of its node.
  */
-static uint32_t lost_with_it(const struct ll_passes *passes, uint32_t rank, uint32_t part)
+static uint64_t lost_with_it(const struct ll_passes *passes, uint32_t rank, uint32_t part)
 {
     const uint32_t odd = odd_one(passes), *node = passes->pass[rank][0]->config.node_of;
-    uint32_t lost = 1u << odd;
+    uint64_t lost = world_bit(odd);
 
     for (uint32_t r = 0; passes->shape->ht && r < passes->world->ranks; r++)
         if (part == EP_DEVICE_DISPATCH ? node[rank] == node[odd] && node[r] != node[odd]
                                        : node[rank] != node[odd] && node[r] == node[odd])
-            lost |= 1u << r;
+            lost |= world_bit(r);
     return lost;
 }
 
 /* The op is over.  What its record says of who is in the result is expected from here on, if that may be. */
 static ep_status accept(struct ll_passes *passes, struct pass *pass, uint32_t part, struct ep_error *error)
 {
-    const uint32_t rank = pass->rank->rank, all = world_all(passes->world);
+    const uint64_t all = world_all(passes->world), may = lost_with_it(passes, pass->rank->rank, part);
     struct ep_device_record record = { 0 };
     ep_status status = world_wait(pass->rank, error);
 
     if (status == EP_OK)
         status = world_record(pass->rank, pass->handle, part, &record, error);
-    if (status == EP_OK && all & ~record.arrived & ~lost_with_it(passes, rank, part))
-        return ep_error_set(error, EP_VERIFY_FAILED, "rank %u: arrived is %llx, and only %x may be missing", rank,
-                            (unsigned long long)record.arrived, lost_with_it(passes, rank, part));
-    pass->expected = (uint32_t)record.arrived;
+    if (status == EP_OK && all & ~record.arrived[0] & ~may)
+        return ep_error_set(error, EP_VERIFY_FAILED, "rank %u: arrived is %llx, and only %llx may be missing",
+                            pass->rank->rank, (unsigned long long)record.arrived[0], (unsigned long long)may);
+    pass->expected = record.arrived[0];
     return status;
 }
 
@@ -108,7 +108,7 @@ ep_status ll_case_absent(const struct ll_setting *setting, const struct shape *s
         status = ll_each_three(&passes, others(&passes), error);
     }
     if (status == EP_OK)
-        status = ll_each(&passes, 1u << odd_one(&passes), run_detached, error);
+        status = ll_each(&passes, world_bit(odd_one(&passes)), run_detached, error);
     if (status == EP_OK)
         status = join_and_run(&passes, error);
     ll_close(&passes);
@@ -289,7 +289,7 @@ static ep_status reseed(struct ll_passes *passes, uint32_t rank, struct ep_error
 
 static ep_status leave_often(struct ll_passes *passes, ll_fn before, ll_fn leave, struct ep_error *error)
 {
-    const uint32_t all = world_all(passes->world);
+    const uint64_t all = world_all(passes->world);
     ep_status status = EP_OK;
 
     for (passes->round = 1; status == EP_OK && passes->round <= LEAVES; passes->round++) {
@@ -406,7 +406,7 @@ static ep_status late(struct ll_passes *passes, ll_fn in_vain, ll_fn at_last, st
     if (status == EP_OK)
         status = ll_each(passes, others(passes), in_vain, error);
     if (status == EP_OK)
-        status = ll_each(passes, 1u << odd_one(passes), at_last, error);
+        status = ll_each(passes, world_bit(odd_one(passes)), at_last, error);
     if (status == EP_OK)
         status = world_set_timeout(passes->world, passes->timeout_ms, error);
     if (status != EP_OK)

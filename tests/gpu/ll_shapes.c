@@ -15,7 +15,7 @@ static ep_status call(struct world_rank *rank, void *arg, struct ep_error *error
     return each->fn(each->passes, rank->rank, error);
 }
 
-ep_status ll_each(struct ll_passes *passes, uint32_t mask, ll_fn fn, struct ep_error *error)
+ep_status ll_each(struct ll_passes *passes, uint64_t mask, ll_fn fn, struct ep_error *error)
 {
     struct each each = { passes, fn };
 
@@ -74,7 +74,7 @@ ep_status ll_three_passes(struct ll_passes *passes, uint32_t rank, struct ep_err
     return status;
 }
 
-ep_status ll_each_three(struct ll_passes *passes, uint32_t mask, struct ep_error *error)
+ep_status ll_each_three(struct ll_passes *passes, uint64_t mask, struct ep_error *error)
 {
     passes->round++;
     return ll_each(passes, mask, ll_three_passes, error);

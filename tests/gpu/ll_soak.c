@@ -48,7 +48,7 @@ struct soak {
     struct world *world;
     uint64_t seed, first, end; /* ops of this chapter */
     uint32_t kinds;
-    uint32_t members;
+    uint64_t members;
     struct place place[PLACES];
 };
 
@@ -195,7 +195,8 @@ static bool counts_ranks(const struct step *step)
 /* What the token's result is a multiple of it by. */
 static float factor_of(const struct soak *soak, const struct step *step, uint32_t rank, uint32_t token)
 {
-    uint32_t ranks = 0, home, local;
+    uint64_t ranks = 0;
+    uint32_t home, local;
     float sum = 0;
 
     for (uint32_t k = 0; k < TOP_K; k++) {
@@ -204,9 +205,9 @@ static float factor_of(const struct soak *soak, const struct step *step, uint32_
         if (!home_of(soak, c.expert, &home, &local))
             continue;
         sum += c.weight;
-        ranks |= 1u << home;
+        ranks |= world_bit(home);
     }
-    return counts_ranks(step) ? (float)__builtin_popcount(ranks) : sum;
+    return counts_ranks(step) ? (float)__builtin_popcountll(ranks) : sum;
 }
 
 /* ---- ops ----------------------------------------------------------------------------- */
@@ -313,9 +314,9 @@ static ep_status check_record(struct worker *w, const struct step *step, uint32_
     if (record->status != EP_OK)
         return ep_error_set(error, EP_VERIFY_FAILED, "%s ended with %s (late rank %u, phase %u)", what,
                             ep_status_name((ep_status)record->status), record->late_rank, record->wait_phase);
-    if (record->arrived != w->soak->members)
-        return ep_error_set(error, EP_VERIFY_FAILED, "%s: arrived is %#llx, must be %#x", what,
-                            (unsigned long long)record->arrived, w->soak->members);
+    if (record->arrived[0] != w->soak->members)
+        return ep_error_set(error, EP_VERIFY_FAILED, "%s: arrived is %#llx, must be %#llx", what,
+                            (unsigned long long)record->arrived[0], (unsigned long long)w->soak->members);
     return EP_OK;
 }
 
@@ -511,21 +512,22 @@ static ep_status run_chapter(struct world_rank *rank, void *arg, struct ep_error
 /* ---- membership ---------------------------------------------------------------------- */
 
 /* Half of the chapters have everybody; in the others each rank but one at random may be away. */
-static uint32_t members_of(const struct soak *soak, uint64_t chapter)
+static uint64_t members_of(const struct soak *soak, uint64_t chapter)
 {
-    const uint32_t ranks = soak->world->ranks, all = world_all(soak->world);
+    const uint32_t ranks = soak->world->ranks;
+    const uint64_t all = world_all(soak->world);
     const uint64_t d = draw(soak, chapter, DRAW_MEMBERS, 0, 0);
-    uint32_t members = all;
+    uint64_t members = all;
 
     if (d % 2 == 0)
         return all;
     for (uint32_t r = 0; r < ranks; r++)
         if (r != (d >> 8) % ranks && draw(soak, chapter, DRAW_MEMBERS, 1, r) % 3 == 0)
-            members &= ~(1u << r);
+            members &= ~world_bit(r);
     return members;
 }
 
-static ep_status change_members(struct soak *soak, uint32_t members, struct ep_error *error)
+static ep_status change_members(struct soak *soak, uint64_t members, struct ep_error *error)
 {
     ep_status status = EP_OK;
 

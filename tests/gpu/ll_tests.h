@@ -55,11 +55,11 @@ void ll_close(struct ll_passes *passes);
 
 /* Runs fn(passes, rank) on the ranks of the mask, each on a thread. */
 typedef ep_status (*ll_fn)(struct ll_passes *passes, uint32_t rank, struct ep_error *error);
-ep_status ll_each(struct ll_passes *passes, uint32_t mask, ll_fn fn, struct ep_error *error);
+ep_status ll_each(struct ll_passes *passes, uint64_t mask, ll_fn fn, struct ep_error *error);
 
 /* Three whole passes of place 0; the second form on all ranks of the mask. */
 ep_status ll_three_passes(struct ll_passes *passes, uint32_t rank, struct ep_error *error);
-ep_status ll_each_three(struct ll_passes *passes, uint32_t mask, struct ep_error *error);
+ep_status ll_each_three(struct ll_passes *passes, uint64_t mask, struct ep_error *error);
 
 /* ---- a worker that is not trusted (ll_mailbox.c) --------------------------------------- */
 

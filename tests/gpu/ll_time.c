@@ -368,7 +368,7 @@ static bool has_push(const struct timing *t)
 
 static ep_status run_phases(struct timing *t, bool verify, struct ep_error *error)
 {
-    const uint32_t all = world_all(t->world);
+    const uint64_t all = world_all(t->world);
     ep_status status = world_each(t->world, all, open_pass, t, error);
 
     if (status == EP_OK && verify)

@@ -55,7 +55,7 @@ struct pass {
     struct pass_buffers at;
     struct ep_op dispatch; /* of the last one */
     uint32_t handle, generation;
-    uint32_t expected;     /* mask of the ranks that take part; all */
+    uint64_t expected;     /* mask of the ranks that take part; all */
     ep_status status;      /* that the ops must end with; EP_OK */
     uint64_t out_rows;     /* packed: rows that `out` is said to hold; 0: enough */
     bool changing;         /* somebody may have gone while the op ran: perhaps his rows came, and ours found nobody */

@@ -377,7 +377,7 @@ static void check_sent(struct pass *pass)
     const uint64_t row = row_bytes(pass, d->wire),
                    scales = has_scales(pass) ? pass->inputs.scale_bytes : 0;
 
-    check_number(pass, "arrived", pass->dispatched.arrived, pass->expected);
+    check_number(pass, "arrived", pass->dispatched.arrived[0], pass->expected);
     if (!everybody(pass) || pass->changing)
         return;
     check_number(pass, "wire_bytes", pass->dispatched.wire_bytes,
@@ -392,10 +392,10 @@ static ep_op_info info_of(const struct pass *pass, const struct ep_device_record
     ep_op_info info = { .size = sizeof info,
                         .rows = record->rows,
                         .dropped = record->dropped,
-                        .absent = (uint32_t)__builtin_popcount(world_all(pass->rank->world) & ~pass->expected),
+                        .absent = (uint32_t)__builtin_popcountll(world_all(pass->rank->world) & ~pass->expected),
                         .wire_bytes = record->wire_bytes };
 
-    info.arrived[0] = record->arrived;
+    memcpy(info.arrived, record->arrived, sizeof info.arrived);
     return info;
 }
 
@@ -550,7 +550,7 @@ static ep_status check_combine(struct pass *pass, struct ep_error *error)
 
     if (status != EP_OK)
         return status;
-    check_number(pass, "arrived of the combine", pass->combined.arrived, pass->expected);
+    check_number(pass, "arrived of the combine", pass->combined.arrived[0], pass->expected);
     if (!pass->hash_only)
         status = pass->shape->bias ? check_biased(pass, error)
                                    : verify_combine(&verifier, pass->result, info.arrived, error);

@@ -234,7 +234,7 @@ static void *do_job(void *arg)
     return NULL;
 }
 
-ep_status world_each(struct world *world, uint32_t mask, world_fn fn, void *arg, struct ep_error *error)
+ep_status world_each(struct world *world, uint64_t mask, world_fn fn, void *arg, struct ep_error *error)
 {
     struct job *jobs = calloc(world->ranks, sizeof *jobs);
     uint32_t failures = 0;
@@ -267,6 +267,12 @@ static struct ep_device_report *report_of(const struct world_rank *rank)
     return &((struct ep_control *)(void *)rank->window)->gpu.report;
 }
 
+/* The words of a set that a world's ranks have. */
+static unsigned long long mask_of(uint32_t low, uint32_t high)
+{
+    return (uint64_t)high << 32 | low;
+}
+
 static void print_state(const struct world_rank *rank)
 {
     static struct ep_device_state s;
@@ -279,17 +285,18 @@ static void print_state(const struct world_rank *rank)
         return;
     }
     fprintf(stderr,
-            "  rank %u: number %llu begun %llu sequence %llu pushed %u done %u gone %#x late %#x phase %u",
+            "  rank %u: number %llu begun %llu sequence %llu pushed %u done %u gone %#llx late %#llx phase %u",
             rank->rank, (unsigned long long)s.number, (unsigned long long)s.begun,
-            (unsigned long long)s.scratch.sequence, s.scratch.pushed, s.scratch.done, s.scratch.gone,
-            s.scratch.late, s.scratch.late_phase);
+            (unsigned long long)s.scratch.sequence, s.scratch.pushed, s.scratch.done,
+            mask_of(s.scratch.ranks[0].gone, s.scratch.ranks[1].gone),
+            mask_of(s.scratch.ranks[0].late, s.scratch.ranks[1].late), s.scratch.late_phase);
     fprintf(stderr, " failures %llu released", (unsigned long long)report.failures);
     for (uint32_t b = 0; b < rank->world->map.limits.ll_banks; b++)
         fprintf(stderr, " %llu", (unsigned long long)s.released[b]);
-    fprintf(stderr, " HT number %llu begun %llu run %#llx status %d barrier %u pushed %u gone %#x late %#x phase %u",
+    fprintf(stderr, " HT number %llu begun %llu run %#llx status %d barrier %u pushed %u gone %#llx late %#llx phase %u",
             (unsigned long long)s.ht_number, (unsigned long long)s.ht_begun, (unsigned long long)s.ht_run.tag,
-            s.ht_run.status, s.ht_run.barrier, s.ht_run.pushed, s.ht_run.gone, s.ht_run.late,
-            s.ht_run.first_late >> 16);
+            s.ht_run.status, s.ht_run.barrier, s.ht_run.pushed, mask_of(s.ht_run.gone[0], s.ht_run.gone[1]),
+            mask_of(s.ht_run.late[0], s.ht_run.late[1]), s.ht_run.first_late >> 16);
     fprintf(stderr, " from");
     for (uint32_t r = 0; r < rank->world->ranks; r++)
         fprintf(stderr, s.from[r] == EP_DEVICE_NEVER ? " never" : " %llu", (unsigned long long)s.from[r]);

@@ -14,7 +14,7 @@
 
 #include "ep_cuda.h"
 
-enum { WORLD_MAX_RANKS = EP_DEVICE_MAX_RANKS };
+enum { WORLD_MAX_RANKS = 64 }; /* bits of a mask, and ep-bench's */
 
 struct world;
 
@@ -62,14 +62,19 @@ ep_status world_open(const struct ep_cuda_api *api, const struct world_options *
                      struct ep_error *error);
 void world_close(struct world *world); /* NULL is allowed */
 
-static inline uint32_t world_all(const struct world *world)
+static inline uint64_t world_bit(uint32_t rank)
 {
-    return (uint32_t)((1ull << world->ranks) - 1);
+    return 1ull << rank;
+}
+
+static inline uint64_t world_all(const struct world *world)
+{
+    return UINT64_MAX >> (WORLD_MAX_RANKS - world->ranks);
 }
 
 /* fn on a thread for each rank of the mask; the first failure.  A rank that fails leaves. */
 typedef ep_status (*world_fn)(struct world_rank *rank, void *arg, struct ep_error *error);
-ep_status world_each(struct world *world, uint32_t mask, world_fn fn, void *arg, struct ep_error *error);
+ep_status world_each(struct world *world, uint64_t mask, world_fn fn, void *arg, struct ep_error *error);
 
 /* ---- ops ----------------------------------------------------------------------------- */
 

@@ -23,7 +23,7 @@ GROUP = ["ep-admin", "group", "create", "moe", "--ranks=4", "--experts=8", "--hi
 DIRECT, SERVER = 2, 1
 MEMORY, STATE, WINDOW = 6, 1, 2
 WINDOW_MAGIC, STATE_MAGIC = 0x31574e4957534550, 0x3154535645445045
-FROM, BEGUN = 128, 448 # in kernels/device_state.h
+FROM, BEGUN = 128, 8384 # in kernels/device_state.h
 NEVER = 2**64 - 1
 
 

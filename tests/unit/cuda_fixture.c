@@ -573,8 +573,8 @@ static void execute(struct ep_cuda_rank *rank, const struct ep_op *op)
     record->layout = handle->layout;
     record->wire_dtype = handle->wire_dtype;
     record->timeout_ns = state->timeout_ns;
-    if (!record->arrived)
-        record->arrived = (1ull << rank->map.limits.ranks) - 1;
+    if (!record->arrived[0])
+        record->arrived[0] = (1ull << rank->map.limits.ranks) - 1;
     if (record->status != EP_OK && rank->report->failures++ == 0) {
         rank->report->failure = *record;
         rank->report->failure_op = part;
@@ -640,8 +640,8 @@ static void answer(struct ep_control *control, const struct ep_op *op)
     records[part].number = op->kind == EP_OP_DISPATCH ? number + 1 : dispatched;
     records[part].layout = op->layout;
     records[part].wire_dtype = op->wire_dtype;
-    if (!records[part].arrived)
-        records[part].arrived = (1ull << control->limits.ranks) - 1;
+    if (!records[part].arrived[0])
+        records[part].arrived[0] = (1ull << control->limits.ranks) - 1;
     if (records[part].status != EP_OK && report->failures++ == 0) {
         report->failure = records[part];
         report->failure_op = part;

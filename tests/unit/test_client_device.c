@@ -614,7 +614,7 @@ static void a_record_becomes_what_the_op_did(void **state)
     (void)state;
     cuda_fixture.outcome = (struct ep_device_record){ .rows = 11, .dropped = 3, .wire_bytes = 1000,
                                                       .logical_bytes = 2000, .start_ns = 500, .end_ns = 900,
-                                                      .wait_ns = 100, .arrived = 5 };
+                                                      .wait_ns = 100, .arrived = { 5 } };
     ok(ep_dispatch(l.handle, &l.dispatch, NULL));
     refused(ep_dispatch_info(l.handle, &info), EP_FAILED_PRECONDITION, "no dispatch");
     ok(ep_handle_wait(l.handle, 1000));
@@ -1087,7 +1087,7 @@ static void a_failure_is_told_once(void **state)
     ep_op_info info = { .size = sizeof info };
 
     (void)state;
-    cuda_fixture.outcome = (struct ep_device_record){ .status = EP_TIMEOUT, .late_rank = 2, .arrived = 3,
+    cuda_fixture.outcome = (struct ep_device_record){ .status = EP_TIMEOUT, .late_rank = 2, .arrived = { 3 },
                                                       .wait_phase = EP_WAIT_ARRIVAL,
                                                       .timeout_ns = 5 * EP_NS_PER_S };
     ok(ep_dispatch(l.handle, &l.dispatch, NULL));

@@ -42,13 +42,13 @@ static void usual_groups_are_good(void **state)
     assert_int_equal(ep_device_check(&l, NULL), EP_OK);
 }
 
-static void ranks_are_those_of_one_nvlink_domain(void **state)
+static void a_group_has_as_many_ranks_as_a_set(void **state)
 {
     struct ep_limits l = good();
 
     (void)state;
     l.ranks = EP_DEVICE_MAX_RANKS + 1;
-    refused(&l, "ranks is 33: the cuda backend has at most 32 in a group");
+    refused(&l, "ranks is 1025: the cuda backend has at most 1024 in a group");
 }
 
 static void modes_are_one_or_both(void **state)
@@ -79,10 +79,11 @@ static void ht_counts_in_shared_memory(void **state)
     l.experts = l.local_experts = 8191;
     assert_int_equal(ep_device_ht_counting_warps(&l), 1);
     assert_true(ep_device_ht_shared_bytes(&l) <= EP_DEVICE_MAX_SHARED_BYTES);
-    for (l.ranks = 1; l.ranks <= EP_DEVICE_MAX_RANKS; l.ranks++) { /* the most that is let pass */
-        l.local_experts = l.experts = EP_DEVICE_MAX_LOCAL;
+    for (l.ranks = 1; l.ranks <= EP_DEVICE_MAX_RANKS; l.ranks += l.ranks < 32 ? 1 : 31) { /* the most that is let pass */
+        l.local_experts = l.experts = 2 * EP_DEVICE_MAX_SHARED_BYTES / sizeof(uint32_t) / l.ranks;
         while (ep_device_check(&l, NULL) != EP_OK)
             l.local_experts--;
+        assert_true(l.local_experts > 0);
         assert_true(ep_device_ht_shared_bytes(&l) <= EP_DEVICE_MAX_SHARED_BYTES);
     }
 }
@@ -108,7 +109,7 @@ static void without_ht_its_tables_take_nothing(void **state)
     assert_int_equal(both.weights, ll.weights);
     assert_true(both.ht.totals >= both.ht.before + 4ull * EP_HT_LISTS * ep_ht_columns(8, 32));
     assert_true(both.ht.place_weights >= both.ht.places + 4ull * 8 * 1000 * 8);
-    assert_int_equal(both.bytes, both.ht.routing + EP_MAX_HANDLES * both.ht.handle_stride);
+    assert_int_equal(both.bytes, both.ht.first + EP_MAX_HANDLES * both.ht.handle_stride);
     ep_placement_free(&placement);
 }
 
@@ -166,6 +167,11 @@ static struct ep_layout_map map_over_nodes(void)
     return map;
 }
 
+static bool is_far(const struct ep_device_net *net, uint32_t rank)
+{
+    return net->far[rank / 32] >> rank % 32 & 1;
+}
+
 static void ranks_agree_on_gates_and_boxes(void **state)
 {
     const struct ep_layout_map map = map_over_nodes();
@@ -174,13 +180,13 @@ static void ranks_agree_on_gates_and_boxes(void **state)
 
     (void)state;
     for (uint32_t r = 0; r < RANKS; r++)
-        ep_net_describe(&map, on, r, &net[r]);
+        assert_int_equal(ep_net_describe(&map, on, r, &net[r], NULL), EP_OK);
     for (uint32_t r = 0; r < RANKS; r++) {
         assert_int_equal(on[net[0].next[r]], on[r]);
         for (uint32_t far = 0; far < RANKS; far++) {
             const uint32_t gate = net[r].gate[far];
 
-            assert_int_equal(net[r].far >> far & 1, on[far] != on[r]);
+            assert_int_equal(is_far(&net[r], far), on[far] != on[r]);
             if (on[far] == on[r])
                 continue;
             assert_int_equal(on[gate], on[far]);
@@ -193,6 +199,72 @@ static void ranks_agree_on_gates_and_boxes(void **state)
                 assert_int_equal(users[gate][net[r].there[gate]]++, 0); /* nobody else's */
         }
     }
+}
+
+/* 1024 ranks on 128 nodes of 5 to 11. */
+static void lie_of_many(uint32_t *node)
+{
+    uint32_t r = 0;
+
+    for (uint32_t n = 0; r < EP_DEVICE_MAX_RANKS; n++)
+        for (uint32_t i = 0; i < 5 + n % 7 && r < EP_DEVICE_MAX_RANKS; i++)
+            node[r++] = n;
+}
+
+static void check_many(const struct ep_device_net *net, const uint32_t *node, uint32_t rank)
+{
+    static uint32_t users[EP_DEVICE_MAX_RANKS];
+    uint32_t far = 0;
+
+    memset(users, 0, sizeof users);
+    for (uint32_t i = 0; i < net->nears; i++)
+        assert_int_equal(net->place[net->near[i]], i);
+    for (uint32_t r = 0; r < EP_DEVICE_MAX_RANKS; r++) {
+        far += is_far(net, r);
+        assert_int_equal(is_far(net, r), node[r] != node[rank]);
+        assert_int_equal(node[net->next[r]], node[r]);
+        if (!is_far(net, r))
+            continue;
+        assert_int_equal(node[net->gate[r]], node[r]);
+        assert_int_equal(net->gates[net->out[r]], net->gate[r]);
+        assert_int_equal(node[net->gate_here[r]], node[rank]);
+        assert_true(net->in[r] < net->map.gated);
+        if (net->gate_here[r] == rank)
+            assert_int_equal(users[net->in[r]]++, 0); /* nobody else's */
+    }
+    assert_int_equal(far, EP_DEVICE_MAX_RANKS - net->nears);
+}
+
+static void there_can_be_many_nodes(void **state)
+{
+    static struct ep_device_net net;
+    static uint32_t node[EP_DEVICE_MAX_RANKS];
+    struct ep_layout_map map = map_over_nodes();
+
+    (void)state;
+    map.limits.ranks = EP_DEVICE_MAX_RANKS;
+    lie_of_many(node);
+    for (uint32_t rank = 0; rank < EP_DEVICE_MAX_RANKS; rank += 93) {
+        assert_int_equal(ep_net_describe(&map, node, rank, &net, NULL), EP_OK);
+        check_many(&net, node, rank);
+    }
+}
+
+static void a_node_has_a_lane_for_each_rank(void **state)
+{
+    static struct ep_device_net net;
+    struct ep_layout_map map = map_over_nodes();
+    struct ep_error error = EP_ERROR_INIT;
+    uint32_t node[EP_DEVICE_NODE_RANKS + 2] = { 0 };
+
+    (void)state;
+    map.limits.ranks = EP_DEVICE_NODE_RANKS + 2;
+    node[1] = 1;
+    assert_int_equal(ep_net_describe(&map, node, 0, &net, &error), EP_INVALID_ARGUMENT);
+    assert_non_null(strstr(error.text, "ranks is 34, up to 33 on a node: on GPUs must be at most 1024 and 32"));
+    node[2] = 1;
+    assert_int_equal(ep_net_describe(&map, node, 0, &net, &error), EP_OK);
+    assert_int_equal(net.nears, EP_DEVICE_NODE_RANKS);
 }
 
 static void boxes_lie_one_behind_the_other(void **state)
@@ -227,13 +299,15 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(usual_groups_are_good),
-        cmocka_unit_test(ranks_are_those_of_one_nvlink_domain),
+        cmocka_unit_test(a_group_has_as_many_ranks_as_a_set),
         cmocka_unit_test(modes_are_one_or_both),
         cmocka_unit_test(ht_counts_in_shared_memory),
         cmocka_unit_test(without_ht_its_tables_take_nothing),
         cmocka_unit_test(tokens_are_bounded_by_shared_memory),
         cmocka_unit_test(experts_are_bounded_too),
         cmocka_unit_test(ranks_agree_on_gates_and_boxes),
+        cmocka_unit_test(there_can_be_many_nodes),
+        cmocka_unit_test(a_node_has_a_lane_for_each_rank),
         cmocka_unit_test(boxes_lie_one_behind_the_other),
     };
 

@@ -350,8 +350,8 @@ static void what_gpus_cannot_do_is_refused(void **state)
     spec.backend = EP__V1__BACKEND__BACKEND_HOST;
     refused_on_gpus(&spec, EP_FAILED_PRECONDITION, "backend is host: node n1 runs with backend cuda");
     spec = good();
-    spec.ranks = 33;
-    refused_on_gpus(&spec, EP_INVALID_ARGUMENT, "ranks is 33: must be 1 to 32");
+    spec.ranks = 1025;
+    refused_on_gpus(&spec, EP_INVALID_ARGUMENT, "ranks is 1025: must be 1 to 1024");
     spec = good();
     spec.ll_max_tokens = 65536; /* what the kernels would refuse when a worker attaches */
     refused_on_gpus(&spec, EP_INVALID_ARGUMENT, "ll_max_tokens is 65536: with top_k 2 must be at most ");

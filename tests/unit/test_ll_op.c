@@ -17,7 +17,7 @@ static struct ep_ll_args fill_with(const struct ep_op *op, const struct ep_regio
                                .sms = 1, .dispatch_blocks = 1, .combine_blocks = 1 };
     struct ep_ll_args args;
 
-    rank.base.window[1] = window;
+    rank.base.own = window;
     rank.base.state = (struct ep_device_state *)(void *)state_memory;
     args = rank.base;
     ep_ll_fill(&rank, given, op, false, &args);

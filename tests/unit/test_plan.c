@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "device_state.h"
 #include "ep_team.h"
 #include "plan.h"
 
@@ -162,6 +163,100 @@ static void each_gpu_has_what_its_rank_puts_to_other_nodes(void **state)
     expect(4, NODES(SPREAD), nodes, 2, EP_OK, "a/host0 a/host1 b/host0 b/host1");
     b[1]--;
     expect(4, NODES(SPREAD), nodes, 2, EP_RESOURCE_EXHAUSTED, "host1 of node b");
+}
+
+/* With so many GPUs, and no end of memory. */
+static struct ep_plan_node gpus_of(const char *name, uint32_t n)
+{
+    static const char *names[2 * EP_DEVICE_NODE_RANKS];
+    static uint64_t left[2 * EP_DEVICE_NODE_RANKS];
+    struct ep_plan_node gpus = node(name, n, n * GIB);
+
+    for (uint32_t i = 0; i < 2 * EP_DEVICE_NODE_RANKS; i++) {
+        names[i] = "gpu";
+        left[i] = GIB;
+    }
+    gpus.device = names;
+    gpus.has.backend = EP__V1__BACKEND__BACKEND_CUDA;
+    gpus.has.device_left = left;
+    return gpus;
+}
+
+/* Ranks are on a first, then on b, and so on: "32 8". */
+static void expect_numbers(const Ep__V1__GroupSpec *spec, const struct ep_plan_node *nodes, size_t n, ep_status status,
+                           const char *wanted)
+{
+    char text[2048], numbers[128];
+    size_t used = 0;
+
+    assert_int_equal(plan(spec, nodes, n, text, sizeof text), status);
+    for (size_t i = 0; !status && i < n; i++) {
+        const char before[] = { *nodes[i].has.node, '/', '\0' };
+        int ranks = 0;
+
+        for (const char *at = text; (at = strstr(at, before)); at++)
+            ranks++;
+        used += (size_t)snprintf(numbers + used, sizeof numbers - used, "%s%d", i ? " " : "", ranks);
+    }
+    if (!strstr(status ? text : numbers, wanted))
+        fail_msg("\"%s\" is not \"%s\"", status ? text : numbers, wanted);
+}
+
+static void expect_on_gpus(uint32_t ranks, Ep__V1__NodeStrategy strategy, const struct ep_plan_node *nodes, size_t n,
+                           ep_status status, const char *wanted)
+{
+    Ep__V1__Placement placement = EP__V1__PLACEMENT__INIT;
+    Ep__V1__GroupSpec spec = spec_of(ranks, &placement);
+
+    spec.experts = ranks;
+    placement.nodes = strategy;
+    expect_numbers(&spec, nodes, n, status, wanted);
+}
+
+static void on_gpus_a_node_has_32_ranks_of_a_group_at_most(void **state)
+{
+    const struct ep_plan_node large[] = { gpus_of("a", 40), gpus_of("b", 40) };
+    const struct ep_plan_node usual[] = { gpus_of("a", 8), gpus_of("b", 8), gpus_of("c", 8), gpus_of("d", 8),
+                                          gpus_of("e", 8) };
+
+    (void)state;
+    expect_on_gpus(32, NODES(PACK), large, 2, EP_OK, "32 0");
+    expect_on_gpus(33, NODES(PACK), large, 1, EP_FAILED_PRECONDITION,
+                   "ranks is 33: the nodes that take workers have room for 32: on a node there are at most 32 of a group");
+    expect_on_gpus(40, NODES(PACK), large, 2, EP_OK, "32 8");
+    expect_on_gpus(40, NODES(SPREAD), large, 2, EP_OK, "20 20");
+    expect_on_gpus(65, NODES(SPREAD), large, 2, EP_FAILED_PRECONDITION, "ranks is 65: the nodes that take workers have room "
+                   "for 64");
+    expect_on_gpus(32, NODES(PACK), usual, 5, EP_OK, "32 0 0 0 0"); /* of one node, and then GPUs are shared */
+    expect_on_gpus(40, NODES(PACK), usual, 5, EP_OK, "8 8 8 8 8");
+    expect_on_gpus(41, NODES(PACK), usual, 5, EP_FAILED_PRECONDITION, "ranks is 41: the nodes that take workers have room "
+                   "for 40");
+}
+
+static void so_it_has_where_ranks_are_placed_one_by_one(void **state)
+{
+    enum { RANKS = EP_DEVICE_NODE_RANKS + 1 };
+    static char a[] = "a", b[] = "b";
+    const struct ep_plan_node nodes[] = { gpus_of("a", 40), gpus_of("b", 40) };
+    Ep__V1__Placement placement = EP__V1__PLACEMENT__INIT;
+    Ep__V1__GroupSpec spec = spec_of(RANKS, &placement);
+    Ep__V1__RankPlacement home[RANKS], *list[RANKS];
+
+    (void)state;
+    for (uint32_t i = 0; i < RANKS; i++) {
+        ep__v1__rank_placement__init(&home[i]);
+        home[i].rank = i;
+        home[i].node = a;
+        list[i] = &home[i];
+    }
+    spec.experts = RANKS;
+    placement.nodes = NODES(EXPLICIT);
+    placement.ranks = list;
+    placement.n_ranks = RANKS;
+    expect_numbers(&spec, nodes, 2, EP_INVALID_ARGUMENT, "placement.ranks has 33 ranks on node a: the cuda backend has at "
+                   "most 32 of a group on one");
+    home[7].node = b;
+    expect_numbers(&spec, nodes, 2, EP_OK, "32 1");
 }
 
 static void nodes_of_another_release_or_without_a_mode_are_no_members(void **state)
@@ -326,6 +421,8 @@ int main(void)
         cmocka_unit_test(drained_nodes_get_no_ranks),
         cmocka_unit_test(memory_decides_and_the_refusal_says_what_would_fit),
         cmocka_unit_test(each_gpu_has_what_its_rank_puts_to_other_nodes),
+        cmocka_unit_test(on_gpus_a_node_has_32_ranks_of_a_group_at_most),
+        cmocka_unit_test(so_it_has_where_ranks_are_placed_one_by_one),
         cmocka_unit_test(nodes_of_another_release_or_without_a_mode_are_no_members),
         cmocka_unit_test(groups_are_of_one_backend),
         cmocka_unit_test(explicit_homes_are_taken_at_their_word),

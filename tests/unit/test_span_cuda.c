@@ -35,7 +35,7 @@ struct fixture {
 /* ---- a cuda backend that NCCL can be used with ------------------------------------------------ */
 
 static struct ep_cuda_api api;
-static uint32_t built_with = BUILT_WITH;
+static uint32_t built_with = BUILT_WITH, in_group = RANKS;
 
 static uint32_t nccl_version(void)
 {
@@ -48,10 +48,11 @@ static ep_status nccl_bind(uint32_t device, struct ep_error *error)
     return EP_OK;
 }
 
-static int nccl_device_open(void *create, void *comm, uint64_t *wire)
+static int nccl_device_open(void *create, void *comm, uint32_t signals, uint64_t *wire)
 {
     assert_non_null(create);
     assert_non_null(comm);
+    assert_int_equal(signals, 15 * in_group);
     wire[0] = WIRE;
     return 0;
 }
@@ -158,6 +159,7 @@ static int setup(void **state)
     api.nccl_device_open = nccl_device_open;
     api.nccl_device_close = nccl_device_close;
     built_with = BUILT_WITH;
+    in_group = RANKS;
     assert_int_equal(uv_loop_init(&f->loop), 0);
     assert_int_equal(ep_node_open(&options, &f->node, NULL), EP_OK);
     assert_int_equal(ep_layout_compute(&limits, &f->map, NULL), EP_OK);
@@ -222,11 +224,16 @@ static void states_know_who_is_far_and_what_leads_there(void **state)
         const struct ep_device_state *s = state_of(f, r);
         const struct ep_device_net *net = cuda_fixture_host((void *)(uintptr_t)s->net);
 
-        assert_int_equal(net->far, r == 0 ? 6 : 1);
+        assert_int_equal(net->far[0], r == 0 ? 6 : 1);
         assert_int_equal(net->window, (uintptr_t)ep_node_window_base(f->window[r]));
         assert_int_equal(net->beside, (uintptr_t)ep_node_window_beside(f->window[r]));
-        for (uint32_t i = 0; i < RANKS; i++)
-            assert_int_equal(net->at[i], net->far >> i & 1 ? 0 : (uintptr_t)ep_node_window_beside(f->window[i]));
+        for (uint32_t i = 0; i < RANKS; i++) {
+            const bool far = net->far[0] >> i & 1;
+            const uintptr_t outbox = (uintptr_t)ep_node_window_beside(f->window[r]) - f->map.ll;
+
+            assert_int_equal(net->at[i], far ? 0 : (uintptr_t)ep_node_window_beside(f->window[i]));
+            assert_int_equal(net->windows[i], far ? outbox : (uintptr_t)ep_node_window_base(f->window[i]));
+        }
         assert_int_equal(net->wire[0], WIRE);
         assert_int_equal(net->told[0][0][0], 0);
         for (uint32_t i = 0; i < RANKS; i++)
@@ -453,6 +460,36 @@ static void signals_run_out_and_another_is_made(void **state)
     close_nets(f);
 }
 
+/* The net of the one rank that is here of a large group. */
+static struct nccl_net *net_of_many(void)
+{
+    static char memory[NCCL_MEMORIES];
+    const struct nccl_rank here = { .rank = 1000, .memory = { { .at = &memory[0], .bytes = 1 }, { .at = &memory[1], .bytes = 1 } } };
+    struct nccl_net *net;
+    struct nccl_card card;
+
+    assert_int_equal(nccl_open(&api, "large", in_group, &here, 1, &net, &card, NULL), EP_OK);
+    assert_int_equal(nccl_invite(&card, NULL), EP_OK);
+    assert_int_equal(nccl_form(&net, nccl_goes_on(net, &card) ? NULL : &card, &here, 20000, NULL), EP_OK);
+    return net;
+}
+
+static void those_of_a_large_group_run_out_sooner(void **state)
+{
+    const int before = value(&nccl_double_made);
+    struct nccl_net *net, *old = NULL;
+
+    (void)state;
+    in_group = 1024;
+    for (int i = 0; i < 9; i++) {
+        net = net_of_many();
+        assert_int_equal(value(&nccl_double_made) - before, 1 + i / 4); /* 15 signals a rank, of 65536 */
+        nccl_close(old);
+        old = net;
+    }
+    nccl_close(old);
+}
+
 static void without_the_right_nccl_it_is_refused(void **state)
 {
     struct fixture *f = *state;
@@ -486,6 +523,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(or_does_not_trust_it, setup, teardown),
         cmocka_unit_test_setup_teardown(one_that_was_offered_is_there_still, setup, teardown),
         cmocka_unit_test_setup_teardown(signals_run_out_and_another_is_made, setup, teardown),
+        cmocka_unit_test_setup_teardown(those_of_a_large_group_run_out_sooner, setup, teardown),
         cmocka_unit_test_setup_teardown(without_the_right_nccl_it_is_refused, setup, teardown),
     };
 

@@ -18,6 +18,7 @@ using std::min;
 #define __device__
 #define __host__
 #define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
 #define __shared__ static thread_local /* a block is a thread */
 
 #define threadIdx fiber_thread
@@ -84,6 +85,7 @@ inline uint32_t __reduce_max_sync(uint32_t, uint32_t v)
 }
 inline uint32_t __ballot_sync(uint32_t, bool v) { return __reduce_or_sync(0, (uint32_t)v << own_lane()); }
 inline int __all_sync(uint32_t, bool v) { return __ballot_sync(0, v) == 0xffffffffu; }
+inline int __any_sync(uint32_t, bool v) { return __ballot_sync(0, v) != 0; }
 inline uint32_t __match_any_sync(uint32_t, uint32_t v)
 {
     const uint64_t *given = fibers_exchange(v);
