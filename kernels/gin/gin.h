@@ -33,6 +33,8 @@
 #define EP_GIN_NAME "EP-GIN"
 #define EP_GIN_DEPTH 1024u        /* puts of one peer and context that may be under way */
 #define EP_GIN_PUTS (1u << 16)    /* of all peers, at least, for each context */
+#define EP_GIN_MANY_CPUS 16       /* a host that has so many can spare one */
+#define EP_GIN_HOST_STREAMS 2u    /* that puts to a peer of this host take in turn */
 #define EP_GIN_MAX_CONTEXTS 128u  /* of a communicator, at a time */
 #define EP_GIN_MAX_REGIONS 1024u  /* of a communicator, at a time */
 

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <unistd.h>
 
 #define KIB 1024ull
 #define MIB (1024 * KIB)
@@ -77,9 +78,16 @@ static ep_status read_family(uint8_t *family, struct ep_error *error)
     return EP_OK;
 }
 
+/* To wake the receive thread costs more than a put; but where CPUs are few, whoever looks keeps off whoever works. */
+static uint64_t default_spin_us(void)
+{
+    return sysconf(_SC_NPROCESSORS_ONLN) >= EP_GIN_MANY_CPUS ? 1000 : 50;
+}
+
 static ep_status read_numbers(struct ep_gin_settings *settings, struct ep_error *error)
 {
-    uint64_t connections = 4, piece_kib = 512, staging_mib = 64, timeout_s = 20, silence_s = 20, spin_us = 50;
+    uint64_t connections = 4, piece_kib = 512, staging_mib = 64, timeout_s = 20, silence_s = 20;
+    uint64_t spin_us = default_spin_us();
     ep_status status = read_number("EP_GIN_CONNECTIONS", 1, EP_GIN_MAX_CONNECTIONS, &connections, error);
 
     if (status == EP_OK)

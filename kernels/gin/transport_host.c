@@ -2,8 +2,11 @@
  * Puts within a host: to another process, and to oneself.
  *
  * A region of a peer's is mapped here (a descriptor of its VMM allocation comes with the registration), and a put is
- * one copy by the GPU's copy engine, with nobody's help at the other end.  When the copy is over the message goes
- * into a ring in the peer's memory.  A peer that sleeps is woken through its eventfd.
+ * one copy by the GPU's copy engine, with nobody's help at the other end.  When the copy is over, and all before it, the
+ * message goes into a ring in the peer's memory.  A peer that sleeps is woken through its eventfd.
+ *
+ * Puts take streams in turn: between two copies of one stream, of which the first is marked as over, the wire does nothing
+ * for 8 us, in which NVLink carries 3 MB.
  *
  * To oneself the region is where it is and the ring is this process's; host memory may be the target too.
  */
@@ -20,7 +23,8 @@
 
 #include "ring.h"
 
-/* Copies of one link that a stream holds: the driver waits in a launch when it holds more than about 1000. */
+#define STREAMS EP_GIN_HOST_STREAMS
+/* Copies of one link: the driver waits in a launch when a stream holds more than about 1000. */
 #define IN_FLIGHT 512u
 /* Messages of one peer, then the others. */
 #define TURN 64u
@@ -40,14 +44,23 @@ _Static_assert(sizeof(struct region_card) <= EP_GIN_CARD_BYTES, "a card holds it
 struct host_link {
     struct ep_gin_comm *comm;
     struct ep_gin_peer *peer;
-    struct ep_gin_stream stream;
+    struct ep_gin_stream stream[STREAMS]; /* the i-th put takes the i-th, and from the first again; to oneself, the first */
     struct ep_gin_ring *in;  /* the peer writes */
     struct ep_gin_ring *out; /* the peer reads; to oneself the same */
     int wake;                /* the peer's eventfd */
     bool own, broken;
-    struct ep_gin_queue copying; /* puts, in the order of the stream */
-    uint32_t n;                  /* of them */
+    struct ep_gin_queue copying; /* puts, in their order */
+    uint64_t begun, over;        /* puts ever */
 };
+
+static uint32_t streams_of(const struct host_link *link)
+{
+    return link->own ? 1 : STREAMS;
+}
+static struct ep_gin_stream *stream_of(struct host_link *link, uint64_t put)
+{
+    return &link->stream[put % streams_of(link)];
+}
 
 /* ---- rings -------------------------------------------------------------------------------------------- */
 
@@ -110,7 +123,8 @@ static void host_link_close(void *opened)
 {
     struct host_link *link = opened;
 
-    ep_gin_stream_close(&link->stream);
+    for (uint32_t i = 0; i < STREAMS; i++)
+        ep_gin_stream_close(&link->stream[i]);
     if (link->out && !link->own)
         munmap(link->out, sizeof *link->out);
     if (link->in)
@@ -124,8 +138,10 @@ static void host_link_close(void *opened)
 static ep_status prepare(struct host_link *link, struct ep_gin_card *mine, struct ep_error *error)
 {
     int wake, ring = -1;
-    ep_status status = ep_gin_stream_open(link->comm, &link->stream, error);
+    ep_status status = EP_OK;
 
+    for (uint32_t i = 0; i < streams_of(link) && status == EP_OK; i++)
+        status = ep_gin_stream_open(link->comm, &link->stream[i], error);
     if (status == EP_OK)
         status = make_ring(&ring, &link->in, error);
     if (status != EP_OK)
@@ -141,8 +157,8 @@ static ep_status prepare(struct host_link *link, struct ep_gin_card *mine, struc
     return EP_OK;
 }
 
-static ep_status host_link_open(struct ep_gin_comm *comm, struct ep_gin_peer *peer, void **out,
-                                struct ep_gin_card *mine, struct ep_error *error)
+static ep_status open_link(struct ep_gin_comm *comm, struct ep_gin_peer *peer, bool own, void **out,
+                           struct ep_gin_card *mine, struct ep_error *error)
 {
     struct host_link *link = calloc(1, sizeof *link);
     ep_status status;
@@ -151,6 +167,7 @@ static ep_status host_link_open(struct ep_gin_comm *comm, struct ep_gin_peer *pe
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a link to rank %u", peer->rank);
     link->comm = comm;
     link->peer = peer;
+    link->own = own;
     link->wake = -1;
     status = prepare(link, mine, error);
     if (status == EP_OK)
@@ -158,6 +175,12 @@ static ep_status host_link_open(struct ep_gin_comm *comm, struct ep_gin_peer *pe
     else
         host_link_close(link);
     return status;
+}
+
+static ep_status host_link_open(struct ep_gin_comm *comm, struct ep_gin_peer *peer, void **out,
+                                struct ep_gin_card *mine, struct ep_error *error)
+{
+    return open_link(comm, peer, false, out, mine, error);
 }
 
 static ep_status host_link_connect(void *opened, const struct ep_gin_card *theirs, struct ep_error *error)
@@ -180,12 +203,11 @@ static ep_status self_link_open(struct ep_gin_comm *comm, struct ep_gin_peer *pe
                                 struct ep_gin_card *mine, struct ep_error *error)
 {
     struct host_link *link;
-    ep_status status = host_link_open(comm, peer, out, mine, error);
+    ep_status status = open_link(comm, peer, true, out, mine, error);
 
     if (status != EP_OK)
         return status;
     link = *out;
-    link->own = true;
     link->out = link->in;
     link->wake = mine->fd[1];
     close(mine->fd[0]);
@@ -265,8 +287,9 @@ static void host_region_leave(void *opened, const struct ep_gin_region *region, 
     struct mapped *mapped = remote;
 
     (void)region;
-    if (!ep_gin_stream_wait(&link->stream, link->comm->settings.timeout_ns))
-        return; /* it stays mapped: the GPU still writes there */
+    for (uint32_t i = 0; i < streams_of(link); i++)
+        if (!ep_gin_stream_wait(&link->stream[i], link->comm->settings.timeout_ns))
+            return; /* it stays mapped: the GPU still writes there */
     if (mapped->memory)
         link->comm->cuda->memory_destroy(mapped->memory);
     free(mapped);
@@ -282,8 +305,9 @@ static bool on_host(const struct host_link *link, const struct ep_gin_put *put)
 static bool host_put_start(void *opened, struct ep_gin_put *put)
 {
     struct host_link *link = opened;
+    struct ep_gin_stream *stream = stream_of(link, link->begun);
 
-    if (link->n == IN_FLIGHT)
+    if (link->begun - link->over == IN_FLIGHT)
         return false;
     if (put->bytes > 0) {
         uint8_t *to = ((const struct mapped *)put->reached)->at + put->offset;
@@ -291,12 +315,12 @@ static bool host_put_start(void *opened, struct ep_gin_put *put)
         if (on_host(link, put))
             memmove(to, put->from, put->bytes);
         else
-            ep_gin_stream_copy(&link->stream, to, put->from, put->bytes);
+            ep_gin_stream_copy(stream, to, put->from, put->bytes);
     }
     put->taken = put->bytes;
-    put->mark = ep_gin_stream_mark(&link->stream);
+    put->mark = ep_gin_stream_mark(stream);
     ep_gin_queue_push(&link->copying, put);
-    link->n++;
+    link->begun++;
     return true;
 }
 
@@ -325,12 +349,13 @@ static void host_progress(void *opened)
     struct host_link *link = opened;
     bool told = false;
 
-    ep_gin_stream_flush(&link->stream);
-    while (link->copying.head && ep_gin_stream_reached(&link->stream, link->copying.head->mark) &&
+    for (uint32_t i = 0; i < streams_of(link); i++)
+        ep_gin_stream_flush(&link->stream[i]);
+    while (link->copying.head && ep_gin_stream_reached(stream_of(link, link->over), link->copying.head->mark) &&
            tell(link, link->copying.head)) {
         struct ep_gin_put *put = ep_gin_queue_pop(&link->copying);
 
-        link->n--;
+        link->over++;
         told = true;
         ep_gin_put_sent(put, put->bytes);
     }
