@@ -201,6 +201,8 @@ struct ep_device_net {
     /* and all 0 between ops */
     uint32_t relaying;
     uint32_t next_record, relayed_by; /* pieces of work that somebody took; warps that take no more */
+    uint32_t next_token;              /* the same of tokens that become records */
+    uint32_t numbered;                /* blocks that have numbered their part of the batch */
     uint32_t records[EP_DEVICE_MAX_RANKS];   /* that a rank on another node sends here */
     uint32_t unsent[EP_DEVICE_MAX_RANKS];    /* of such a rank, mask by places: who did not get all of it */
     uint32_t put[EP_DEVICE_MAX_RANKS];       /* pieces of its box that were put */

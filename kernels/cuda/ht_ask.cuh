@@ -54,22 +54,21 @@ __device__ inline void find_through(const ep_ht_args &a)
     collect(a, net_of(a)->through, [&](uint32_t r) { return is_far(a, r) && is_open_gate(a, gate_of(a, r)); });
 }
 
-/* One thread: the note for rank r, which write(r) writes so many bytes of, if it can take it and nothing is on its way
- * from where it lies. */
+/* A warp: the note for rank r, which can take it, and nothing is on its way from where it lies; write(r) writes so many
+ * bytes. */
 template <class Write>
-__device__ inline bool ask_one(const ep_ht_args &a, const Op &op, uint32_t r, uint32_t bytes, Write write)
+__device__ inline void ask_one(const ep_ht_args &a, const Op &op, uint32_t r, uint32_t bytes, Write write)
 {
     struct ep_device_net *net = net_of(a);
 
-    if (!may_put(a, r))
-        return false;
-    store_u64(&net->ht_last[r], op.tag);
     write(r);
-    fence_sys(); /* partner: whoever reads what is put */
-    put_ask(a, r, bytes);
-    tell_step(a, r, op.tag, has_now(net->more, r) ? kAsked : kOver);
-    add(net->open, r);
-    return true;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        fence_sys(); /* of what all lanes wrote; partner: whoever reads what is put */
+        put_ask(a, r, bytes, op.tag, has_now(net->more, r) ? kAsked : kOver);
+        add(net->open, r);
+    }
+    __syncwarp();
 }
 
 /* One thread: shall it be waited for until rank r can be asked?  Else it is missed. */
@@ -83,8 +82,8 @@ __device__ inline bool goes_on(const ep_ht_args &a, const Op &op, uint32_t r)
     return false;
 }
 
-/* Warp 0 of block 0: the notes for those that are asked(r), as soon as each can take it.  Who waits here catches up with
- * all, in turn: of three ranks each could wait for the next one's ACK otherwise. */
+/* Warp 0 of block 0: the notes for those that are asked(r), as soon as each can take it, which all lanes write(r).  Who
+ * waits here catches up with all, in turn: of three ranks each could wait for the next one's ACK otherwise. */
 template <class Asked, class Write>
 __device__ inline void ask_far(const ep_ht_args &a, const Op &op, Asked asked, uint32_t bytes, Write write)
 {
@@ -92,18 +91,23 @@ __device__ inline void ask_far(const ep_ht_args &a, const Op &op, Asked asked, u
     bool waits = true;
 
 #pragma unroll 1
-    while (waits) {
+    while (__any_sync(kAll, waits)) {
         waits = false;
 #pragma unroll 1
-        for (uint32_t r = threadIdx.x; r < a.ranks; r += 32)
-            if (asked(r) && !has_now(net_of(a)->open, r) && !is_missed(a, r) && !ask_one(a, op, r, bytes, write))
-                waits |= goes_on(a, op, r);
+        for (uint32_t base = 0; base < a.ranks; base += 32) {
+            const uint32_t r = base + threadIdx.x;
+            const bool is_due = r < a.ranks && asked(r) && !has_now(net_of(a)->open, r) && !is_missed(a, r);
+            const bool can_take = is_due && may_put(a, r);
+
+            waits |= is_due && !can_take && goes_on(a, op, r);
+            for (uint32_t ready = __ballot_sync(kAll, can_take); ready; ready &= ready - 1)
+                ask_one(a, op, base + __ffs(ready) - 1, bytes, write);
+        }
         const uint32_t other = look++ % a.ranks;
 
         if (waits && is_far(a, other))
             catch_up(a, other, op.tag);
     }
-    __syncwarp();
 }
 
 /* ---- of them ------------------------------------------------------------------------------- */

@@ -33,10 +33,12 @@ __device__ inline uint32_t choice_column(const ep_ht_args &a, uint32_t r)
 }
 __device__ inline uint32_t gate_column(const ep_ht_args &a, uint32_t gate) { return choice_column(a, a.ranks + gate); }
 
-/* Tokens of a list. */
+/* Tokens of a list.  Of many ranks, where numbers are given token by token, lists are short. */
 __device__ inline uint32_t list_length(const ep_ht_args &a)
 {
-    return max(((a.tokens + EP_HT_LISTS - 1) / EP_HT_LISTS + 31) / 32 * 32, 32u);
+    constexpr uint32_t unit = kNet ? 8 : 32;
+
+    return max(((a.tokens + EP_HT_LISTS - 1) / EP_HT_LISTS + unit - 1) / unit * unit, unit);
 }
 __device__ inline uint32_t lists_of(const ep_ht_args &a) { return (a.tokens + list_length(a) - 1) / list_length(a); }
 

@@ -1,21 +1,23 @@
 /*
  * HT dispatch.  ht_device.cuh has the protocol.
  *
- * All blocks count the batch and find each row's number; block 0 asks and grants meanwhile.  Then some warps of each
- * block take rows as they land, and the others push; who has pushed all of his takes rows too.
+ * All blocks count the batch and find each row's number, and then send what goes to other nodes; block 0 asks and grants
+ * meanwhile.  Then some warps of each block take rows as they land, and the others push; who has pushed all of his takes
+ * rows too.
  */
 #ifndef EP_HT_DISPATCH_CUH
 #define EP_HT_DISPATCH_CUH
 
-#include "ht_push.cuh"
 #include "ht_relay.cuh"
 #include "ht_receive.cuh"
+#include "ht_send.cuh"
 
 namespace ep {
 namespace ht {
 namespace dispatch {
 
-constexpr uint32_t kPushers = 264; /* warps, when others copy rows meanwhile: more would end each row later */
+/* Warps, when others copy rows meanwhile: more would end each row later, which counts on one node. */
+constexpr uint32_t kPushers = kNet ? 1056 : 264;
 
 /* Warp 0 of block 0. */
 __device__ inline void start(const ep_ht_args &a, Op *op)
@@ -44,7 +46,7 @@ __device__ inline bool pushes_first(const ep_ht_args &a)
 }
 
 /* From what is granted to what has come. */
-template <Cast C> __device__ inline void move(const ep_ht_args &a, const Op &op, const Grants &g)
+template <Cast C> __device__ inline void move(const ep_ht_args &a, const Op &op, const Grants &g, uint32_t first)
 {
     const uint32_t warp = threadIdx.x / 32;
     const uint64_t rows = run_of(a).rows;
@@ -55,10 +57,10 @@ template <Cast C> __device__ inline void move(const ep_ht_args &a, const Op &op,
         await_rows(a, op);
         return;
     }
-    if (kNet && blockIdx.x == 0 && warp == 1) {
+    if (kNet && send::puts_records(first)) {
         pushed(a, op);
         relay::relayed(a, op);
-        relay::put_records(a, op);
+        send::put_rest(a, op);
     } else if (pushes_first(a)) {
         push_tokens<C>(a, op, g);
         relay::relay_records(a, op);
@@ -152,6 +154,8 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ht_args &a, uint3
     if (blockIdx.x >= first) {
         wait_for_all(a, met);
         each_list(a, first, [&](uint32_t list) { place_list(a, counting, list); });
+        if (op.status == EP_OK)
+            send::send_records<C>(a, op, first, met);
         __syncthreads();
     }
     if (blockIdx.x == 0) {
@@ -165,7 +169,7 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ht_args &a, uint3
         find_own_grants(a, &grants);
         if (threadIdx.x < 32)
             roomy = __ballot_sync(kAll, grants.mask >> threadIdx.x & 1 && grants.bits[threadIdx.x] & EP_HT_GRANT_ROOM);
-        move<C>(a, op, grants);
+        move<C>(a, op, grants, first);
     }
     barrier(a, &met);
     if (blockIdx.x == 0 && threadIdx.x < 32)

@@ -405,7 +405,7 @@ __device__ inline void ask(const ep_ht_args &a, const Op &op, Exchange *x)
         find_more(a);
         ask_far(a, op, [&](uint32_t r) { return has(op.members, r) && is_far(a, r); }, note_vecs(a, kAsk) * sizeof(Vec),
                 [&](uint32_t d) {
-                    for (uint32_t v = 0; v < note_vecs(a, kAsk); v++)
+                    for (uint32_t v = threadIdx.x; v < note_vecs(a, kAsk); v += 32)
                         write_ask(a, op, *x, d, v);
                 });
         find_through(a);

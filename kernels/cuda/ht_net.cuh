@@ -7,7 +7,9 @@
  *
  *   dispatch   s asks all ranks of other nodes as it asks those of its own; the note is put.  Each rank grants s places
  *              as to anybody.  The gate reads these grants, which are on its node; s hears nothing of them, and need not:
- *              it puts records, in the order of tokens, a piece at a time, as soon as they are in its box
+ *              it puts records, in the order of tokens, a piece at a time, as soon as they are in its box, and while it
+ *              waits for asks.  If these do not come in time its op does not take place, and what it has put is pushed
+ *              on all the same, as of one that ends
  *   combine    s asks its gates.  A gate asks the ranks of its node as for tokens of its own, which says that it has
  *              memory for partials of s too
  *
@@ -41,7 +43,7 @@
  *
  * ## Bounds
  * Waits for signals are waits like others.  To put or raise takes a place in a queue of the peer's (ll_net.cuh): as
- * nothing is put to a peer that has not acknowledged what was put before, there are two for each piece of one op.
+ * nothing is put to a peer that has not acknowledged what was put before, there is one for each piece of one op.
  */
 #ifndef EP_HT_NET_CUH
 #define EP_HT_NET_CUH
@@ -152,16 +154,32 @@ __device__ inline void tell_tag(const ep_ht_args &a, uint32_t kind, uint32_t ran
 
 __device__ inline uint64_t step_of(uint64_t tag, uint32_t step) { return tag << kStepShift | step; }
 
-/* PUT.  One thread at a time for a rank. */
+/* PUT becomes that step: what is to be added.  One thread at a time for a rank. */
+__device__ inline uint64_t next_step(const ep_ht_args &a, uint32_t rank, uint64_t tag, uint32_t step)
+{
+    uint64_t *told = &net_of(a)->ht_told[EP_NET_HT_PUT][rank];
+    const uint64_t before = load_u64(told), value = step_of(tag, step);
+
+    store_u64(told, value);
+    return value - before;
+}
 __device__ inline void tell_step(const ep_ht_args &a, uint32_t rank, uint64_t tag, uint32_t step)
 {
-    struct ep_device_net *net = net_of(a);
-    const uint64_t before = load_u64(&net->ht_told[EP_NET_HT_PUT][rank]), value = step_of(tag, step);
+    const uint64_t more = next_step(a, rank, tag, step);
 
-    if (before == value)
-        return;
-    store_u64(&net->ht_told[EP_NET_HT_PUT][rank], value);
-    gin_raise(net, rank, ep_net_ht_signal_of(a.ranks, EP_NET_HT_PUT, a.rank), value - before);
+    if (more)
+        gin_raise(net_of(a), rank, ep_net_ht_signal_of(a.ranks, EP_NET_HT_PUT, a.rank), more);
+}
+
+/* What others have written, which was fenced, to memory of the rank's beside its window; with it comes that step. */
+__device__ inline void put_and_tell(const ep_ht_args &a, uint32_t rank, uint64_t to, uint64_t from, uint64_t bytes,
+                                    uint64_t tag, uint32_t step)
+{
+    struct ep_device_net *net = net_of(a);
+
+    store_u64(&net->ht_last[rank], tag);
+    gin_put_raise(net, rank, net->beside, to, from, bytes, ep_net_ht_signal_of(a.ranks, EP_NET_HT_PUT, a.rank),
+                  next_step(a, rank, tag, step));
 }
 /* The last op of which it takes nothing any more, as this rank knows it. */
 __device__ inline uint64_t far_closed(const ep_ht_args &a, uint32_t rank)
@@ -239,12 +257,7 @@ __device__ inline void choose_gates(const ep_ht_args &a, const uint32_t *members
     __syncwarp();
 }
 
-/* ---- puts ------------------------------------------------------------------------------------ */
-
-__device__ inline void put_beside(const ep_ht_args &a, uint32_t rank, uint64_t to, uint64_t from, uint64_t bytes)
-{
-    gin_put(net_of(a), rank, net_of(a)->beside, to, from, bytes);
-}
+/* ---- notes ----------------------------------------------------------------------------------- */
 
 /* Where the note for a rank on another node is written, and from there to it. */
 __device__ inline uint8_t *far_ask_at(const ep_ht_args &a, uint32_t to)
@@ -253,11 +266,12 @@ __device__ inline uint8_t *far_ask_at(const ep_ht_args &a, uint32_t to)
 
     return (uint8_t *)net->at[a.rank] + net->map.asks_out + (uint64_t)to * net->map.ask_bytes;
 }
-__device__ inline void put_ask(const ep_ht_args &a, uint32_t rank, uint32_t bytes)
+__device__ inline void put_ask(const ep_ht_args &a, uint32_t rank, uint32_t bytes, uint64_t tag, uint32_t step)
 {
     const struct ep_net_map &m = net_of(a)->map;
 
-    put_beside(a, rank, m.asks + (uint64_t)a.rank * m.ask_bytes, m.asks_out + (uint64_t)rank * m.ask_bytes, bytes);
+    put_and_tell(a, rank, m.asks + (uint64_t)a.rank * m.ask_bytes, m.asks_out + (uint64_t)rank * m.ask_bytes, bytes, tag,
+                 step);
 }
 
 /* Where the note of a rank on another node comes to. */
@@ -316,39 +330,56 @@ struct Load {
     uint32_t which, at; /* our box, and there */
 };
 
-/* One thread: its next piece, if that is complete.  False: there is no more, or it is known that the rank does not ask
+constexpr uint32_t kPiecesAtOnce = 2; /* of a put: a copy of more than 8 MB is hardly faster, and comes later */
+
+/* How many pieces, from `next` on, are complete. */
+__device__ inline uint32_t complete_pieces(const ep_ht_args &a, const Box &box, const Load &load, uint32_t next)
+{
+    const uint32_t *filled = filled_of(a, load.rank) + next;
+    uint32_t n = 0;
+
+    while (n < kPiecesAtOnce && (next + n) * box.piece < load.n
+           && acquire_count(filled + n) == min(load.n - (next + n) * box.piece, box.piece))
+        n++;
+    return n;
+}
+
+/* One thread: its next pieces, if they are complete.  False: there is no more, or it is known that the rank does not ask
  * for it. */
-__device__ inline bool put_piece(const ep_ht_args &a, uint64_t tag, const Box &box, const Load &load)
+__device__ inline bool put_pieces(const ep_ht_args &a, uint64_t tag, const Box &box, const Load &load)
 {
     struct ep_device_net *net = net_of(a);
     const uint32_t pieces = (load.n + box.piece - 1) / box.piece, next = net->put[load.rank];
-    const uint32_t first = next * box.piece, items = min(load.n - first, box.piece);
 
     if (next >= pieces || has_now(net->silent, load.rank))
         return false;
-    if (acquire_count(filled_of(a, load.rank) + next) != items)
+    const uint32_t end = next + complete_pieces(a, box, load, next);
+    const uint32_t first = next * box.piece, items = min(load.n, end * box.piece) - first;
+
+    if (end == next)
         return true;
     fence_sys(); /* of all that those have written that were counted; partner: whoever reads what is put */
-    store_u64(&net->ht_last[load.peer], tag);
-    put_beside(a, load.peer, box.in + load.at * box.box_bytes + first * box.item_bytes,
-               box.out + load.which * box.box_bytes + first * box.item_bytes, items * box.item_bytes);
-    net->put[load.rank] = next + 1;
-    tell_step(a, load.peer, tag, next + 1 == pieces ? (uint32_t)kOver : step_of_item(box, first));
-    return next + 1 < pieces;
+    put_and_tell(a, load.peer, box.in + load.at * box.box_bytes + first * box.item_bytes,
+                 box.out + load.which * box.box_bytes + first * box.item_bytes, items * box.item_bytes, tag,
+                 end == pieces ? (uint32_t)kOver : step_of_item(box, first + items - 1));
+    net->put[load.rank] = end;
+    return end < pieces;
 }
 
-/* A warp: all loads, load_of(0) to load_of(loads - 1), each one's pieces as they get complete. */
-template <class LoadOf>
-__device__ inline void put_boxes(const ep_ht_args &a, uint64_t tag, const Box &box, uint32_t loads, LoadOf load_of)
+/* A warp: all loads, load_of(0) to load_of(loads - 1), each one's pieces as they get complete; until pauses(), which is the
+ * same for all lanes.  Called again it goes on. */
+template <class LoadOf, class Pauses>
+__device__ inline void put_boxes(const ep_ht_args &a, uint64_t tag, const Box &box, uint32_t loads, LoadOf load_of,
+                                 Pauses pauses)
 {
     bool more = true;
 
 #pragma unroll 1
-    while (__any_sync(kAll, more)) {
+    while (__any_sync(kAll, more) && !pauses()) {
         more = false;
 #pragma unroll 1
         for (uint32_t i = threadIdx.x % 32; i < loads; i += 32)
-            more |= put_piece(a, tag, box, load_of(i));
+            more |= put_pieces(a, tag, box, load_of(i));
     }
 }
 
@@ -365,7 +396,7 @@ __device__ inline void clear_net(const ep_ht_args &a)
         net->open[threadIdx.x] = net->more[threadIdx.x] = net->through[threadIdx.x] = net->lost[threadIdx.x] =
             net->silent[threadIdx.x] = 0;
     if (threadIdx.x == 0)
-        net->relaying = net->next_record = net->relayed_by = 0;
+        net->relaying = net->next_record = net->relayed_by = net->next_token = net->numbered = 0;
 }
 
 } // namespace ht

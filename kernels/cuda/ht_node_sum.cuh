@@ -122,7 +122,10 @@ __device__ inline void ask_gates(const ep_ht_args &a, const Op &op)
     });
     __syncwarp();
     ask_far(a, op, [&](uint32_t r) { return has_now(net->through, r) && has(op.members, r); },
-            EP_HT_ASK_EXPERTS / 2 * sizeof(Vec), [&](uint32_t d) { write_ask(a, op, d); });
+            EP_HT_ASK_EXPERTS / 2 * sizeof(Vec), [&](uint32_t d) {
+                if (threadIdx.x == 0)
+                    write_ask(a, op, d);
+            });
 }
 
 /* A warp: rank s runs this op, and takes its sums. */
@@ -222,7 +225,7 @@ __device__ inline void sum_record(const ep_ht_args &a, const Op &op, Ring *ring,
     if (threadIdx.x % 32 == 0)
         store_row(at, tagged(terms.comes, late, op.tag));
     __syncwarp();
-    fence_sys(); /* release; partner: put_boxes */
+    fence_sys(); /* release; partner: put_pieces */
     if (threadIdx.x % 32 == 0)
         count_item(a, box, s, i);
 }
@@ -247,7 +250,7 @@ __device__ inline void put_sums(const ep_ht_args &a, const Op &op)
         const uint32_t s = net->relays[i];
 
         return { s, s, ways[s].from, box_of(a, s), box_back(a, s) };
-    });
+    }, [] { return false; });
 }
 
 /* A lane's part of what went over the network. */

@@ -1,4 +1,4 @@
-/* ht_push.cuh: the sending half of an HT dispatch: a warp takes a token's row to each of its ranks. */
+/* ht_push.cuh: the sending half of an HT dispatch: a warp takes a token's row to each of its ranks on this node. */
 #ifndef EP_HT_PUSH_CUH
 #define EP_HT_PUSH_CUH
 
@@ -28,7 +28,7 @@ struct Token {
 /* Lane k has choice k of a token: what is known of it before anybody has granted anything. */
 using Choice = struct ep_net_choice;
 
-/* Has it granted places?  Or, on another node, does its gate get records, and it takes part? */
+/* Has it granted places?  Or, on another node, is it sent records? */
 __device__ inline bool is_granted(const ep_ht_args &a, const Grants &g, uint32_t rank)
 {
     return !is_far(a, rank) && g.mask >> place_at(a, rank) & 1;
@@ -42,7 +42,9 @@ __device__ inline bool is_through(const ep_ht_args &a, const Op &op, uint32_t ra
 #endif
 }
 
-__device__ inline Choice own_choice(const ep_ht_args &a, const Op &op, const Grants &g, uint32_t t)
+/* Of token t.  goes(rank): is it known where; is_indexed(rank): and among the rows of the expert? */
+template <class Goes, class Indexed>
+__device__ inline Choice own_choice(const ep_ht_args &a, uint32_t t, Goes goes, Indexed is_indexed)
 {
     const uint32_t lane = threadIdx.x % 32, i = t * a.top_k + lane;
     Choice c = { -1, 0, 0, 0 };
@@ -53,13 +55,12 @@ __device__ inline Choice own_choice(const ep_ht_args &a, const Op &op, const Gra
     if (c.route < 0)
         return c;
     const uint32_t rank = rank_of(c.route);
-    const bool through = is_through(a, op, rank);
 
-    if (!through && !is_granted(a, g, rank))
+    if (!goes(rank))
         return c;
     c.weight = __ldcg(a.weights + i);
     c.slot = __ldcg(a.slots + i);
-    if (has_row(c.route) && (through || g.bits[place_at(a, rank)] & EP_HT_GRANT_PACKED))
+    if (has_row(c.route) && is_indexed(rank))
         c.index = __ldcg(a.index + i);
     return c;
 }
@@ -214,6 +215,16 @@ template <Cast C> __device__ inline void push_cast(const ep_ht_args &a, const To
     }
 }
 
+template <Cast C> __device__ inline void push_row(const ep_ht_args &a, const Token &token, uint32_t to)
+{
+    const uint64_t t = token.t;
+
+    if constexpr (C == Cast::none)
+        push_plain(a, a.x + t * a.row_bytes, a.x_scales + t * a.row_scales * a.scale_bytes, token, to);
+    else
+        push_cast<C>(a, token, to);
+}
+
 /* ---- headers ------------------------------------------------------------------------------------------ */
 
 /* Routes first, then, behind a fence, what says that the row is there. */
@@ -238,84 +249,21 @@ __device__ inline void push_headers(const ep_ht_args &a, const Op &op, const Gra
         store_vec(header, tagged(token.t, token.routes, op.tag));
 }
 
-/* ---- records ---------------------------------------------------------------------------------------------- */
-
-#if EP_LL_NET
-/* Of a token: what goes to a gate has the lane of the first choice of its node. */
-struct Record {
-    uint32_t gate;   /* of the choice; kNobody: none */
-    uint32_t firsts; /* mask of lanes */
-    uint32_t i;      /* which record */
-    uint8_t *at;
-};
-
-/* All that the batch has for a gate, whoever takes part there: so many are put.  The row is written with the others', so
- * it is a place of the token's too. */
-__device__ inline Record find_record(const ep_ht_args &a, const Box &box, Token *token)
-{
-    const uint32_t lane = threadIdx.x % 32;
-    const bool goes = token->rank != kNobody && is_far(a, token->rank) && has(net_of(a)->through, token->rank);
-    Record record = { goes ? gate_of(a, token->rank) : kNobody, 0, 0, nullptr };
-    const bool first = goes & (lane == (uint32_t)__ffs(__match_any_sync(kAll, record.gate)) - 1);
-
-    record.firsts = __ballot_sync(kAll, first);
-    if (first) {
-        record.i = __ldcg(node_slots(a, a.handle) + token->t * a.top_k + lane);
-        record.at = item_out(a, box, box_for(a, record.gate), record.i);
-        token->out = record.at + ep_net_record_head(a.max_top_k);
-        token->scales = token->out + a.row_bytes;
-    }
-    return record;
-}
-
-/* What stands before the row. */
-__device__ inline void write_records(const ep_ht_args &a, const Op &op, const Token &token, const Choice &c,
-                                     const Record &record)
-{
-    const uint32_t lane = threadIdx.x % 32;
-
-    each_lane(record.firsts, [&](uint32_t first) {
-        uint8_t *at = (uint8_t *)__shfl_sync(kAll, (uint64_t)record.at, first);
-        const bool there = record.gate == __shfl_sync(kAll, record.gate, first);
-        const Vec v = { { there ? (uint32_t)c.route : kAll, __float_as_uint(c.weight), c.slot, c.index } };
-
-        if (lane < a.max_top_k)
-            store_row(at + sizeof(struct ep_net_record) + lane * sizeof v, v);
-        if (lane == 0)
-            store_row(at, tagged(token.t, 0, op.tag));
-    });
-}
-#endif
-
 /* ---- all tokens ----------------------------------------------------------------------------------------- */
 
 template <Cast C> __device__ inline void push_token(const ep_ht_args &a, const Op &op, const Grants &g, uint32_t t)
 {
     uint32_t refused;
-    const Choice choice = own_choice(a, op, g, t);
-    Token token = find_token(a, g, t, choice, &refused);
+    const Choice choice =
+        own_choice(a, t, [&](uint32_t rank) { return is_granted(a, g, rank); },
+                   [&](uint32_t rank) { return g.bits[place_at(a, rank)] & EP_HT_GRANT_PACKED; });
+    const Token token = find_token(a, g, t, choice, &refused);
     const uint32_t lane = threadIdx.x % 32, to = open_of(a, op, token);
-    uint32_t room = roomy_of(a, g, token, to);
 
     if ((refused | (token.firsts & ~to)) >> lane & 1 && !is_through(a, op, token.rank))
         add(run_of(a).unsent, token.rank);
-#if EP_LL_NET
-    const Box box = records_of(a);
-    const Record record = find_record(a, box, &token);
-
-    write_records(a, op, token, choice, record);
-    room |= record.firsts;
-#endif
-    if constexpr (C == Cast::none)
-        push_plain(a, a.x + (uint64_t)t * a.row_bytes, a.x_scales + (uint64_t)t * a.row_scales * a.scale_bytes, token,
-                   room);
-    else
-        push_cast<C>(a, token, room);
+    push_row<C>(a, token, roomy_of(a, g, token, to));
     push_headers(a, op, g, token, to);
-#if EP_LL_NET
-    if (record.firsts >> lane & 1) /* behind the fence for headers */
-        count_item(a, box, record.gate, record.i);
-#endif
 }
 
 /* A warp takes tokens that nobody has taken. */

@@ -133,21 +133,7 @@ __device__ inline void relay_records(const ep_ht_args &a, const Op &op)
     relayed(a, op);
 }
 
-/* ---- own records ---------------------------------------------------------------------------------- */
-
-/* Warp 1 of block 0: what the others write to this rank's boxes goes out as it gets complete. */
-__device__ inline void put_records(const ep_ht_args &a, const Op &op)
-{
-    const struct ep_device_net *net = net_of(a);
-
-    put_boxes(a, op.tag, records_of(a), net->map.outs, [&](uint32_t i) -> Load {
-        const uint32_t gate = net->gates[i];
-
-        if (!is_open_gate(a, gate))
-            return { gate, 0, 0, 0, 0 };
-        return { gate, acts_as(a, gate), a.totals[gate_column(a, gate)], box_for(a, gate), box_at(a, gate) };
-    });
-}
+/* ---- the end --------------------------------------------------------------------------------------- */
 
 /* A warp, at the end. */
 __device__ inline void keep_handle(const ep_ht_args &a, const Op &op)
@@ -190,7 +176,6 @@ namespace relay {
 
 __device__ inline void relayed(const ep_ht_args &, const Op &) {}
 __device__ inline void relay_records(const ep_ht_args &, const Op &) {}
-__device__ inline void put_records(const ep_ht_args &, const Op &) {}
 __device__ inline void keep_handle(const ep_ht_args &, const Op &) {}
 __device__ inline uint64_t wire_bytes(const ep_ht_args &) { return 0; }
 

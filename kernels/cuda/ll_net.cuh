@@ -119,22 +119,26 @@ __device__ inline void catch_up(const ep_ll_args &a, uint32_t rank)
 
 /* ---- puts ----------------------------------------------------------------------------- */
 
-/* `bytes` of a region, `from` bytes into what is for rank d and is `share` bytes large. */
-__device__ inline void put_region(const ep_ll_args &a, uint64_t bank, uint64_t region, uint32_t d, uint64_t share,
-                                  uint64_t from, uint64_t bytes)
-{
-    const uint64_t at = bank + region + from;
-
-    if (bytes)
-        gin_put(net_of(a), d, net_of(a)->window, at + a.rank * share, at - a.ll + d * share, bytes);
-}
-
-/* Items [first, first + n) of a region. */
+/* Items [first, first + n) of a region, of those that are for rank d. */
 __device__ inline void put_items(const ep_ll_args &a, uint64_t bank, uint64_t region, uint32_t d, uint32_t item_bytes,
                                  uint32_t first, uint32_t n)
 {
-    put_region(a, bank, region, d, (uint64_t)a.max_tokens * item_bytes, (uint64_t)first * item_bytes,
-               (uint64_t)n * item_bytes);
+    const uint64_t share = (uint64_t)a.max_tokens * item_bytes, at = bank + region + (uint64_t)first * item_bytes;
+
+    if (n)
+        gin_put(net_of(a), d, net_of(a)->window, at + a.rank * share, at - a.ll + d * share, (uint64_t)n * item_bytes);
+}
+
+/* All that is for rank d, `share` bytes; and then SENT is n, which it was not. */
+__device__ inline void put_and_tell(const ep_ll_args &a, uint64_t bank_at, uint64_t region, uint32_t d, uint64_t share,
+                                    uint32_t bank, uint64_t n)
+{
+    struct ep_device_net *net = net_of(a);
+    const uint64_t at = bank_at + region;
+    const uint64_t before = atomicMax((unsigned long long *)&net->told[EP_NET_SENT][bank][d], (unsigned long long)n);
+
+    gin_put_raise(net, d, net->window, at + a.rank * share, at - a.ll + d * share, share,
+                  ep_net_signal_of(a.ranks, EP_NET_SENT, bank, a.rank), before < n ? n - before : 0);
 }
 
 /* ---- beginning -------------------------------------------------------------------------- */
@@ -166,8 +170,8 @@ __device__ inline uint64_t released_by(const ep_ll_args &, uint32_t, uint32_t) {
 __device__ inline bool has_room(const ep_ll_args &, uint64_t, uint32_t, uint32_t) { return true; }
 __device__ inline void release_to(const ep_ll_args &, uint32_t, uint32_t, uint64_t) {}
 __device__ inline void catch_up(const ep_ll_args &, uint32_t) {}
-__device__ inline void put_region(const ep_ll_args &, uint64_t, uint64_t, uint32_t, uint64_t, uint64_t, uint64_t) {}
 __device__ inline void put_items(const ep_ll_args &, uint64_t, uint64_t, uint32_t, uint32_t, uint32_t, uint32_t) {}
+__device__ inline void put_and_tell(const ep_ll_args &, uint64_t, uint64_t, uint32_t, uint64_t, uint32_t, uint64_t) {}
 __device__ inline void begin_held(const ep_ll_args &, uint64_t) {}
 enum { EP_NET_SENT, EP_NET_CREDIT, EP_NET_ACK };
 

@@ -407,12 +407,11 @@ __device__ inline void put_dispatch(const ep_ll_args &a, const Op &op, uint32_t 
 
     if (counts.w[3] != op.wire)
         return;
-    put_region(a, op.bank, a.bank.counts, d, a.counts_bytes, 0, a.counts_bytes);
-    put_items(a, op.bank, a.bank.headers, d, a.header_bytes, 0, rows);
+    put_items(a, op.bank, a.bank.rows, d, a.row_bytes, 0, rows);
     if (a.row_scales)
         put_items(a, op.bank, a.bank.scales, d, a.scales_bytes, 0, rows);
-    put_items(a, op.bank, a.bank.rows, d, a.row_bytes, 0, rows);
-    tell(a, EP_NET_SENT, bank_of(a, op.number), d, op.number);
+    put_items(a, op.bank, a.bank.headers, d, a.header_bytes, 0, rows);
+    put_and_tell(a, op.bank, a.bank.counts, d, a.counts_bytes, bank_of(a, op.number), op.number);
 }
 
 /* Warp 0, when its block has pushed; the last block's puts. */

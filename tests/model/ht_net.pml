@@ -712,7 +712,8 @@ inline finish_dispatch()
      (LONG_AGO(pushed_by[PAIR(r, s)]) && summing[PAIR(pushed_by[PAIR(r, s)], s)] == 0))
 #endif
 
-#define SUMS_OTHERS(x) (IN(HERE(r), x) && IN(sums_of[x], r) && summing[PAIR(x, s)] > 0 && summing[PAIR(x, s)] != tag)
+/* Of an op before: of a later one x reads what r has yet to write. */
+#define SUMS_OTHERS(x) (IN(HERE(r), x) && IN(sums_of[x], r) && summing[PAIR(x, s)] > 0 && summing[PAIR(x, s)] < tag)
 #define DISTURB(x) \
     assert(!SUMS_OTHERS(x) || out[x]); \
     summing[PAIR(x, s)] = (SUMS_OTHERS(x) -> SPOILT : summing[PAIR(x, s)]);
@@ -876,12 +877,18 @@ inline begin()
 inline forget()
 {
     n = 0; tag = 0; h = 0; d = 0; k = 0; s = 0; members = 0; todo = 0; open = 0; got = 0; given = 0; gone = 0; late = 0;
-    relays = 0; mask = 0; rest = 0; ok = 0; expired = 0; kind = DISPATCH; now_at = 0
+    relays = 0; mask = 0; rest = 0; ok = 0; expired = 0; put = 0; kind = DISPATCH; now_at = 0
 }
 
 inline dispatch()
 {
     ask_far(members & FAR(r));
+    atomic { /* what all ranks ask is heard meanwhile, and the op may not take place */
+        if
+        :: true -> put_records(); put = 1
+        :: true
+        fi
+    }
     take_asks(members & ~gone);
     atomic {
         given = members & (got | BIT(r));
@@ -894,10 +901,15 @@ inline dispatch()
     if
     :: ok ->
         take_grants();
-        atomic { put_records() }
+        atomic {
+            if
+            :: !put -> put_records()
+            :: put
+            fi
+        }
         relay_records();
         receive_rows()
-    :: !ok
+    :: !ok -> h_to[HANDLE(r, h)] = 0
     fi
 }
 
@@ -916,7 +928,7 @@ proctype block(byte r)
 {
     byte step, kind, n, tag, h, d, k, s, members, todo, rest, open, got, given, gone, late, relays, mask,
         now_at;
-    bit ok, expired;
+    bit ok, expired, put;
 
 life:
     do
