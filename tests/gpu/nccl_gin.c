@@ -399,9 +399,9 @@ static bool case_pour(struct rank *r, uint32_t *met)
 /* What a copy engine of this GPU carries to the next one, for comparison. */
 static bool case_copy(struct rank *r, uint32_t *met)
 {
-    const uint64_t bytes = gin_window_bytes(options.ranks) / 2;
+    const uint64_t bytes = 64ull << 20; /* of less, beginnings and ends are what is measured */
     const uint32_t times = 20;
-    struct ep_cuda_memory *there = NULL;
+    struct ep_cuda_memory *here = NULL, *there = NULL;
     struct ep_error error = EP_ERROR_INIT;
     uint64_t start;
     void *to;
@@ -410,18 +410,19 @@ static bool case_copy(struct rank *r, uint32_t *met)
     (void)met;
     if (r->number || options.gpus < 2)
         return true;
-    if (!done(r, "memory_create", r->api->memory_create((r->device + 1) % options.gpus, bytes, &there, &error), &error))
-        return false;
-    fine = done(r, "memory_share", r->api->memory_share(there, r->device, &error), &error);
-    to = r->api->memory_at(there);
+    fine = done(r, "memory_create", r->api->memory_create(r->device, bytes, &here, &error), &error)
+           && done(r, "memory_create", r->api->memory_create((r->device + 1) % options.gpus, bytes, &there, &error), &error)
+           && done(r, "memory_share", r->api->memory_share(there, r->device, &error), &error);
+    to = fine ? r->api->memory_at(there) : NULL;
     start = ep_clock_ns();
     for (uint32_t i = 0; fine && i < times; i++)
-        fine = done(r, "copy", r->api->copy(r->device, to, r->gin.base, bytes, r->gin.stream, &error), &error);
+        fine = done(r, "copy", r->api->copy(r->device, to, r->api->memory_at(here), bytes, r->gin.stream, &error), &error);
     fine = fine && finish(r, "copy");
     if (fine)
         snprintf(r->figures, sizeof r->figures, "copies of %llu MiB to another GPU: %.1f GB/s",
                  (unsigned long long)bytes >> 20, (double)bytes * times / (double)(ep_clock_ns() - start));
     r->api->memory_destroy(there);
+    r->api->memory_destroy(here);
     return fine;
 }
 
