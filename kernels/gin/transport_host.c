@@ -6,7 +6,7 @@
  * message goes into a ring in the peer's memory.  A peer that sleeps is woken through its eventfd.
  *
  * Puts take streams in turn: between two copies of one stream, of which the first is marked as over, the wire does nothing
- * for 8 us, in which NVLink carries 3 MB.
+ * for 3 us, in which NVLink carries a megabyte.
  *
  * To oneself the region is where it is and the ring is this process's; host memory may be the target too.
  */
