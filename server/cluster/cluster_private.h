@@ -44,6 +44,7 @@ enum member_state {
 struct entry {
     struct ep_cluster_node node; /* as it was told last */
     uint64_t server, cordon;     /* revisions of its records, 0: not there */
+    uint64_t gone_ns;            /* ep_clock_ns: since when the first is not there; 0: it is */
     Ep__V1__NodeRecord *record;  /* the same; NULL: never seen */
     Ep__V1__NodeRecord *news;    /* what it says since; NULL: nothing new */
     Ep__V1__NodeInfo *info;      /* the record's, once somebody has asked for it */
@@ -83,7 +84,9 @@ struct ep_cluster {
     size_t n_entries;
     bool whole;         /* the first one was there */
     uint64_t view;      /* revision until which all is known */
-    uint64_t grace_end; /* ep_clock_ns: until then a record that goes is no node that goes */
+    /* ep_clock_ns.  This server was away, and the store may have been: until grace_end a record that goes is no node that
+     * goes, but comes back; unless it goes after kept_up_ns, as its lease was then kept up since this server is back. */
+    uint64_t grace_end, kept_up_ns;
 
     /* member.c */
     enum member_state state;

@@ -101,7 +101,7 @@ static void fall_apart(struct ep_cluster *c, const struct ep_error *error)
     if (!was_in)
         return;
     EP_WARN(CLUSTER_MODULE, "not registered any more, trying again", EP_S("error", error->text));
-    c->grace_end = UINT64_MAX;
+    c->grace_end = c->kept_up_ns = UINT64_MAX;
     cluster_tell(c, EP_CLUSTER_SESSION, NULL);
     cluster_tell(c, EP_CLUSTER_LEADER, NULL);
 }
@@ -124,6 +124,14 @@ static uint64_t own_ttl_ms(const struct ep_cluster *c)
     return c->options.ttl_ms + ELECTION_MS;
 }
 
+static void begin_grace(struct ep_cluster *c)
+{
+    const uint64_t now = ep_clock_ns(), ttl_ns = own_ttl_ms(c) * EP_NS_PER_MS;
+
+    c->kept_up_ns = now + ttl_ns;
+    c->grace_end = now + 2 * ttl_ns;
+}
+
 static void be_in(struct ep_cluster *c, uint64_t revision)
 {
     c->state = MEMBER_IN;
@@ -131,7 +139,7 @@ static void be_in(struct ep_cluster *c, uint64_t revision)
     c->told_clash = false;
     c->late = (struct ep_error)EP_ERROR_INIT;
     if (c->grace_end)
-        c->grace_end = ep_clock_ns() + 2 * own_ttl_ms(c) * EP_NS_PER_MS;
+        begin_grace(c);
     c->election = ep_election_open(c->options.store, c->session, LEADER_KEY, ep_node_name(c->options.node),
                                    on_election, c);
     EP_INFO(CLUSTER_MODULE, "registered", EP_S("node", ep_node_name(c->options.node)));

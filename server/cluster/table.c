@@ -188,10 +188,16 @@ static void obey(struct ep_cluster *c, const struct entry *e)
     ep_cluster_refresh(c);
 }
 
+/* Does its record come back? */
+static bool is_awaited(const struct ep_cluster *c, const struct entry *e)
+{
+    return e->gone_ns < c->kept_up_ns && ep_clock_ns() < c->grace_end;
+}
+
 /* Once up, this node stays: its record may be lost for a moment, it is not. */
 static bool is_there(const struct ep_cluster *c, const struct entry *e)
 {
-    return e->server || (e->node.alive && (is_self(c, e) || ep_clock_ns() < c->grace_end));
+    return e->server || (e->node.alive && (is_self(c, e) || is_awaited(c, e)));
 }
 
 static void go_down(struct ep_cluster *c, struct entry *e)
@@ -226,8 +232,14 @@ static void come_up(struct ep_cluster *c, struct entry *e)
 /* Tells what the records of a node have come to. */
 static void settle(struct ep_cluster *c, struct entry *e)
 {
-    bool there = is_there(c, e);
-    bool restarted = e->node.alive && e->news && e->news->boot_us != e->node.boot;
+    bool there, restarted;
+
+    if (e->server)
+        e->gone_ns = 0;
+    else if (!e->gone_ns)
+        e->gone_ns = ep_clock_ns();
+    there = is_there(c, e);
+    restarted = e->node.alive && e->news && e->news->boot_us != e->node.boot;
 
     if (e->changed && is_self(c, e))
         obey(c, e);
