@@ -50,6 +50,9 @@ __device__ inline Counting counting_of(const ep_ht_args &a, uint32_t *shared)
     return { mine, (int32_t *)(mine + columns_of(a)) };
 }
 
+/* Blocks from this one on number rows: block 0 has no time for it, unless it is alone. */
+__device__ inline uint32_t first_numbering(const ep_ht_args &a) { return a.blocks > 1 ? 1 : 0; }
+
 /* fn(list) by warps of blocks [first, a.blocks), as many of each as have counters. */
 template <class Fn> __device__ inline void each_list(const ep_ht_args &a, uint32_t first, Fn fn)
 {

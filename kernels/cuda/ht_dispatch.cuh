@@ -46,7 +46,7 @@ __device__ inline bool pushes_first(const ep_ht_args &a)
 }
 
 /* From what is granted to what has come. */
-template <Cast C> __device__ inline void move(const ep_ht_args &a, const Op &op, const Grants &g, uint32_t first)
+template <Cast C> __device__ inline void move(const ep_ht_args &a, const Op &op, const Grants &g)
 {
     const uint32_t warp = threadIdx.x / 32;
     const uint64_t rows = run_of(a).rows;
@@ -57,7 +57,7 @@ template <Cast C> __device__ inline void move(const ep_ht_args &a, const Op &op,
         await_rows(a, op);
         return;
     }
-    if (kNet && send::puts_records(first)) {
+    if (kNet && send::puts_records(a)) {
         pushed(a, op);
         relay::relayed(a, op);
         send::put_rest(a, op);
@@ -139,7 +139,7 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ht_args &a, uint3
     __shared__ struct ep_net_grants grants;
     __shared__ Exchange x;
     const Counting counting = counting_of(a, shared);
-    const uint32_t first = a.blocks > 1 ? 1 : 0; /* of the blocks that number rows: block 0 has no time for it */
+    const uint32_t first = first_numbering(a);
     uint32_t met = 0, roomy = 0;
 
     if (blockIdx.x == 0 && threadIdx.x < 32)
@@ -155,7 +155,7 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ht_args &a, uint3
         wait_for_all(a, met);
         each_list(a, first, [&](uint32_t list) { place_list(a, counting, list); });
         if (op.status == EP_OK)
-            send::send_records<C>(a, op, first, met);
+            send::send_records<C>(a, op, met);
         __syncthreads();
     }
     if (blockIdx.x == 0) {
@@ -169,7 +169,7 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ht_args &a, uint3
         find_own_grants(a, &grants);
         if (threadIdx.x < 32)
             roomy = __ballot_sync(kAll, grants.mask >> threadIdx.x & 1 && grants.bits[threadIdx.x] & EP_HT_GRANT_ROOM);
-        move<C>(a, op, grants, first);
+        move<C>(a, op, grants);
     }
     barrier(a, &met);
     if (blockIdx.x == 0 && threadIdx.x < 32)

@@ -107,23 +107,25 @@ template <class Pauses> __device__ inline void put_records(const ep_ht_args &a, 
 
 /* Does this warp put?  All wait for it at the next barrier, and a post takes long: it pauses when nobody else is missing
  * there, and puts the rest when the others push (put_rest). */
-__device__ inline bool puts_records(uint32_t first) { return blockIdx.x == first && threadIdx.x / 32 == 1; }
+__device__ inline bool puts_records(const ep_ht_args &a)
+{
+    return blockIdx.x == first_numbering(a) && threadIdx.x / 32 == 1;
+}
 
-/* All threads of blocks [first, a.blocks), each of which has numbered its part, when asks are on their way.  met: how often
+/* All threads of the blocks that number rows, each of which has done its part, when asks are on their way.  met: how often
  * they have met at barriers. */
-template <Cast C>
-__device__ inline void send_records(const ep_ht_args &a, const Op &op, uint32_t first, uint32_t met)
+template <Cast C> __device__ inline void send_records(const ep_ht_args &a, const Op &op, uint32_t met)
 {
     uint32_t *numbered = &net_of(a)->numbered;
 
     __syncthreads();
     if (threadIdx.x == 0) {
         count_release(numbered);
-        while (acquire_count(numbered) < a.blocks - first)
+        while (acquire_count(numbered) < a.blocks - first_numbering(a))
             ;
     }
     __syncthreads(); /* what thread 0 has acquired is there for all */
-    if (puts_records(first))
+    if (puts_records(a))
         put_records(a, op, [&] {
             return __shfl_sync(kAll, load_u32(&run_of(a).barrier), 0) + 1 >= (met + 1) * a.blocks;
         });
@@ -139,9 +141,9 @@ __device__ inline void put_rest(const ep_ht_args &a, const Op &op)
 
 #else
 
-__device__ inline bool puts_records(uint32_t) { return false; }
+__device__ inline bool puts_records(const ep_ht_args &) { return false; }
 __device__ inline void put_rest(const ep_ht_args &, const Op &) {}
-template <Cast C> __device__ inline void send_records(const ep_ht_args &, const Op &, uint32_t, uint32_t) {}
+template <Cast C> __device__ inline void send_records(const ep_ht_args &, const Op &, uint32_t) {}
 
 #endif
 

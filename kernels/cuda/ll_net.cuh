@@ -61,14 +61,20 @@ __device__ inline uint64_t told_by(const ep_ll_args &a, uint32_t kind, uint32_t 
     return gin_signal(net_of(a), ep_net_signal_of(a.ranks, kind, bank, rank));
 }
 
-/* Its signal at `rank` becomes n, unless it is that far. */
+/* Its signal at `rank` becomes n, unless it is that far: what is to be added. */
+__device__ inline uint64_t next_told(const ep_ll_args &a, uint32_t kind, uint32_t bank, uint32_t rank, uint64_t n)
+{
+    uint64_t *told = &net_of(a)->told[kind][bank][rank];
+    const uint64_t before = atomicMax((unsigned long long *)told, (unsigned long long)n);
+
+    return before < n ? n - before : 0;
+}
 __device__ inline void tell(const ep_ll_args &a, uint32_t kind, uint32_t bank, uint32_t rank, uint64_t n)
 {
-    struct ep_device_net *net = net_of(a);
-    const uint64_t before = atomicMax((unsigned long long *)&net->told[kind][bank][rank], (unsigned long long)n);
+    const uint64_t more = next_told(a, kind, bank, rank, n);
 
-    if (before < n)
-        gin_raise(net, rank, ep_net_signal_of(a.ranks, kind, bank, a.rank), n - before);
+    if (more)
+        gin_raise(net_of(a), rank, ep_net_signal_of(a.ranks, kind, bank, a.rank), more);
 }
 
 __device__ inline uint64_t last_told(const ep_ll_args &a, uint32_t kind, uint32_t bank, uint32_t rank)
@@ -133,12 +139,10 @@ __device__ inline void put_items(const ep_ll_args &a, uint64_t bank, uint64_t re
 __device__ inline void put_and_tell(const ep_ll_args &a, uint64_t bank_at, uint64_t region, uint32_t d, uint64_t share,
                                     uint32_t bank, uint64_t n)
 {
-    struct ep_device_net *net = net_of(a);
     const uint64_t at = bank_at + region;
-    const uint64_t before = atomicMax((unsigned long long *)&net->told[EP_NET_SENT][bank][d], (unsigned long long)n);
 
-    gin_put_raise(net, d, net->window, at + a.rank * share, at - a.ll + d * share, share,
-                  ep_net_signal_of(a.ranks, EP_NET_SENT, bank, a.rank), before < n ? n - before : 0);
+    gin_put_raise(net_of(a), d, net_of(a)->window, at + a.rank * share, at - a.ll + d * share, share,
+                  ep_net_signal_of(a.ranks, EP_NET_SENT, bank, a.rank), next_told(a, EP_NET_SENT, bank, d, n));
 }
 
 /* ---- beginning -------------------------------------------------------------------------- */
@@ -165,7 +169,6 @@ __device__ inline void begin_held(const ep_ll_args &a, uint64_t n)
 namespace ep {
 
 __device__ inline uint64_t told_by(const ep_ll_args &, uint32_t, uint32_t, uint32_t) { return 0; }
-__device__ inline void tell(const ep_ll_args &, uint32_t, uint32_t, uint32_t, uint64_t) {}
 __device__ inline uint64_t released_by(const ep_ll_args &, uint32_t, uint32_t) { return 0; }
 __device__ inline bool has_room(const ep_ll_args &, uint64_t, uint32_t, uint32_t) { return true; }
 __device__ inline void release_to(const ep_ll_args &, uint32_t, uint32_t, uint64_t) {}

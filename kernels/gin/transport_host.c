@@ -23,7 +23,6 @@
 
 #include "ring.h"
 
-#define STREAMS EP_GIN_HOST_STREAMS
 /* Copies of one link: the driver waits in a launch when a stream holds more than about 1000. */
 #define IN_FLIGHT 512u
 /* Messages of one peer, then the others. */
@@ -44,7 +43,7 @@ _Static_assert(sizeof(struct region_card) <= EP_GIN_CARD_BYTES, "a card holds it
 struct host_link {
     struct ep_gin_comm *comm;
     struct ep_gin_peer *peer;
-    struct ep_gin_stream stream[STREAMS]; /* the i-th put takes the i-th, and from the first again; to oneself, the first */
+    struct ep_gin_stream stream[EP_GIN_HOST_STREAMS]; /* put i takes i modulo their number; to oneself, the first */
     struct ep_gin_ring *in;  /* the peer writes */
     struct ep_gin_ring *out; /* the peer reads; to oneself the same */
     int wake;                /* the peer's eventfd */
@@ -55,7 +54,7 @@ struct host_link {
 
 static uint32_t streams_of(const struct host_link *link)
 {
-    return link->own ? 1 : STREAMS;
+    return link->own ? 1 : EP_GIN_HOST_STREAMS;
 }
 static struct ep_gin_stream *stream_of(struct host_link *link, uint64_t put)
 {
@@ -123,7 +122,7 @@ static void host_link_close(void *opened)
 {
     struct host_link *link = opened;
 
-    for (uint32_t i = 0; i < STREAMS; i++)
+    for (uint32_t i = 0; i < EP_GIN_HOST_STREAMS; i++)
         ep_gin_stream_close(&link->stream[i]);
     if (link->out && !link->own)
         munmap(link->out, sizeof *link->out);
