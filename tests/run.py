@@ -346,13 +346,13 @@ def script_tasks():
 
 
 def faults_tasks():
-    """They say how soon all is well again, and for how long traffic pauses."""
+    """They say how soon a loss is known and all is well again, and for how long traffic pauses."""
     def script(name, *flags):
-        return Task("faults/" + name, ["sh", os.path.join(TESTS, "faults", name + ".sh"), "--seed", "1", *flags],
-                    SCRIPT_S)
+        return Task("faults/" + name, ["sh", os.path.join(TESTS, "faults", name + ".sh"), *flags], SCRIPT_S)
 
-    yield script("soak", "--seconds", str(FAULTS_S))
-    yield script("reconfigure", "--changes", str(CHANGES))
+    yield script("soak", "--seed", "1", "--seconds", str(FAULTS_S))
+    yield script("reconfigure", "--seed", "1", "--changes", str(CHANGES))
+    yield script("detect", "--times", "1")
 
 
 def gpu_tasks(quick):

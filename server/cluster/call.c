@@ -1,4 +1,4 @@
-/* Calls to other servers: a channel for each node that was called, until it goes. */
+/* Calls to other servers: a channel for each node that was called, until it goes; or one for a call. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -8,6 +8,7 @@ struct call {
     struct call *next; /* of those that failed before they began */
     struct ep_cluster *cluster;
     char *node;
+    struct ep_rpc_channel *own; /* NULL: it is made over the node's */
     struct ep_error error;
     ep_cluster_done_fn done;
     void *user;
@@ -28,6 +29,7 @@ static void end(struct call *call, const ProtobufCMessage *reply)
     struct ep_cluster *c = call->cluster;
 
     call->done(&call->error, reply, call->user);
+    ep_rpc_channel_close(call->own);
     free(call->node);
     free(call);
     c->calls--;
@@ -59,14 +61,13 @@ static void fail_later(struct call *call)
     uv_timer_start(&c->failing, on_failing, 0, 0);
 }
 
-static ep_status open_channel(struct ep_cluster *c, struct entry *e, struct ep_error *error)
+static ep_status open_channel(struct ep_cluster *c, const struct entry *e, struct ep_rpc_channel **out,
+                              struct ep_error *error)
 {
-    if (e->channel)
-        return EP_OK;
     if (!*e->node.address)
         return ep_error_set(error, EP_UNAVAILABLE, "node %s has no address: its server listens on no port",
                             e->node.name);
-    if (ep_rpc_channel_open(c->options.rpc, e->node.address, c->options.tls ? &c->tls : NULL, 0, &e->channel, error))
+    if (ep_rpc_channel_open(c->options.rpc, e->node.address, c->options.tls ? &c->tls : NULL, 0, out, error))
         return ep_error_prefix(error, "node %s", e->node.name);
     return EP_OK;
 }
@@ -77,7 +78,7 @@ void call_close_channel(struct entry *e)
     e->channel = NULL;
 }
 
-static ep_status find_channel(struct ep_cluster *c, const char *node, struct entry **out, struct ep_error *error)
+static ep_status find_entry(struct ep_cluster *c, const char *node, struct entry **out, struct ep_error *error)
 {
     *out = table_find(c, node);
     if (c->state == MEMBER_LEFT)
@@ -86,7 +87,7 @@ static ep_status find_channel(struct ep_cluster *c, const char *node, struct ent
         return ep_error_set(error, EP_UNAVAILABLE, "node %s is not known", node);
     if (!(*out)->node.alive)
         return ep_error_set(error, EP_UNAVAILABLE, "node %s is not there at present", node);
-    return open_channel(c, *out, error);
+    return EP_OK;
 }
 
 /* ---- those that do ------------------------------------------------------------------------- */
@@ -104,18 +105,37 @@ static void on_answered(const struct ep_error *error, const ProtobufCMessage *re
     end(call, reply);
 }
 
-void ep_cluster_call(struct ep_cluster *c, const char *node, const ProtobufCServiceDescriptor *service,
-                     const char *method, const ProtobufCMessage *request, uint32_t timeout_ms, ep_cluster_done_fn done,
-                     void *user)
+static struct call *new_call(struct ep_cluster *c, const char *node, ep_cluster_done_fn done, void *user)
 {
     struct call *call = cluster_allocate(sizeof *call);
-    struct entry *e;
 
     *call = (struct call){
         .cluster = c, .node = cluster_copy(node), .error = EP_ERROR_INIT, .done = done, .user = user
     };
     c->calls++;
-    if (find_channel(c, node, &e, &call->error))
+    return call;
+}
+
+void call_anew(struct ep_cluster *c, const char *node, const ProtobufCServiceDescriptor *service, const char *method,
+               const ProtobufCMessage *request, uint32_t timeout_ms, ep_cluster_done_fn done, void *user)
+{
+    struct call *call = new_call(c, node, done, user);
+    struct entry *e;
+
+    if (find_entry(c, node, &e, &call->error) || open_channel(c, e, &call->own, &call->error))
+        fail_later(call);
+    else
+        ep_rpc_ask(call->own, service, method, NULL, 0, request, timeout_ms, on_answered, call);
+}
+
+void ep_cluster_call(struct ep_cluster *c, const char *node, const ProtobufCServiceDescriptor *service,
+                     const char *method, const ProtobufCMessage *request, uint32_t timeout_ms, ep_cluster_done_fn done,
+                     void *user)
+{
+    struct call *call = new_call(c, node, done, user);
+    struct entry *e;
+
+    if (find_entry(c, node, &e, &call->error) || (!e->channel && open_channel(c, e, &e->channel, &call->error)))
         fail_later(call);
     else
         ep_rpc_ask(e->channel, service, method, NULL, 0, request, timeout_ms, on_answered, call);

@@ -157,7 +157,7 @@ static void on_tick(uv_timer_t *tick)
     struct ep_cluster *c = tick->data;
 
     member_tick(c);
-    table_tick(c);
+    grace_tick(c);
     cordon_look(c);
     check_start(c);
 }

@@ -4,6 +4,7 @@
  *   cluster.c  opening and closing, readiness, events, the tick that everything with a time hangs on
  *   table.c    the nodes, as the store has them
  *   member.c   this node's own part: session, registration, election
+ *   grace.c    nodes whose records may come back
  *   cordon.c   draining a node
  *   call.c     calls to other servers
  */
@@ -29,6 +30,7 @@
 #define START_MS    16000 /* until the store is there and somebody leads, beside two leases: one of a former server */
 #define APPLY_MS    3000  /* a node that is drained says so */
 #define ELECTION_MS 1500  /* what etcd may need on top of the time to live, before it gives a lease up */
+#define AWAITED_MS  400   /* a node whose record may come back answers so soon */
 
 enum member_state {
     MEMBER_OUT,      /* not asked to join yet */
@@ -44,13 +46,14 @@ enum member_state {
 struct entry {
     struct ep_cluster_node node; /* as it was told last */
     uint64_t server, cordon;     /* revisions of its records, 0: not there */
-    uint64_t gone_ns;            /* ep_clock_ns: since when the first is not there; 0: it is */
     Ep__V1__NodeRecord *record;  /* the same; NULL: never seen */
     Ep__V1__NodeRecord *news;    /* what it says since; NULL: nothing new */
     Ep__V1__NodeInfo *info;      /* the record's, once somebody has asked for it */
     bool changed;                /* in what is told as CHANGED */
     bool seen;                   /* while the whole is read: which records are there */
     bool seen_cordon;
+    bool asked;                  /* by grace.c, and has not answered yet */
+    bool silent;                 /* it did not answer that */
     struct ep_rpc_channel *channel; /* NULL: not called yet */
 };
 
@@ -84,9 +87,7 @@ struct ep_cluster {
     size_t n_entries;
     bool whole;         /* the first one was there */
     uint64_t view;      /* revision until which all is known */
-    /* ep_clock_ns.  This server was away, and the store may have been: until grace_end a record that goes is no node that
-     * goes, but comes back; unless it goes after kept_up_ns, as its lease was then kept up since this server is back. */
-    uint64_t grace_end, kept_up_ns;
+    uint64_t grace_end; /* ep_clock_ns: until then a record that goes may come back; 0: none does */
 
     /* member.c */
     enum member_state state;
@@ -127,7 +128,7 @@ void cluster_fail(struct ep_cluster *cluster, const struct ep_error *error);
 void table_open(struct ep_cluster *cluster);
 void table_close(struct ep_cluster *cluster); /* the watch; the nodes stay until table_free() */
 void table_free(struct ep_cluster *cluster);
-void table_tick(struct ep_cluster *cluster);
+void table_settle(struct ep_cluster *cluster); /* tells what has become of the nodes */
 struct entry *table_find(const struct ep_cluster *cluster, const char *name);
 struct entry *table_self(const struct ep_cluster *cluster);
 void table_key(char key[KEY_MAX], const char *name, const char *suffix);
@@ -137,6 +138,16 @@ void table_key(char key[KEY_MAX], const char *name, const char *suffix);
 void member_tick(struct ep_cluster *cluster);
 void member_look(struct ep_cluster *cluster); /* the table has changed */
 void member_leave(struct ep_cluster *cluster);
+uint64_t member_own_ttl_ms(const struct ep_cluster *cluster); /* after which the store has noticed */
+
+/* ---- grace.c ----------------------------------------------------------------------------- */
+
+void grace_begin(struct ep_cluster *cluster); /* the session is lost: until grace_limit() and some seconds more */
+void grace_limit(struct ep_cluster *cluster); /* this server is registered again, or for the first time */
+/* Of a node that was there and has no record now. */
+bool grace_awaits(const struct ep_cluster *cluster, const struct entry *entry);
+void grace_ask(struct ep_cluster *cluster, struct entry *entry);
+void grace_tick(struct ep_cluster *cluster);
 
 /* ---- cordon.c ---------------------------------------------------------------------------- */
 
@@ -146,6 +157,10 @@ void cordon_close(struct ep_cluster *cluster);
 /* ---- call.c ------------------------------------------------------------------------------ */
 
 void call_close_channel(struct entry *entry);
+/* As ep_cluster_call(), over a connection of its own: that of the node may still hang where the network was cut. */
+void call_anew(struct ep_cluster *cluster, const char *node, const ProtobufCServiceDescriptor *service,
+               const char *method, const ProtobufCMessage *request, uint32_t timeout_ms, ep_cluster_done_fn done,
+               void *user);
 void call_check_left(struct ep_cluster *cluster);
 
 #endif

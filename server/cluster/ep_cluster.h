@@ -15,7 +15,8 @@
  *
  * The table of nodes follows from that: nodes with a server, and those without one that are cordoned, which an
  * operator knows.  While the store is out of reach it stays as it was.  When this server's own session was lost, the
- * store was probably away for others too: they have some seconds to register again before they count as gone.
+ * store may have been away for others too: those that answer have some seconds to register again before they count as
+ * gone.
  */
 #ifndef EP_CLUSTER_H
 #define EP_CLUSTER_H

@@ -87,7 +87,6 @@ static void wait_for_store(struct ep_cluster *c, const struct ep_error *error)
     c->late = *error;
 }
 
-/* The others may have lost the store as well: what goes now is given time to come again. */
 static void fall_apart(struct ep_cluster *c, const struct ep_error *error)
 {
     bool was_in = c->state == MEMBER_IN;
@@ -101,7 +100,7 @@ static void fall_apart(struct ep_cluster *c, const struct ep_error *error)
     if (!was_in)
         return;
     EP_WARN(CLUSTER_MODULE, "not registered any more, trying again", EP_S("error", error->text));
-    c->grace_end = c->kept_up_ns = UINT64_MAX;
+    grace_begin(c);
     cluster_tell(c, EP_CLUSTER_SESSION, NULL);
     cluster_tell(c, EP_CLUSTER_LEADER, NULL);
 }
@@ -119,17 +118,9 @@ static void on_election(struct ep_election *election, bool leading, void *user)
     cluster_check_ready(c);
 }
 
-static uint64_t own_ttl_ms(const struct ep_cluster *c)
+uint64_t member_own_ttl_ms(const struct ep_cluster *c)
 {
     return c->options.ttl_ms + ELECTION_MS;
-}
-
-static void begin_grace(struct ep_cluster *c)
-{
-    const uint64_t now = ep_clock_ns(), ttl_ns = own_ttl_ms(c) * EP_NS_PER_MS;
-
-    c->kept_up_ns = now + ttl_ns;
-    c->grace_end = now + 2 * ttl_ns;
 }
 
 static void be_in(struct ep_cluster *c, uint64_t revision)
@@ -138,8 +129,7 @@ static void be_in(struct ep_cluster *c, uint64_t revision)
     c->registered = revision;
     c->told_clash = false;
     c->late = (struct ep_error)EP_ERROR_INIT;
-    if (c->grace_end)
-        begin_grace(c);
+    grace_limit(c);
     c->election = ep_election_open(c->options.store, c->session, LEADER_KEY, ep_node_name(c->options.node),
                                    on_election, c);
     EP_INFO(CLUSTER_MODULE, "registered", EP_S("node", ep_node_name(c->options.node)));
@@ -166,7 +156,7 @@ static void check_clash(struct ep_cluster *c)
 {
     struct ep_error error;
 
-    if (c->told_clash || ep_clock_ns() < c->waits_since + 2 * own_ttl_ms(c) * EP_NS_PER_MS)
+    if (c->told_clash || ep_clock_ns() < c->waits_since + 2 * member_own_ttl_ms(c) * EP_NS_PER_MS)
         return;
     c->told_clash = true;
     say_clash(c, &error);

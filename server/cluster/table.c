@@ -188,16 +188,10 @@ static void obey(struct ep_cluster *c, const struct entry *e)
     ep_cluster_refresh(c);
 }
 
-/* Does its record come back? */
-static bool is_awaited(const struct ep_cluster *c, const struct entry *e)
-{
-    return e->gone_ns < c->kept_up_ns && ep_clock_ns() < c->grace_end;
-}
-
 /* Once up, this node stays: its record may be lost for a moment, it is not. */
 static bool is_there(const struct ep_cluster *c, const struct entry *e)
 {
-    return e->server || (e->node.alive && (is_self(c, e) || is_awaited(c, e)));
+    return e->server || (e->node.alive && (is_self(c, e) || grace_awaits(c, e)));
 }
 
 static void go_down(struct ep_cluster *c, struct entry *e)
@@ -232,14 +226,8 @@ static void come_up(struct ep_cluster *c, struct entry *e)
 /* Tells what the records of a node have come to. */
 static void settle(struct ep_cluster *c, struct entry *e)
 {
-    bool there, restarted;
-
-    if (e->server)
-        e->gone_ns = 0;
-    else if (!e->gone_ns)
-        e->gone_ns = ep_clock_ns();
-    there = is_there(c, e);
-    restarted = e->node.alive && e->news && e->news->boot_us != e->node.boot;
+    bool there = is_there(c, e);
+    bool restarted = e->node.alive && e->news && e->news->boot_us != e->node.boot;
 
     if (e->changed && is_self(c, e))
         obey(c, e);
@@ -252,9 +240,13 @@ static void settle(struct ep_cluster *c, struct entry *e)
     else if (e->changed)
         cluster_tell(c, EP_CLUSTER_NODE_CHANGED, &e->node);
     e->changed = false;
+    if (e->server)
+        e->silent = false;
+    else if (there && !is_self(c, e))
+        grace_ask(c, e);
 }
 
-static void settle_all(struct ep_cluster *c)
+void table_settle(struct ep_cluster *c)
 {
     for (size_t i = 0; i < c->n_entries; i++)
         settle(c, c->entries[i]);
@@ -300,7 +292,7 @@ static void on_changes(const struct ep_store_changes *changes, void *user)
     c->whole = c->whole || changes->whole;
     c->view = changes->revision;
     if (changes->whole)
-        settle_all(c);
+        table_settle(c);
     else
         settle_news(c, changes);
     member_look(c);
@@ -308,15 +300,6 @@ static void on_changes(const struct ep_store_changes *changes, void *user)
     cluster_check_ready(c);
     if (has_mark(changes))
         cluster_tell(c, EP_CLUSTER_MARK, NULL);
-}
-
-/* The grace is over. */
-void table_tick(struct ep_cluster *c)
-{
-    if (!c->grace_end || ep_clock_ns() < c->grace_end)
-        return;
-    c->grace_end = 0;
-    settle_all(c);
 }
 
 /* ---- life ------------------------------------------------------------------------------------ */

@@ -7,14 +7,14 @@
 struct method {
     const char *name;
     const ProtobufCMessageDescriptor *request, *reply;
-    void (*serve)(struct ep_groups *groups, const ProtobufCMessage *request, ep_cluster_done_fn done, void *user);
+    void (*serve)(const struct sim_node *node, const ProtobufCMessage *request, ep_cluster_done_fn done, void *user);
 };
 
 #define SERVE(name, Request)                                                                                          \
-    static void serve_##name(struct ep_groups *groups, const ProtobufCMessage *request, ep_cluster_done_fn done,       \
+    static void serve_##name(const struct sim_node *node, const ProtobufCMessage *request, ep_cluster_done_fn done,    \
                              void *user)                                                                               \
     {                                                                                                                  \
-        ep_groups_##name(groups, (const Ep__V1__##Request *)request, done, user);                                      \
+        ep_groups_##name(node->groups, (const Ep__V1__##Request *)request, done, user);                                      \
     }
 SERVE(prepare, PrepareRequest)
 SERVE(connect, ConnectRequest)
@@ -24,7 +24,18 @@ SERVE(admit, AdmitRequest)
 SERVE(left, LeaveRequest)
 SERVE(turn, TurnRequest)
 
+static void serve_ping(const struct sim_node *node, const ProtobufCMessage *request, ep_cluster_done_fn done, void *user)
+{
+    static const struct ep_error none = EP_ERROR_INIT;
+    Ep__V1__PingReply reply = EP__V1__PING_REPLY__INIT;
+
+    (void)request;
+    reply.boot_us = ep_node_boot(node->node);
+    done(&none, &reply.base, user);
+}
+
 static const struct method methods[] = {
+    { "Ping", &ep__v1__ping_request__descriptor, &ep__v1__ping_reply__descriptor, serve_ping },
     { "Prepare", &ep__v1__prepare_request__descriptor, &ep__v1__prepare_reply__descriptor, serve_prepare },
     { "Connect", &ep__v1__connect_request__descriptor, &ep__v1__connect_reply__descriptor, serve_connect },
     { "Abort", &ep__v1__abort_request__descriptor, &ep__v1__abort_reply__descriptor, serve_abort },
@@ -103,7 +114,7 @@ static void deliver(void *user)
         ep_error_set(&error, EP_UNAVAILABLE, "node %s is lost", sim.node[packet->to].name);
         on_served(&error, NULL, packet);
     } else {
-        packet->method->serve(sim.node[packet->to].groups, request, on_served, packet);
+        packet->method->serve(&sim.node[packet->to], request, on_served, packet);
     }
     protobuf_c_message_free_unpacked(request, NULL);
 }
@@ -114,18 +125,12 @@ static void refuse(struct packet *packet, const char *node)
     sim_later(answer, packet);
 }
 
-void __wrap_ep_cluster_call(struct ep_cluster *cluster, const char *node, const ProtobufCServiceDescriptor *service,
-                            const char *method, const ProtobufCMessage *request, uint32_t timeout_ms,
-                            ep_cluster_done_fn done, void *user);
-
-void __wrap_ep_cluster_call(struct ep_cluster *cluster, const char *node, const ProtobufCServiceDescriptor *service,
-                            const char *method, const ProtobufCMessage *request, uint32_t timeout_ms,
-                            ep_cluster_done_fn done, void *user)
+static void carry(struct ep_cluster *cluster, const char *node, const char *method, const ProtobufCMessage *request,
+                  ep_cluster_done_fn done, void *user)
 {
     const struct ep_cluster_node *known = ep_cluster_find(cluster, node);
     struct packet *packet = sim_allocate(1, sizeof *packet);
 
-    (void)service, (void)timeout_ms;
     *packet = (struct packet){ .method = find(method), .error = EP_ERROR_INIT, .done = done, .user = user };
     packet->from = sim_find(ep_cluster_self(cluster))->index;
     if (!known || !known->alive || sim.node[packet->from].away) {
@@ -135,4 +140,26 @@ void __wrap_ep_cluster_call(struct ep_cluster *cluster, const char *node, const 
     packet->to = sim_find(node)->index;
     pack(packet, request);
     sim_later(deliver, packet);
+}
+
+typedef void call_fn(struct ep_cluster *cluster, const char *node, const ProtobufCServiceDescriptor *service,
+                     const char *method, const ProtobufCMessage *request, uint32_t timeout_ms, ep_cluster_done_fn done,
+                     void *user);
+call_fn __wrap_ep_cluster_call, __wrap_call_anew;
+
+void __wrap_ep_cluster_call(struct ep_cluster *cluster, const char *node, const ProtobufCServiceDescriptor *service,
+                            const char *method, const ProtobufCMessage *request, uint32_t timeout_ms,
+                            ep_cluster_done_fn done, void *user)
+{
+    (void)service, (void)timeout_ms;
+    carry(cluster, node, method, request, done, user);
+}
+
+/* Over a connection of its own, which says nothing here. */
+void __wrap_call_anew(struct ep_cluster *cluster, const char *node, const ProtobufCServiceDescriptor *service,
+                      const char *method, const ProtobufCMessage *request, uint32_t timeout_ms, ep_cluster_done_fn done,
+                      void *user)
+{
+    (void)service, (void)timeout_ms;
+    carry(cluster, node, method, request, done, user);
 }

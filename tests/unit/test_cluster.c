@@ -62,6 +62,7 @@ static void on_ping(struct ep_rpc_call *call, const ProtobufCMessage *message, v
         return;
     }
     reply.node = (char *)(uintptr_t)ep_node_name(p->node);
+    reply.boot_us = ep_node_boot(p->node);
     ep_rpc_reply(call, &reply.base);
 }
 
@@ -264,28 +265,39 @@ static void the_lead_passes_on(void **state)
     close_peer(&b);
 }
 
+/* A server's record, of no session. */
+static void put_server(struct fixture *f, const char *name, const char *address, uint64_t boot)
+{
+    Ep__V1__NodeRecord record = EP__V1__NODE_RECORD__INIT;
+    struct ep_store_write write = { .expected = EP_STORE_ANY };
+    uint8_t bytes[128];
+    char key[64];
+
+    record.boot_us = boot;
+    record.address = (char *)(uintptr_t)address;
+    snprintf(key, sizeof key, "nodes/%s/server", name);
+    assert_in_range(protobuf_c_message_get_packed_size(&record.base), 1, sizeof bytes);
+    write.key = key;
+    write.value = bytes;
+    write.size = protobuf_c_message_pack(&record.base, bytes);
+    assert_string_equal(commit(f, &write, 1).error.text, "");
+}
+
 static void a_restart_is_down_and_up(void **state)
 {
     struct fixture *f = fixture_begin(state);
-    Ep__V1__NodeRecord record = EP__V1__NODE_RECORD__INIT;
-    struct ep_store_write write = { .key = "nodes/b/server", .expected = EP_STORE_ANY };
-    uint8_t bytes[64];
     struct peer a;
 
     open_peer(f, &a, "a");
     for (uint64_t boot = 1; boot <= 2; boot++) {
-        record.boot_us = boot;
-        write.value = bytes;
-        write.size = protobuf_c_message_pack(&record.base, bytes);
-        commit(f, &write, 1);
+        put_server(f, "b", "", boot);
         RUN_UNTIL(f, sees(&a, "b") && ep_cluster_find(a.cluster, "b")->boot == boot);
         assert_non_null(strstr(events(&a), boot == 1 ? "+b " : "-b +b "));
     }
-    commit(f, &write, 1); /* the same again */
+    put_server(f, "b", "", 2); /* the same again */
     RUN_UNTIL(f, *a.events);
     assert_string_equal(events(&a), "~b ");
-    write.value = NULL;
-    commit(f, &write, 1);
+    put(f, "nodes/b/server", NULL, EP_STORE_ANY);
     RUN_UNTIL(f, !sees(&a, "b"));
     close_peer(&a);
 }
@@ -471,22 +483,58 @@ static void a_record_that_is_deleted_is_written_again(void **state)
 static void a_record_that_is_newer_than_known_is_its_own_all_the_same(void **state)
 {
     struct fixture *f = fixture_begin(state);
-    Ep__V1__NodeRecord record = EP__V1__NODE_RECORD__INIT;
-    struct ep_store_write write = { .key = "nodes/a/server", .expected = EP_STORE_ANY };
-    uint8_t bytes[64];
     struct peer a;
 
     open_peer(f, &a, "a");
-    record.boot_us = ep_node_boot(a.node);
-    write.value = bytes;
-    write.size = protobuf_c_message_pack(&record.base, bytes);
-    commit(f, &write, 1);
+    put_server(f, "a", "", ep_node_boot(a.node));
     RUN_UNTIL(f, info_of(&a, "a")->n_devices == 0);
     assert_non_null(ep_cluster_session(a.cluster));
     assert_int_equal(ep_node_reserve(a.node, 0, 4096, NULL), EP_OK);
     RUN_UNTIL(f, info_of(&a, "a")->memory_used_bytes == 4096);
     assert_null(strstr(a.events, "session lead session"));
     ep_node_release(a.node, 0, 4096);
+    close_peer(&a);
+}
+
+/* ---- who was away ----------------------------------------------------------------------- */
+
+static void lose_session(struct peer *p)
+{
+    char key[64];
+
+    snprintf(key, sizeof key, "nodes/%s/server", ep_cluster_self(p->cluster));
+    put(p->f, key, NULL, EP_STORE_ANY);
+    RUN_UNTIL(p->f, !ep_cluster_session(p->cluster));
+    RUN_UNTIL(p->f, ep_cluster_session(p->cluster));
+}
+
+/* All have b's address: a node that answers there, one that was restarted since, and, once b has gone, none. */
+static void who_was_away_asks_those_whose_records_go(void **state)
+{
+    struct fixture *f = fixture_begin(state);
+    char address[64];
+    struct peer a, b;
+
+    open_peer(f, &a, "a");
+    open_peer(f, &b, "b");
+    RUN_UNTIL(f, sees(&a, "b"));
+    snprintf(address, sizeof address, "%s", ep_cluster_find(a.cluster, "b")->address);
+    put_server(f, "same", address, ep_node_boot(b.node));
+    put_server(f, "restarted", address, ep_node_boot(b.node) - 1);
+    put_server(f, "unasked", "", 1);
+    RUN_UNTIL(f, sees(&a, "same") && sees(&a, "restarted") && sees(&a, "unasked"));
+    lose_session(&a);
+    put(f, "nodes/same/server", NULL, EP_STORE_ANY);
+    put(f, "nodes/unasked/server", NULL, EP_STORE_ANY);
+    put(f, "nodes/restarted/server", NULL, EP_STORE_ANY);
+    RUN_UNTIL(f, !sees(&a, "restarted"));
+    fixture_run_ms(f, 1200); /* it is asked several times */
+    assert_true(sees(&a, "same") && sees(&a, "unasked"));
+    close_peer(&b);
+    RUN_UNTIL(f, !sees(&a, "same") && !sees(&a, "b"));
+    assert_true(sees(&a, "unasked"));
+    put_server(f, "same", address, 1);
+    RUN_UNTIL(f, sees(&a, "same"));
     close_peer(&a);
 }
 
@@ -738,6 +786,12 @@ static int setup_sqlite(void **state)
     return fixture_setup(state);
 }
 
+static int setup_patient(void **state)
+{
+    ttl_ms = 10 * LONG_MS;
+    return fixture_setup(state);
+}
+
 static int setup_etcd(void **state)
 {
     ttl_ms = LONG_MS;
@@ -751,6 +805,7 @@ static int setup_losing_etcd(void **state)
 }
 
 #define ON_SQLITE(name)      FIXTURE_TEST(#name, name, setup_sqlite)
+#define ON_PATIENT(name)     FIXTURE_TEST(#name, name, setup_patient)
 #define ON_ETCD(name)        FIXTURE_TEST(#name "_on_etcd", name, setup_etcd)
 #define ON_LOSING_ETCD(name) FIXTURE_TEST(#name "_on_etcd", name, setup_losing_etcd)
 
@@ -767,6 +822,7 @@ int main(void)
         ON_SQLITE(a_name_that_is_left_is_taken),
         ON_SQLITE(a_record_that_is_deleted_is_written_again),
         ON_SQLITE(a_record_that_is_newer_than_known_is_its_own_all_the_same),
+        ON_PATIENT(who_was_away_asks_those_whose_records_go),
         ON_SQLITE(a_node_does_what_its_cordon_says),
         ON_SQLITE(workers_may_stay_for_a_while),
         ON_SQLITE(a_node_that_is_away_is_drained_in_the_store),
