@@ -138,7 +138,6 @@ void table_key(char key[KEY_MAX], const char *name, const char *suffix);
 void member_tick(struct ep_cluster *cluster);
 void member_look(struct ep_cluster *cluster); /* the table has changed */
 void member_leave(struct ep_cluster *cluster);
-uint64_t member_own_ttl_ms(const struct ep_cluster *cluster); /* after which the store has noticed */
 
 /* ---- grace.c ----------------------------------------------------------------------------- */
 

@@ -97,6 +97,9 @@ const Ep__V1__NodeInfo *ep_cluster_info(const struct ep_cluster *cluster, const 
 struct ep_store_write ep_cluster_mark(void);
 bool ep_cluster_knows(const struct ep_cluster *cluster, uint64_t revision);
 
+/* A server that is lost is known to be so after as many ms. */
+uint64_t ep_cluster_lost_ms(const struct ep_cluster *cluster);
+
 /* What the node says of itself has changed and should be known soon. */
 void ep_cluster_refresh(struct ep_cluster *cluster);
 

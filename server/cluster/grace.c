@@ -18,7 +18,7 @@ void grace_begin(struct ep_cluster *c)
 void grace_limit(struct ep_cluster *c)
 {
     if (c->grace_end)
-        c->grace_end = ep_clock_ns() + 2 * member_own_ttl_ms(c) * EP_NS_PER_MS;
+        c->grace_end = ep_clock_ns() + 2 * ep_cluster_lost_ms(c) * EP_NS_PER_MS;
 }
 
 bool grace_awaits(const struct ep_cluster *c, const struct entry *e)

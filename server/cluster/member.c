@@ -118,11 +118,6 @@ static void on_election(struct ep_election *election, bool leading, void *user)
     cluster_check_ready(c);
 }
 
-uint64_t member_own_ttl_ms(const struct ep_cluster *c)
-{
-    return c->options.ttl_ms + ELECTION_MS;
-}
-
 static void be_in(struct ep_cluster *c, uint64_t revision)
 {
     c->state = MEMBER_IN;
@@ -156,7 +151,7 @@ static void check_clash(struct ep_cluster *c)
 {
     struct ep_error error;
 
-    if (c->told_clash || ep_clock_ns() < c->waits_since + 2 * member_own_ttl_ms(c) * EP_NS_PER_MS)
+    if (c->told_clash || ep_clock_ns() < c->waits_since + 2 * ep_cluster_lost_ms(c) * EP_NS_PER_MS)
         return;
     c->told_clash = true;
     say_clash(c, &error);
@@ -331,6 +326,11 @@ void member_leave(struct ep_cluster *c)
 }
 
 /* ---- lead and session ----------------------------------------------------------------------- */
+
+uint64_t ep_cluster_lost_ms(const struct ep_cluster *c)
+{
+    return c->options.ttl_ms + ELECTION_MS;
+}
 
 bool ep_cluster_leads(const struct ep_cluster *c)
 {

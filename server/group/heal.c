@@ -15,7 +15,6 @@
 
 #define FIRST_MS 500u
 #define LAST_MS  60000u
-#define LOST_MS  3000u /* after a member is lost: if its server is gone, that is known by then */
 
 /* This server is the only one that there can be: where its node had another name, that one never comes back. */
 static bool is_alone(const struct ep_groups *groups)
@@ -91,9 +90,10 @@ void heal_look(struct group *group)
         begin(group, &settled, &plan);
 }
 
+/* A member is lost: if its server is gone, that is to be known first. */
 void heal_later(struct group *group)
 {
-    group->heal_after = group_now(group->groups) + LOST_MS;
+    group->heal_after = group_now(group->groups) + ep_cluster_lost_ms(group->groups->cluster);
 }
 
 /* What failed until now says nothing about the next attempt, nor how long the pause after it has to be. */

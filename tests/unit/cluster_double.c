@@ -374,6 +374,12 @@ void ep_cluster_refresh(struct ep_cluster *cluster)
     (void)cluster;
 }
 
+uint64_t ep_cluster_lost_ms(const struct ep_cluster *cluster)
+{
+    (void)cluster;
+    return 3000;
+}
+
 /* ---- lead and session ------------------------------------------------------------------------ */
 
 bool ep_cluster_leads(const struct ep_cluster *cluster)
