@@ -7,8 +7,9 @@ import unittest
 import harness
 
 ERROR = 97  # exit code of a program that valgrind complains about
-VALGRIND = [shutil.which("valgrind") or "valgrind", "--quiet", "--error-exitcode=%d" % ERROR, "--leak-check=full", "--show-leak-kinds=definite,indirect",
-            "--errors-for-leak-kinds=definite,indirect", "--track-fds=no", "--child-silent-after-fork=yes"]
+VALGRIND = [shutil.which("valgrind") or "valgrind", "--quiet", "--error-exitcode=%d" % ERROR, "--leak-check=full",
+            "--show-leak-kinds=definite,indirect", "--errors-for-leak-kinds=definite,indirect", "--track-fds=no",
+            "--child-silent-after-fork=yes"]
 SUPPRESSIONS = os.path.join(harness.ROOT, "tests", "valgrind.supp")
 if os.path.exists(SUPPRESSIONS):
     VALGRIND.append("--suppressions=" + SUPPRESSIONS)

@@ -11,17 +11,10 @@
 enum { PATIENCE_MS = 1000, FRAME_MS = 120 };
 
 /* Waits for the end, at most so long; true when it has come.  Called with the lock held. */
-static bool wait_for_end(struct ep_progress *progress, long ms)
+static bool wait_for_end(struct ep_progress *progress, uint32_t ms)
 {
-    struct timespec until;
+    const struct timespec until = ep_clock_timespec(ep_clock_ns() + ms * EP_NS_PER_MS);
 
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_sec += ms / 1000;
-    until.tv_nsec += ms % 1000 * (long)EP_NS_PER_MS;
-    if (until.tv_nsec >= (long)EP_NS_PER_S) {
-        until.tv_sec++;
-        until.tv_nsec -= (long)EP_NS_PER_S;
-    }
     while (!progress->stop && pthread_cond_timedwait(&progress->wake, &progress->lock, &until) == 0)
         ;
     return progress->stop;

@@ -132,7 +132,7 @@ static void work_on(struct ep_client *client, struct successor *s)
 
 static void wait_for_work(struct following *f, uint64_t when_ns)
 {
-    const struct timespec when = { .tv_sec = (time_t)(when_ns / EP_NS_PER_S), .tv_nsec = (long)(when_ns % EP_NS_PER_S) };
+    const struct timespec when = ep_clock_timespec(when_ns);
 
     if (when_ns == NO_DEADLINE)
         pthread_cond_wait(&f->work, &f->lock);

@@ -3,8 +3,8 @@
  *
  * kNet (ranks.cuh) says whether there can be any; kernels for groups of one node are compiled without, and all of
  * this is nothing there.  The window of a rank d on another node ("far") is, for stores, this rank's outbox
- * (device_net.h), so pushing is the same for all ranks.  The last block that has pushed puts what is for d, one piece of each kind, as a put costs as
- * much as a small kernel; then it raises a signal at d.
+ * (device_net.h), so pushing is the same for all ranks.  The last block that has pushed puts what is for d, one piece of
+ * each kind, as a put costs as much as a small kernel; then it raises a signal at d.
  *
  * ## Signals
  * A signal is seen after all puts that its raiser put to the same rank before; puts themselves may land in any order,

@@ -18,6 +18,12 @@ static inline uint64_t ep_clock_ns(void)
     return (uint64_t)t.tv_sec * EP_NS_PER_S + (uint64_t)t.tv_nsec;
 }
 
+/* A time of that clock, or a duration, as the system's calls have it. */
+static inline struct timespec ep_clock_timespec(uint64_t ns)
+{
+    return (struct timespec){ .tv_sec = (time_t)(ns / EP_NS_PER_S), .tv_nsec = (long)(ns % EP_NS_PER_S) };
+}
+
 /* A condition whose timed waits end at times of that clock, which nobody sets. */
 static inline void ep_clock_condition(pthread_cond_t *condition)
 {

@@ -24,8 +24,7 @@
  */
 static inline void ep_futex_wait(uint32_t *word, uint32_t expected, uint64_t timeout_ns)
 {
-    struct timespec t = { .tv_sec = (time_t)(timeout_ns / EP_NS_PER_S),
-                          .tv_nsec = (long)(timeout_ns % EP_NS_PER_S) };
+    const struct timespec t = ep_clock_timespec(timeout_ns);
 
     (void)syscall(SYS_futex, word, FUTEX_WAIT, expected, &t, NULL, 0);
 }

@@ -3,6 +3,7 @@
 #define EP_API_PRIVATE_H
 
 #include "ep_api.h"
+#include "ep_message.h"
 
 #define API_MODULE "api"
 

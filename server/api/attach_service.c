@@ -91,20 +91,6 @@ static void on_look(uv_timer_t *timer)
         look(waiting, !over);
 }
 
-static Ep__V1__ClaimRequest *copy_request(const Ep__V1__ClaimRequest *request)
-{
-    size_t size = ep__v1__claim_request__get_packed_size(request);
-    uint8_t *bytes = malloc(size ? size : 1);
-    Ep__V1__ClaimRequest *copy = NULL;
-
-    if (bytes) {
-        ep__v1__claim_request__pack(request, bytes);
-        copy = ep__v1__claim_request__unpack(NULL, size, bytes);
-    }
-    free(bytes);
-    return copy;
-}
-
 static uint64_t wait_ms(const struct ep_rpc_call *call)
 {
     int64_t left = ep_rpc_call_remaining_ms(call);
@@ -120,10 +106,9 @@ static bool wait_for_rank(struct ep_api *api, struct ep_rpc_call *call, const Ep
 {
     struct api_claim *waiting = calloc(1, sizeof *waiting);
 
-    if (!waiting || !(waiting->request = copy_request(request))) {
-        free(waiting);
+    if (!waiting)
         return false;
-    }
+    waiting->request = ep_message_copy(&request->base);
     waiting->api = api;
     waiting->call = call;
     waiting->peer = *peer;

@@ -99,21 +99,6 @@ static uint32_t time_for(const struct ep_rpc_call *call)
 
 /* ---- changes that are handed on ------------------------------------------------------------------ */
 
-/* A copy of its own; NULL: no memory. */
-static ProtobufCMessage *copy(const ProtobufCMessage *message)
-{
-    const size_t size = protobuf_c_message_get_packed_size(message);
-    uint8_t *bytes = malloc(size + 1);
-    ProtobufCMessage *own = NULL;
-
-    if (bytes) {
-        protobuf_c_message_pack(message, bytes);
-        own = protobuf_c_message_unpack(message->descriptor, NULL, size, bytes);
-    }
-    free(bytes);
-    return own;
-}
-
 /* Also where it is not seen in time: the leader has made the change, and reads here say that they may be older. */
 static void on_seen(const struct ep_error *seen, void *user)
 {
@@ -134,7 +119,8 @@ static void on_forwarded(const struct ep_error *error, const ProtobufCMessage *r
     struct api_pending *pending = user;
     struct ep_rpc_call *call;
 
-    if (!error->status && !pending->dry_run && (pending->answer = copy(reply))) {
+    if (!error->status && !pending->dry_run) {
+        pending->answer = ep_message_copy(reply);
         ep_groups_see(pending->api->options.groups, pending->target, pending->deletes ? 0 : group->revision,
                       pending->deletes || !group->status ? 0 : group->status->epoch, SEE_MS, on_seen, pending);
         return;
@@ -232,8 +218,8 @@ static void change(struct ep_api *api, struct api_pending *pending, const char *
         return;
     pending->method = method;
     pending->here = here;
-    pending->request = copy(request);
-    if (!pending->request || seal_token(pending, &error))
+    pending->request = ep_message_copy(request);
+    if (seal_token(pending, &error))
         refuse(pending, &error);
     else if (leader)
         hand_on(api, pending, leader, pending->request);

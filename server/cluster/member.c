@@ -13,16 +13,9 @@
 
 #include "cluster_private.h"
 #include "ep_log.h"
+#include "ep_message.h"
 
 /* ---- the record -------------------------------------------------------------------------- */
-
-static uint8_t *pack(const ProtobufCMessage *message, size_t *size)
-{
-    uint8_t *bytes = cluster_allocate(protobuf_c_message_get_packed_size(message) + 1);
-
-    *size = protobuf_c_message_pack(message, bytes);
-    return bytes;
-}
 
 /* What others shall know; malloc'ed.  Whether the store answers here is nothing that it could tell. */
 static uint8_t *pack_info(struct ep_cluster *c, size_t *size)
@@ -37,8 +30,8 @@ static uint8_t *pack_info(struct ep_cluster *c, size_t *size)
     info.store_error[0] = '\0';
     record.boot_us = info.started_us;
     record.address = info.admin_address;
-    record.info.data = pack(&info.base, &record.info.len);
-    bytes = pack(&record.base, size);
+    record.info.data = ep_message_pack(&info.base, &record.info.len);
+    bytes = ep_message_pack(&record.base, size);
     free(record.info.data);
     ep_node_info_clear(&info);
     return bytes;

@@ -286,17 +286,6 @@ static void outlook_clear(struct outlook *outlook)
     ep_plan_clear(&outlook->plan);
 }
 
-static bool same_message(const ProtobufCMessage *a, const ProtobufCMessage *b)
-{
-    size_t na = 0, nb = 0;
-    void *pa = a ? ep_message_pack(a, &na) : NULL, *pb = b ? ep_message_pack(b, &nb) : NULL;
-    const bool same = na == nb && (!na || !memcmp(pa, pb, na));
-
-    free(pa);
-    free(pb);
-    return same;
-}
-
 /* Which experts they hold is another question. */
 static Ep__V1__Placement nodes_alone(const Ep__V1__GroupSpec *spec)
 {
@@ -314,7 +303,7 @@ static bool same_nodes(const Ep__V1__GroupSpec *a, const Ep__V1__GroupSpec *b)
 {
     const Ep__V1__Placement x = nodes_alone(a), y = nodes_alone(b);
 
-    return same_message(&x.base, &y.base);
+    return ep_message_same(&x.base, &y.base);
 }
 
 /* What an update of the placement does not name stays: which nodes, or which experts. */

@@ -150,24 +150,13 @@ static void add_field(Ep__V1__GroupChange *entry, const char *field, const char 
 }
 
 /* Loads, homes and secrets make no text, so messages are compared as a whole. */
-static bool same_message(const ProtobufCMessage *a, const ProtobufCMessage *b)
-{
-    size_t na = 0, nb = 0;
-    void *pa = a ? ep_message_pack(a, &na) : NULL, *pb = b ? ep_message_pack(b, &nb) : NULL;
-    const bool same = na == nb && (!na || !memcmp(pa, pb, na));
-
-    free(pa);
-    free(pb);
-    return same;
-}
-
 static bool same_field(const Ep__V1__GroupSpec *a, const Ep__V1__GroupSpec *b, const ProtobufCFieldDescriptor *field)
 {
     const void *x = (const uint8_t *)a + field->offset, *y = (const uint8_t *)b + field->offset;
 
     if (field->type != PROTOBUF_C_TYPE_MESSAGE || field->label == PROTOBUF_C_LABEL_REPEATED)
         return true; /* its text says it */
-    return same_message(*(ProtobufCMessage *const *)x, *(ProtobufCMessage *const *)y);
+    return ep_message_same(*(ProtobufCMessage *const *)x, *(ProtobufCMessage *const *)y);
 }
 
 void history_fields(Ep__V1__GroupChange *entry, const Ep__V1__GroupSpec *from, const Ep__V1__GroupSpec *to)

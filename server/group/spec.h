@@ -8,6 +8,7 @@
 
 #include "ep_error.h"
 #include "ep_kernels.h"
+#include "ep_message.h"
 #include "ep/v1/common.pb-c.h"
 
 #define EP_DEFAULT_LL_MAX_TOKENS 128u
@@ -97,10 +98,6 @@ ep_status ep_spec_layout(const struct ep_limits *limits, bool default_arena, str
 ep_status ep_group_name_check(const char *name, struct ep_error *error);
 
 /* ---- messages (spec_message.c) ---------------------------------------------------- */
-
-/* Deep copy of any message; free with protobuf_c_message_free_unpacked. */
-void *ep_message_copy(const ProtobufCMessage *message);
-void *ep_message_pack(const ProtobufCMessage *message, size_t *size); /* malloc'ed */
 
 /* base with the named fields taken from `from`; *out is a new message.  An unknown name is refused. */
 ep_status ep_spec_take(const Ep__V1__GroupSpec *base, const Ep__V1__GroupSpec *from, char *const *fields,

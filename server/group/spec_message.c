@@ -1,32 +1,8 @@
-/* Copies, comparisons and field-wise changes of GroupSpec messages, by their descriptors. */
+/* Comparisons and field-wise changes of GroupSpec messages, by their descriptors. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "spec.h"
-
-void *ep_message_pack(const ProtobufCMessage *message, size_t *size)
-{
-    uint8_t *bytes;
-
-    *size = protobuf_c_message_get_packed_size(message);
-    bytes = malloc(*size ? *size : 1);
-    if (!bytes)
-        abort(); /* as in arena.c */
-    protobuf_c_message_pack(message, bytes);
-    return bytes;
-}
-
-void *ep_message_copy(const ProtobufCMessage *message)
-{
-    size_t size;
-    uint8_t *bytes = ep_message_pack(message, &size);
-    ProtobufCMessage *copy = protobuf_c_message_unpack(message->descriptor, NULL, size, bytes);
-
-    free(bytes);
-    if (!copy)
-        abort();
-    return copy;
-}
 
 /* ---- taking fields --------------------------------------------------------------- */
 
@@ -106,20 +82,9 @@ void ep_spec_hide_token(Ep__V1__GroupSpec *spec)
 
 /* ---- comparing ------------------------------------------------------------------- */
 
-static bool same_bytes(const Ep__V1__GroupSpec *a, const Ep__V1__GroupSpec *b)
-{
-    size_t na, nb;
-    void *pa = ep_message_pack(&a->base, &na), *pb = ep_message_pack(&b->base, &nb);
-    bool same = na == nb && !memcmp(pa, pb, na);
-
-    free(pa);
-    free(pb);
-    return same;
-}
-
 bool ep_spec_same(const Ep__V1__GroupSpec *a, const Ep__V1__GroupSpec *b)
 {
-    return same_bytes(a, b);
+    return ep_message_same(&a->base, &b->base);
 }
 
 bool ep_spec_same_epoch(const Ep__V1__GroupSpec *a, const Ep__V1__GroupSpec *b)
@@ -130,5 +95,5 @@ bool ep_spec_same_epoch(const Ep__V1__GroupSpec *a, const Ep__V1__GroupSpec *b)
     x.direct = y.direct = EP__V1__DIRECT__DIRECT_UNSPECIFIED;
     x.n_labels = y.n_labels = 0;
     x.attach_token = y.attach_token = NULL;
-    return same_bytes(&x, &y);
+    return ep_message_same(&x.base, &y.base);
 }

@@ -63,8 +63,8 @@ struct ep_team_span {
     void *user;
 };
 
-/* Memory that a span takes beside windows: of each node, and of each rank, as ep_node_window_extend() wants it.  where: [R] which node each
- * rank is on.  None with one node. */
+/* Memory that a span takes beside windows: of each node, and of each rank, as ep_node_window_extend() wants it.
+ * where: [R] which node each rank is on.  None with one node. */
 struct ep_team_beside {
     uint64_t node, rank;
 };

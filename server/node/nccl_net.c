@@ -97,17 +97,10 @@ static bool set_to_work(struct crew *crew, struct hand *hand, void (*work)(struc
     return false;
 }
 
-static struct timespec after_ms(uint32_t ms)
-{
-    const uint64_t ns = ep_clock_ns() + ms * EP_NS_PER_MS;
-
-    return (struct timespec){ .tv_sec = (time_t)(ns / EP_NS_PER_S), .tv_nsec = (long)(ns % EP_NS_PER_S) };
-}
-
 /* False: they were abandoned. */
 static bool await(struct crew *crew, uint32_t timeout_ms)
 {
-    const struct timespec until = after_ms(timeout_ms);
+    const struct timespec until = ep_clock_timespec(ep_clock_ns() + timeout_ms * EP_NS_PER_MS);
     bool done;
 
     pthread_mutex_lock(&crew->lock);

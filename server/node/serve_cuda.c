@@ -188,14 +188,9 @@ static void stop(struct ep_executor *executor, void (*on_stopped)(void *user), v
 
 /* ---- the end, on a thread of the pool --------------------------------------------------------- */
 
-static struct timespec timespec_of(uint64_t ns)
-{
-    return (struct timespec){ .tv_sec = (time_t)(ns / EP_NS_PER_S), .tv_nsec = (long)(ns % EP_NS_PER_S) };
-}
-
 static bool wait_exited(struct serve *serve, uint64_t until_ns)
 {
-    const struct timespec until = timespec_of(until_ns);
+    const struct timespec until = ep_clock_timespec(until_ns);
     bool now;
 
     pthread_mutex_lock(&serve->lock);
@@ -210,7 +205,7 @@ static void end(uv_work_t *work)
 {
     struct serve *serve = work->data;
     const uint64_t until_ns = ep_clock_ns() + END_SLICE_MS * EP_NS_PER_MS;
-    const struct timespec until = timespec_of(until_ns);
+    const struct timespec until = ep_clock_timespec(until_ns);
     const ep_status status = serve->api->serve_end(serve->serve, END_SLICE_MS, &serve->end_error);
 
     serve->back = wait_exited(serve, until_ns);

@@ -360,8 +360,7 @@ void etcd_task_stop(struct etcd_task *task)
 
 void etcd_task_sleep(struct etcd_task *task, uint64_t ms)
 {
-    uint64_t end = ep_clock_ns() + ms * EP_NS_PER_MS;
-    struct timespec until = { .tv_sec = (time_t)(end / EP_NS_PER_S), .tv_nsec = (long)(end % EP_NS_PER_S) };
+    const struct timespec until = ep_clock_timespec(ep_clock_ns() + ms * EP_NS_PER_MS);
     int rc = 0;
 
     pthread_mutex_lock(&task->mutex);

@@ -258,15 +258,10 @@ static void work(struct ep_store *store, struct message *m)
     }
 }
 
-static struct timespec moment(uint64_t ns)
-{
-    return (struct timespec){ .tv_sec = (time_t)(ns / EP_NS_PER_S), .tv_nsec = (long)(ns % EP_NS_PER_S) };
-}
-
 /* The next request; a probe when there is none for a while. */
 static struct message *next_request(struct ep_store *store)
 {
-    struct timespec until = moment(ep_clock_ns() + store->backend->probe_ms * EP_NS_PER_MS);
+    const struct timespec until = ep_clock_timespec(ep_clock_ns() + store->backend->probe_ms * EP_NS_PER_MS);
     struct message *message;
     int rc = 0;
 

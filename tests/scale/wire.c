@@ -14,7 +14,7 @@ struct method {
     static void serve_##name(const struct sim_node *node, const ProtobufCMessage *request, ep_cluster_done_fn done,    \
                              void *user)                                                                               \
     {                                                                                                                  \
-        ep_groups_##name(node->groups, (const Ep__V1__##Request *)request, done, user);                                      \
+        ep_groups_##name(node->groups, (const Ep__V1__##Request *)request, done, user);                                \
     }
 SERVE(prepare, PrepareRequest)
 SERVE(connect, ConnectRequest)
