@@ -231,8 +231,6 @@ def build_tasks(preset):
     """Configure and build, in this order."""
     configure = ["cmake", "--preset", preset, "-DEP_TESTS=ON", "-DEP_WERROR=ON"]
     compile_ = ["cmake", "--build", "--preset", preset, "-j", str(JOBS)]
-    if preset == "fuzz":
-        compile_ += ["--target", "fuzz_targets"]
     return [Task("build/%s-configure" % preset, configure, BUILD_S, parse=parse_build),
             Task("build/%s" % preset, compile_, BUILD_S, parse=parse_build)]
 
