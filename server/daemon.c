@@ -452,6 +452,7 @@ static struct ep_rpc_server_options server_options(const struct daemon *d)
     return (struct ep_rpc_server_options){
         .max_message_bytes = (uint32_t)d->options->max_message_bytes,
         .max_connections = (uint32_t)d->options->max_connections,
+        .max_watches = (uint32_t)d->options->max_watches,
         .reflection = true,
     };
 }

@@ -77,6 +77,7 @@ struct ep_options {
     /* limits */
     uint64_t max_message_bytes;
     uint64_t max_connections;
+    uint64_t max_watches;
     uint64_t max_region_bytes;
 
     /* service */

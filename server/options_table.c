@@ -144,7 +144,9 @@ const struct ep_option ep_options_table[] = {
     { "max-message-bytes", "limits", EP_TYPE_BYTES, 0, FIELD(max_message_bytes), .fallback = "4MiB",
       .min = 64 * KIB, .max = 256 * MIB, .doc = "Largest message of a call, either way" },
     { "max-connections", "limits", EP_TYPE_UINT, 0, FIELD(max_connections), .fallback = "1024", .min = 1,
-      .max = 65536, .doc = "Connections on each unix socket" },
+      .max = 65536, .doc = "Connections on each socket" },
+    { "max-watches", "limits", EP_TYPE_UINT, 0, FIELD(max_watches), .fallback = "1024", .min = 1, .max = 65536,
+      .doc = "Watches of groups, stats and health on each socket" },
     /* Room for inputs and outputs of many large ops: 128 tokens at 8 ranks of 32 experts fill half a GiB.  And little
      * enough for what a worker leaves when it dies to be given back in seconds: half of one for each GiB. */
     { "max-region-bytes", "limits", EP_TYPE_BYTES, 0, FIELD(max_region_bytes), .fallback = "16GiB", .min = 0,

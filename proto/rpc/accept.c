@@ -1,5 +1,6 @@
 /*
- * accept4(2) for the whole process, so that running out of descriptors ends no listener.
+ * accept4(2) for the whole process, so that running out of descriptors ends no listener, and that gRPC's have a limit
+ * (door.c).
  *
  * gRPC accepts TLS connections itself, and its listener stops for good when accept4 fails with
  * anything but EAGAIN and EINTR: one crowd of strangers on the port, and it is deaf until the
@@ -65,7 +66,7 @@ static bool is_shortage(int reason)
     return reason == EMFILE || reason == ENFILE || reason == ENOBUFS || reason == ENOMEM;
 }
 
-/* EINTR: "try again", after one was dropped.  EAGAIN: "wait for the next", when not even that. */
+/* EINTR: "try again", after one was dropped, for want of descriptors or of places.  EAGAIN: "wait for the next", when not even that. */
 __attribute__((visibility("default")))
 int accept4(int fd, void *address, unsigned *length, int flags);
 
@@ -75,5 +76,10 @@ int accept4(int fd, void *address, unsigned *length, int flags)
 
     if (accepted < 0 && is_shortage(errno))
         errno = rpc_accept_and_drop(fd) ? EINTR : EAGAIN;
+    if (accepted >= 0 && !rpc_door_admits(accepted)) {
+        close(accepted);
+        accepted = -1;
+        errno = EINTR;
+    }
     return accepted;
 }

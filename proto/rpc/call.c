@@ -31,6 +31,7 @@ struct ep_rpc_call {
     grpc_byte_buffer *payload;
     int cancelled; /* written by gRPC before t_close */
 
+    bool watches;       /* is one of the server's watches */
     bool seen;          /* the handler has seen a request: on_closed is due */
     bool over;          /* the handler has nothing more to say */
     bool sent_metadata;
@@ -68,6 +69,8 @@ static void unref(struct ep_rpc_call *c)
         return;
     if (c->seen && c->method->handler.on_closed)
         c->method->handler.on_closed(c, c->method->user);
+    if (c->watches)
+        server->watches--;
     if (c->call)
         grpc_call_unref(c->call);
     grpc_metadata_array_destroy(&c->metadata);
@@ -288,6 +291,25 @@ static void prove(struct ep_rpc_call *c)
     start(c, &op, 1, &c->t_write);
 }
 
+/* What streams may go on for ever: there is a limit. */
+static bool has_place(struct ep_rpc_call *c)
+{
+    if (c->method->kind == RPC_UNARY)
+        return true;
+    c->watches = c->server->watches < c->server->options.max_watches;
+    c->server->watches += c->watches;
+    return c->watches;
+}
+
+static void refuse_watch(struct ep_rpc_call *c)
+{
+    char text[200];
+
+    snprintf(text, sizeof text, "there are %" PRIu32 " watches at this socket, as many as max-watches allows: end one first",
+             c->server->options.max_watches);
+    end(c, EP_RESOURCE_EXHAUSTED, text);
+}
+
 static void on_new(struct rpc_tag *tag, bool ok)
 {
     struct ep_rpc_call *c = RPC_CONTAINER_OF(tag, struct ep_rpc_call, t_new);
@@ -303,6 +325,8 @@ static void on_new(struct rpc_tag *tag, bool ok)
     start(c, &op, 1, &c->t_close);
     if (!c->method)
         end(c, EP_UNIMPLEMENTED, "this server has no such method");
+    else if (!has_place(c))
+        refuse_watch(c);
     else if (look_up_peer(c))
         prove(c);
     else

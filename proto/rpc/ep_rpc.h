@@ -89,8 +89,9 @@ struct ep_rpc_handler {
 
 struct ep_rpc_server_options {
     uint32_t max_message_bytes;   /* either way; 0: 4 MiB */
-    uint32_t max_connections;     /* on unix sockets and plaintext TCP; 0: 1024, and never more than
+    uint32_t max_connections;     /* without TLS, and at each port with it; 0: 1024, and never more than
                                      half of the process's open files */
+    uint32_t max_watches;         /* calls of methods that stream, at a time; 0: 1024 */
     uint32_t handshake_timeout_ms; /* a connection that says nothing is dropped; 0: 10000.  When all
                                       places are taken, the oldest silent one goes first */
     bool reflection;              /* serve grpc.reflection.v1 and v1alpha */

@@ -9,7 +9,6 @@
  * never keeps anyone else out: when all places are taken, the oldest silent connection goes.
  * All of it on the loop's thread.
  */
-#include <assert.h>
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -48,16 +47,6 @@ struct silent {
     uint64_t deadline_ms;
 };
 
-/*
- * A connection that gRPC has.  It does not tell when it closes one; the descriptor then is no
- * more, or is another file.
- */
-struct held {
-    int fd;
-    dev_t dev;
-    ino_t ino;
-};
-
 struct rpc_gate {
     struct ep_rpc_server *server;
     grpc_server_credentials *insecure;
@@ -65,8 +54,7 @@ struct rpc_gate {
     size_t limit;                   /* silent and held together */
     struct silent *oldest, *newest; /* in order of their deadlines */
     size_t n_silent;
-    struct held *held;              /* `limit` of them */
-    size_t n_held;
+    struct rpc_held held;
     uint64_t swept_ms;
     bool paused;
     uint64_t refused, logged_ms;
@@ -98,31 +86,19 @@ static void schedule(struct rpc_gate *gate)
 static void sweep_held(struct rpc_gate *gate)
 {
     uint64_t now = rpc_now_ms();
-    size_t kept = 0;
 
     if (now - gate->swept_ms < SWEEP_MS)
         return;
     gate->swept_ms = now;
-    for (size_t i = 0; i < gate->n_held; i++) {
-        struct held h = gate->held[i];
-        struct stat st;
-
-        if (fstat(h.fd, &st) == 0 && st.st_dev == h.dev && st.st_ino == h.ino)
-            gate->held[kept++] = h;
-    }
-    gate->n_held = kept;
+    rpc_held_sweep(&gate->held);
 }
 
 static void hand_over(struct rpc_gate *gate, int fd)
 {
-    struct stat st;
-
-    if (fstat(fd, &st) != 0) {
+    if (!rpc_held_add(&gate->held, fd)) {
         close(fd);
         return;
     }
-    assert(gate->n_held < gate->limit);
-    gate->held[gate->n_held++] = (struct held){ .fd = fd, .dev = st.st_dev, .ino = st.st_ino };
     grpc_server_add_channel_from_fd(gate->server->server, fd, gate->insecure);
 }
 
@@ -235,16 +211,16 @@ static void say_refused(struct rpc_gate *gate, const char *why)
     if (gate->logged_ms && now - gate->logged_ms < LOG_PERIOD_MS)
         return;
     EP_WARN("rpc", "connection refused", EP_S("reason", why), EP_U("refused", gate->refused),
-            EP_U("silent", gate->n_silent), EP_U("open", gate->n_held));
+            EP_U("silent", gate->n_silent), EP_U("open", gate->held.n));
     gate->logged_ms = now;
     gate->refused = 0;
 }
 
 static bool make_room(struct rpc_gate *gate)
 {
-    if (gate->n_silent + gate->n_held >= gate->limit)
+    if (gate->n_silent + gate->held.n >= gate->limit)
         sweep_held(gate);
-    if (gate->n_silent + gate->n_held < gate->limit)
+    if (gate->n_silent + gate->held.n < gate->limit)
         return true;
     if (!gate->oldest)
         return false;
@@ -408,9 +384,8 @@ ep_status rpc_gate_create(struct ep_rpc_server *server, struct ep_error *error)
     if (!gate)
         goto no_memory;
     gate->limit = settle_limit(server->options.max_connections);
-    gate->held = calloc(gate->limit, sizeof *gate->held);
     gate->timer = calloc(1, sizeof *gate->timer);
-    if (!gate->held || !gate->timer)
+    if (!gate->timer || !rpc_held_open(&gate->held, gate->limit))
         goto free_gate;
     gate->server = server;
     uv_timer_init(server->rpc->loop, gate->timer); /* cannot fail */
@@ -422,10 +397,14 @@ ep_status rpc_gate_create(struct ep_rpc_server *server, struct ep_error *error)
 
 free_gate:
     free(gate->timer);
-    free(gate->held);
     free(gate);
 no_memory:
     return ep_error_set(error, EP_NO_MEMORY, "cannot create a server: out of memory");
+}
+
+size_t rpc_gate_limit(const struct ep_rpc_server *server)
+{
+    return server->gate->limit;
 }
 
 static void free_handle(uv_handle_t *handle)
@@ -441,7 +420,7 @@ void rpc_gate_free(struct ep_rpc_server *server)
         return;
     uv_close((uv_handle_t *)gate->timer, free_handle);
     grpc_server_credentials_release(gate->insecure);
-    free(gate->held);
+    rpc_held_close(&gate->held);
     free(gate);
     server->gate = NULL;
 }

@@ -61,16 +61,18 @@ static void set_port(struct sockaddr *address, int port)
         ((struct sockaddr_in6 *)(void *)address)->sin6_port = htons((uint16_t)port);
 }
 
-static int port_of(int fd)
+int rpc_port_of(int fd)
 {
     struct sockaddr_storage address;
     socklen_t size = sizeof address;
 
     if (getsockname(fd, (struct sockaddr *)&address, &size) != 0)
         return 0;
-    if (address.ss_family == AF_INET)
-        return ntohs(((struct sockaddr_in *)(void *)&address)->sin_port);
-    return ntohs(((struct sockaddr_in6 *)(void *)&address)->sin6_port);
+    switch (address.ss_family) {
+    case AF_INET: return ntohs(((struct sockaddr_in *)(void *)&address)->sin_port);
+    case AF_INET6: return ntohs(((struct sockaddr_in6 *)(void *)&address)->sin6_port);
+    default: return 0;
+    }
 }
 
 /* -1 with errno: this address cannot be bound. */
@@ -128,7 +130,7 @@ static ep_status bind_all(struct ep_rpc_server *server, const char *address, str
             continue;
         if (fd < 0)
             return bind_failed(address, error);
-        bound = port_of(fd);
+        bound = rpc_port_of(fd);
         if (server)
             status = rpc_listener_add(server, fd, NULL, &listener, error);
         else

@@ -10,6 +10,9 @@ void rpc_accept_reserve(void);
 /* A new connection, non-blocking and close-on-exec; -1 with errno as accept4(2) sets it. */
 int rpc_accept(int fd);
 
+/* Is there a place for this new connection?  Always, where its port is none of rpc_door_open().  Any thread. */
+bool rpc_door_admits(int fd);
+
 /* With the spare descriptor: accept one connection and hang up.  False: not even that. */
 bool rpc_accept_and_drop(int fd);
 

@@ -18,6 +18,7 @@
 
 #define RPC_DEFAULT_MESSAGE_BYTES    (4u << 20)
 #define RPC_DEFAULT_CONNECTIONS      1024u
+#define RPC_DEFAULT_WATCHES          1024u
 #define RPC_DEFAULT_HANDSHAKE_MS     10000u
 #define RPC_STATUS_KEY               "ep-status"
 
@@ -154,6 +155,7 @@ struct ep_rpc_server {
     struct rpc_listener *listeners;
     struct rpc_gate *gate; /* connections of our own listeners */
     struct rpc_health *health;
+    size_t watches;        /* calls of methods that stream */
     size_t calls;          /* in flight or waiting for one; each holds the server */
     void (*on_call_gone)(struct ep_rpc_server *server); /* one less; may destroy the server */
     bool shut;             /* gRPC has reported the end of the shutdown */
@@ -205,6 +207,21 @@ void rpc_listeners_close(struct ep_rpc_server *server); /* also drops who has no
 /* The descriptor behind a call's peer name ("fd:7"), -1 when gRPC accepted it. */
 int rpc_peer_fd(const char *peer);
 
+size_t rpc_gate_limit(const struct ep_rpc_server *server); /* of connections */
+
+/* held.c */
+struct rpc_held { struct rpc_held_fd *fds; size_t n, limit; };
+
+bool rpc_held_open(struct rpc_held *held, size_t limit); /* false: no memory */
+void rpc_held_close(struct rpc_held *held);
+bool rpc_held_add(struct rpc_held *held, int fd); /* there is a place; false: it is closed already */
+void rpc_held_sweep(struct rpc_held *held); /* forgets those that are closed */
+
+/* door.c: as many connections at the port as at the gate, though gRPC accepts them; until the server's doors are closed. */
+ep_status rpc_door_open(const struct ep_rpc_server *server, int port, struct ep_error *error);
+void rpc_doors_close(const struct ep_rpc_server *server);
+
+int rpc_port_of(int fd); /* of its own end; 0: none */
 /* Plaintext; with TLS gRPC accepts. */
 ep_status rpc_listen_tcp(struct ep_rpc_server *server, const char *address, int *port,
                          struct ep_error *error);

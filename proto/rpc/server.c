@@ -32,6 +32,8 @@ static void settle(struct ep_rpc_server_options *out, const struct ep_rpc_server
         out->max_message_bytes = INT32_MAX; /* gRPC's argument is an int */
     if (out->max_connections == 0)
         out->max_connections = RPC_DEFAULT_CONNECTIONS;
+    if (out->max_watches == 0)
+        out->max_watches = RPC_DEFAULT_WATCHES;
     if (out->handshake_timeout_ms == 0)
         out->handshake_timeout_ms = RPC_DEFAULT_HANDSHAKE_MS;
     if (out->handshake_timeout_ms > INT32_MAX)
@@ -120,7 +122,7 @@ static ep_status listen_tls(struct ep_rpc_server *server, const char *address,
         return status;
     *port = grpc_server_add_http2_port(server->server, address, credentials);
     grpc_server_credentials_release(credentials);
-    return *port > 0 ? EP_OK : explain_tls_listen(address, tls, error);
+    return *port > 0 ? rpc_door_open(server, *port, error) : explain_tls_listen(address, tls, error);
 }
 
 ep_status ep_rpc_server_listen_tcp(struct ep_rpc_server *server, const char *address,
@@ -213,6 +215,7 @@ void ep_rpc_server_destroy(struct ep_rpc_server *server)
         force_down(server);
     grpc_server_destroy(server->server);
     rpc_health_free(server);
+    rpc_doors_close(server);
     rpc_gate_free(server);
     rpc_server_free_methods(server);
     uv_close((uv_handle_t *)server->grace, free_handle);

@@ -396,6 +396,16 @@ class WatchTest(AdminTest):
         self.assertEqual(self.watched(server, "SYNCED", "-o", "yaml").count("---\n"), 2)
         self.admin("group", "watch", "--timeout=300ms", server=server)  # ends by itself
 
+    def test_watches_have_a_limit(self):
+        server = self.start_server("--host-ranks=4", "--max-watches=2")
+        first = self.watch(server, name="first")
+        second = self.watch(server, name="second")
+        harness.wait_until(lambda: first.events() and second.events(), "both watch")
+        self.refused("group", "watch", "-o", "json", server=server, code=1, says="there are 2 watches at this socket, as many as max-watches")
+        first.stop()
+        harness.wait_until(lambda: self.run_cmd(["ep-admin", "group", "watch", "--timeout=300ms"], server=server).code == 0,
+                           "a place that is free again")
+
     def watched(self, server, until, *flags):
         """What a watch has printed when that is among it."""
         process = self.spawn(["ep-admin", "group", "watch", *flags], server=server)

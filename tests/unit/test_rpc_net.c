@@ -367,16 +367,13 @@ static void silent_crowd_keeps_nobody_out(void **state)
     assert_ok(ping(f.channel, "x", 10000, NULL, &error), &error);
 }
 
-static void max_connections_refuses_and_recovers(void **state)
+static void two_have_a_place(const char *target, const struct ep_rpc_tls *tls)
 {
     struct ep_rpc_channel *channels[3];
     struct ep_error error;
 
-    (void)state;
-    f.options.max_connections = 2;
-    fixture_start(&f);
     for (int i = 0; i < 3; i++)
-        assert_ok(ep_rpc_channel_open(f.client, f.unix_target, NULL, 0, &channels[i], &error), &error);
+        assert_ok(ep_rpc_channel_open(f.client, target, tls, 0, &channels[i], &error), &error);
     assert_ok(ping(channels[0], "x", 5000, NULL, &error), &error);
     assert_ok(ping(channels[1], "x", 5000, NULL, &error), &error);
     assert_int_equal(ping(channels[2], "x", 5000, NULL, &error), EP_UNAVAILABLE);
@@ -384,6 +381,14 @@ static void max_connections_refuses_and_recovers(void **state)
     EVENTUALLY(ping(channels[2], "x", 5000, NULL, &error) == EP_OK);
     ep_rpc_channel_close(channels[1]);
     ep_rpc_channel_close(channels[2]);
+}
+
+static void max_connections_refuses_and_recovers(void **state)
+{
+    (void)state;
+    f.options.max_connections = 2;
+    fixture_start(&f);
+    two_have_a_place(f.unix_target, NULL);
 }
 
 static double cpu_seconds(void)
@@ -549,7 +554,7 @@ static void issue(const char *name, const char *common_name)
        f.dir, common_name, name, name, name, name, name, name);
 }
 
-static int up_tls(void **state)
+static int prepare_tls(void **state)
 {
     prepare(state);
     sh("cd %s && openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 "
@@ -565,6 +570,12 @@ static int up_tls(void **state)
     client_tls = (struct ep_rpc_tls){ .ca = ca, .cert = client_cert, .key = client_key };
     f.tcp = true;
     f.tls = &server_tls;
+    return 0;
+}
+
+static int up_tls(void **state)
+{
+    prepare_tls(state);
     fixture_start(&f);
     return 0;
 }
@@ -715,6 +726,14 @@ static void out_of_descriptors_does_not_kill_tls(void **state)
     reaches(f.tcp_target, &client_tls);
 }
 
+static void max_connections_refuses_with_tls_too(void **state)
+{
+    (void)state;
+    f.options.max_connections = 2;
+    fixture_start(&f);
+    two_have_a_place(f.tcp_target, &client_tls);
+}
+
 static void unix_target_takes_no_tls(void **state)
 {
     struct ep_rpc_channel *channel;
@@ -808,6 +827,7 @@ int main(void)
         S(server_certificate_rotates),
         S(client_certificate_rotates),
         S(out_of_descriptors_does_not_kill_tls),
+        cmocka_unit_test_setup_teardown(max_connections_refuses_with_tls_too, prepare_tls, down),
         S(unix_target_takes_no_tls),
         cmocka_unit_test(close_waits_for_channels_that_grpc_still_has),
         cmocka_unit_test(close_waits_for_nobody_who_had_grpc_before),

@@ -8,6 +8,8 @@
 
 #define STATUS(name) GRPC__HEALTH__V1__HEALTH_CHECK_RESPONSE__SERVING_STATUS__##name
 
+#define MAX_WATCHES 4
+
 static struct fixture f;
 
 static int up(void **state)
@@ -16,6 +18,7 @@ static int up(void **state)
     fixture_init(&f);
     f.health = true;
     f.options.reflection = true;
+    f.options.max_watches = MAX_WATCHES;
     fixture_start(&f);
     return 0;
 }
@@ -128,6 +131,40 @@ static void flap(struct fixture *fx)
     for (int i = 0; i < 1000; i++)
         ep_rpc_server_set_health(fx->server, "", i % 2 == 0);
     ep_rpc_server_set_health(fx->server, "", true);
+}
+
+/* Whether a watch begins, which ends at once. */
+static ep_status try_watch(struct ep_error *error)
+{
+    struct ep_rpc_stream *stream = watch("");
+    ProtobufCMessage *reply;
+    ep_status status = ep_rpc_stream_read(stream, 20000, &reply, error);
+
+    if (status == EP_OK)
+        protobuf_c_message_free_unpacked(reply, NULL);
+    ep_rpc_stream_close(stream);
+    return status;
+}
+
+static void max_watches_refuses_and_recovers(void **state)
+{
+    struct ep_rpc_stream *streams[MAX_WATCHES];
+    struct ep_error error;
+    bool again = false;
+    int serving;
+
+    (void)state;
+    for (int i = 0; i < MAX_WATCHES; i++) {
+        streams[i] = watch("");
+        assert_int_equal(next_state(streams[i]), STATUS(NOT_SERVING));
+    }
+    assert_int_equal(try_watch(&error), EP_RESOURCE_EXHAUSTED);
+    assert_text(error.text, "there are 4 watches at this socket");
+    assert_ok(check("", &serving, &error), &error); /* other calls are none */
+    ep_rpc_stream_close(streams[0]);
+    EVENTUALLY(again || (again = try_watch(&error) == EP_OK));
+    for (int i = 1; i < MAX_WATCHES; i++)
+        ep_rpc_stream_close(streams[i]);
 }
 
 static void watch_coalesces_and_ends_with_the_truth(void **state)
@@ -396,6 +433,7 @@ int main(void)
         T(check_follows_the_state),
         T(check_of_an_unknown_service_is_not_found),
         T(watch_tells_every_change),
+        T(max_watches_refuses_and_recovers),
         T(watch_coalesces_and_ends_with_the_truth),
         T(drain_ends_the_watches),
         T(watch_left_by_its_client_is_forgotten),
