@@ -157,6 +157,8 @@ static void print_one(const Ep__V1__NodeInfo *node)
     ep_output_pair(stdout, "socket", "%s", node->socket);
     if (*node->admin_address)
         ep_output_pair(stdout, "address", "%s", node->admin_address);
+    if (*node->nccl)
+        ep_output_pair(stdout, "nccl", "%s", node->nccl);
     print_devices(node);
 }
 

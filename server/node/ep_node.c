@@ -11,6 +11,7 @@
 #include "attach_frame.h"
 #include "ep_clock.h"
 #include "ep_log.h"
+#include "nccl.h"
 #include "node_private.h"
 #include "window.h"
 
@@ -128,8 +129,13 @@ static ep_status fill(struct ep_node *node, const struct ep_node_options *option
     node->region_bytes = options->region_bytes;
     node->started_us = ep_clock_wall_us();
     status = ep_node_choose_backend(node, options, error);
-    if (status || node->cuda)
+    if (status)
         return status;
+    node->nccl = node->cuda ? nccl_text(node->cuda) : strdup("");
+    if (!node->nccl)
+        return ep_error_set(error, EP_NO_MEMORY, "node: out of memory");
+    if (node->cuda)
+        return EP_OK;
     set_host_budget(node, options->memory_budget);
     return make_devices(node, options->host_devices, error);
 }
@@ -160,6 +166,7 @@ void ep_node_close(struct ep_node *node)
     free(node->socket);
     free(node->admin_address);
     free(node->kernel);
+    free(node->nccl);
     free(node->reason);
     pthread_mutex_destroy(&node->windows_mutex);
     free(node);
@@ -389,6 +396,7 @@ void ep_node_info(const struct ep_node *node, Ep__V1__NodeInfo *info)
     info->memory_used_bytes = node->used;
     info->started_us = node->started_us;
     info->kernel = own(node->kernel);
+    info->nccl = own(node->nccl);
     info->cpus = node->cpus;
     info->pid = getpid();
     info->admin_address = own(node->admin_address);
@@ -407,6 +415,7 @@ void ep_node_info_clear(Ep__V1__NodeInfo *info)
     free(info->name);
     free(info->reason);
     free(info->kernel);
+    free(info->nccl);
     free(info->admin_address);
     free(info->socket);
     free(info->store_error);

@@ -2,6 +2,8 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
 
@@ -75,20 +77,40 @@ static void load(void)
                            version, LEAST_VERSION);
 }
 
-ep_status nccl_check(const struct ep_cuda_api *api, struct ep_error *error)
+static ep_status check(const struct ep_cuda_api *api, struct ep_error *error)
 {
     const uint32_t built = api->nccl_version ? api->nccl_version() : 0;
 
     if (!built)
-        return ep_error_set(error, EP_UNIMPLEMENTED, "a group over several nodes: the cuda backend was built without "
-                            "NCCL's headers, so it has no kernels that reach GPUs of other nodes");
+        return ep_error_set(error, EP_UNIMPLEMENTED, "the cuda backend was built without NCCL's headers, so it has no "
+                            "kernels that reach GPUs of other nodes");
     pthread_once(&once, load);
     if (missing.status)
-        return ep_error_set(error, missing.status, "a group over several nodes: %s", missing.text);
+        return ep_error_set(error, missing.status, "%s", missing.text);
     if ((int)built != version)
-        return ep_error_set(error, EP_UNAVAILABLE, "a group over several nodes: %s is version %d, the kernels were built "
-                            "for %u, and what they share with it differs between versions", LIBRARY, version, built);
+        return ep_error_set(error, EP_UNAVAILABLE, "%s is version %d, the kernels were built for %u, and what they share "
+                            "with it differs between versions", LIBRARY, version, built);
     return EP_OK;
+}
+
+ep_status nccl_check(const struct ep_cuda_api *api, struct ep_error *error)
+{
+    return check(api, error) ? ep_error_prefix(error, "a group over several nodes") : EP_OK;
+}
+
+char *nccl_text(const struct ep_cuda_api *api)
+{
+    const char *plugin = getenv("NCCL_NET_PLUGIN");
+    struct ep_error why = EP_ERROR_INIT;
+    char *text = NULL;
+    int size;
+
+    if (check(api, &why))
+        size = asprintf(&text, "not to be used: %s", why.text);
+    else
+        size = asprintf(&text, "%d.%d.%d, GIN by %s", version / 10000, version / 100 % 100, version % 100,
+                        plugin && *plugin && strcmp(plugin, "none") ? plugin : "NCCL itself, over RDMA");
+    return size < 0 ? NULL : text;
 }
 
 static ep_status say(int result, const char *what, void *comm, struct ep_error *error)

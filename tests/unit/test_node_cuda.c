@@ -208,6 +208,7 @@ static void the_inventory_shows_gpus(void **state)
     assert_int_equal(info.memory_budget_bytes, 1ull << 34);
     assert_int_equal(info.version->n_backends, 2);
     assert_string_equal(info.version->backends[1], "cuda");
+    assert_non_null(strstr(info.nccl, "NCCL"));
     ep_node_info_clear(&info);
     ep_node_close(node);
 }

@@ -506,9 +506,36 @@ static void without_the_right_nccl_it_is_refused(void **state)
     assert_non_null(strstr(error.text, "version 22809, the kernels were built for 23007"));
 }
 
+static void says(const char *nccl)
+{
+    const struct ep_node_options options = { .name = "n1", .backend = EP_NODE_CUDA, .cuda = &api };
+    struct ep_node *node;
+    Ep__V1__NodeInfo info;
+
+    assert_int_equal(ep_node_open(&options, &node, NULL), EP_OK);
+    ep_node_info(node, &info);
+    if (!strstr(info.nccl, nccl))
+        fail_msg("\"%s\" does not say \"%s\"", info.nccl, nccl);
+    ep_node_info_clear(&info);
+    ep_node_close(node);
+}
+
+static void the_inventory_says_what_leads_to_other_nodes(void **state)
+{
+    (void)state;
+    unsetenv("NCCL_NET_PLUGIN");
+    says("2.28.9, GIN by NCCL itself");
+    setenv("NCCL_NET_PLUGIN", "/opt/libnccl-net-ep.so", 1);
+    says("2.28.9, GIN by /opt/libnccl-net-ep.so");
+    unsetenv("NCCL_NET_PLUGIN");
+    built_with = 0;
+    says("not to be used: the cuda backend was built without NCCL's headers");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(the_inventory_says_what_leads_to_other_nodes, setup, teardown),
         cmocka_unit_test_setup_teardown(states_know_who_is_far_and_what_leads_there, setup, teardown),
         cmocka_unit_test_setup_teardown(beside_a_window_is_room_for_what_goes_elsewhere, setup, teardown),
         cmocka_unit_test_setup_teardown(who_leaves_is_absent_on_all_nodes_that_are_told, setup, teardown),
