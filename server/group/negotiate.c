@@ -48,21 +48,6 @@ static ep_status settle_homes(const Ep__V1__GroupSpec *asked, struct ep_spec_bou
     return EP_OK;
 }
 
-/* What kernels cannot do that reach GPUs of other nodes: their network knows one rank of a GPU. */
-static ep_status check_span(const struct ep_settled *settled, const struct ep_plan *plan, struct ep_error *error)
-{
-    if (plan->n_nodes < 2 || settled->spec->backend != EP__V1__BACKEND__BACKEND_CUDA)
-        return EP_OK;
-    for (uint32_t a = 0; a < plan->n_ranks; a++)
-        for (uint32_t b = 0; b < a; b++)
-            if (plan->node[a] == plan->node[b] && !strcmp(plan->device[a], plan->device[b]))
-                return ep_error_set(error, EP_FAILED_PRECONDITION,
-                                    "ranks %u and %u would be on %.80s of node %s: a group on GPUs of several nodes has "
-                                    "one rank per GPU at most; ask for fewer ranks", b, a, plan->device[a],
-                                    plan->name[plan->node[a]]);
-    return EP_OK;
-}
-
 /* *lowered: sizes that would do instead, if memory is what is missing. */
 static ep_status settle_and_place(const struct group *group, const Ep__V1__GroupSpec *asked, bool stay,
                                   const struct node_table *table, struct ep_settled *settled, struct ep_plan *plan,
@@ -78,7 +63,7 @@ static ep_status settle_and_place(const struct group *group, const Ep__V1__Group
     if (status == EP_RESOURCE_EXHAUSTED)
         (void)ep_plan_lower(asked, settled, table->nodes, table->n, lowered);
     if (!status && ((status = settle_homes(asked, &bounds, plan, settled, error)) ||
-                    (status = check_span(settled, plan, error))))
+                    (status = ep_plan_check_span(settled, table->nodes, table->n, plan, error))))
         ep_plan_clear(plan);
     if (status)
         ep_settled_clear(settled);

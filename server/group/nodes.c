@@ -51,6 +51,8 @@ static void fill_offer(struct ep_plan_node *node, const Ep__V1__NodeInfo *info)
     node->has.granule = info->granule;
     node->modes = bits_of((const int *)info->modes, info->n_modes);
     node->dtypes = bits_of((const int *)info->dtypes, info->n_dtypes);
+    node->nccl_version = info->nccl_version;
+    node->nccl = info->nccl;
     if (!nodes_release_differs(info->version, differs, sizeof differs))
         return;
     snprintf(text, sizeof text, "is of %s as the leader", differs);
@@ -88,6 +90,7 @@ static void fill_own(struct ep_plan_node *node, const struct ep_groups *groups)
         copy[i] = left ? left[i] : 0;
     }
     node->device = names;
+    node->nccl_version = ep_node_nccl(groups->node, &node->nccl);
     node->has.granule = ep_node_granule(groups->node);
     node->has.backend = ep_node_backend(groups->node);
     node->has.devices = n;

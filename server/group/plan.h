@@ -17,6 +17,8 @@ struct ep_plan_node {
     const char *const *device; /* [has.devices] names */
     bool cordoned;
     uint32_t modes, dtypes;    /* bits: what it has; 0: everything */
+    uint32_t nccl_version;     /* and nccl: as NodeInfo has them */
+    const char *nccl;
     const char *release;       /* why it is no member: it is of another release than the leader; NULL: it is not */
 };
 
@@ -55,6 +57,10 @@ ep_status ep_plan_fit_part(const struct ep_settled *settled, const struct ep_pla
 ep_status ep_plan_check(const Ep__V1__GroupSpec *asked, const struct ep_settled *settled,
                         const struct ep_plan_node *nodes, size_t n, const struct ep_plan *plan, bool cordoned,
                         struct ep_error *error);
+
+/* Can GPUs of these nodes be one group's, if it is on GPUs of several? */
+ep_status ep_plan_check_span(const struct ep_settled *settled, const struct ep_plan_node *nodes, size_t n,
+                             const struct ep_plan *plan, struct ep_error *error);
 
 /* What all nodes of the backend that the spec asks for, or that there is, have together: for ep_spec_settle().
  * EP_UNAVAILABLE: every one of them is cordoned. */

@@ -131,7 +131,10 @@ static ep_status fill(struct ep_node *node, const struct ep_node_options *option
     status = ep_node_choose_backend(node, options, error);
     if (status)
         return status;
-    node->nccl = node->cuda ? nccl_text(node->cuda) : strdup("");
+    if (node->cuda)
+        node->nccl_version = nccl_describe(node->cuda, &node->nccl);
+    else
+        node->nccl = strdup("");
     if (!node->nccl)
         return ep_error_set(error, EP_NO_MEMORY, "node: out of memory");
     if (node->cuda)
@@ -200,6 +203,12 @@ const char *ep_node_device_name(const struct ep_node *node, uint32_t device)
 const uint8_t *ep_node_device_uuid(const struct ep_node *node, uint32_t device)
 {
     return node->cuda && device < node->n_devices ? node->devices[device].gpu.uuid : NULL;
+}
+
+uint32_t ep_node_nccl(const struct ep_node *node, const char **text)
+{
+    *text = node->nccl;
+    return node->nccl_version;
 }
 
 bool ep_node_device_mps(const struct ep_node *node, uint32_t device)
@@ -397,6 +406,7 @@ void ep_node_info(const struct ep_node *node, Ep__V1__NodeInfo *info)
     info->started_us = node->started_us;
     info->kernel = own(node->kernel);
     info->nccl = own(node->nccl);
+    info->nccl_version = node->nccl_version;
     info->cpus = node->cpus;
     info->pid = getpid();
     info->admin_address = own(node->admin_address);

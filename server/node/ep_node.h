@@ -47,6 +47,8 @@ uint32_t ep_node_devices(const struct ep_node *node);
 const char *ep_node_device_name(const struct ep_node *node, uint32_t device);
 /* EP_CUDA_UUID_BYTES bytes; NULL on the host backend. */
 const uint8_t *ep_node_device_uuid(const struct ep_node *node, uint32_t device);
+/* As NodeInfo.nccl_version and nccl. */
+uint32_t ep_node_nccl(const struct ep_node *node, const char **text);
 /* Does this process's work on it go through an MPS server? */
 bool ep_node_device_mps(const struct ep_node *node, uint32_t device);
 

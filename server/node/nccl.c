@@ -98,19 +98,20 @@ ep_status nccl_check(const struct ep_cuda_api *api, struct ep_error *error)
     return check(api, error) ? ep_error_prefix(error, "a group over several nodes") : EP_OK;
 }
 
-char *nccl_text(const struct ep_cuda_api *api)
+uint32_t nccl_describe(const struct ep_cuda_api *api, char **text)
 {
     const char *plugin = getenv("NCCL_NET_PLUGIN");
     struct ep_error why = EP_ERROR_INIT;
-    char *text = NULL;
     int size;
 
     if (check(api, &why))
-        size = asprintf(&text, "not to be used: %s", why.text);
+        size = asprintf(text, "not to be used: %s", why.text);
     else
-        size = asprintf(&text, "%d.%d.%d, GIN by %s", version / 10000, version / 100 % 100, version % 100,
+        size = asprintf(text, "%d.%d.%d, GIN by %s", version / 10000, version / 100 % 100, version % 100,
                         plugin && *plugin && strcmp(plugin, "none") ? plugin : "NCCL itself, over RDMA");
-    return size < 0 ? NULL : text;
+    if (size < 0)
+        *text = NULL;
+    return why.status ? 0 : (uint32_t)version;
 }
 
 static ep_status say(int result, const char *what, void *comm, struct ep_error *error)

@@ -44,8 +44,8 @@ struct nccl_net;
 
 /* Can it be used?  EP_UNIMPLEMENTED and EP_UNAVAILABLE say what is missing. */
 ep_status nccl_check(const struct ep_cuda_api *api, struct ep_error *error);
-/* Its version and who brings GIN, or that, in words; malloc'ed, NULL: no memory. */
-char *nccl_text(const struct ep_cuda_api *api);
+/* Its version, and in words that and who brings GIN; or 0, and why it cannot be used.  *text: malloc'ed, NULL: no memory. */
+uint32_t nccl_describe(const struct ep_cuda_api *api, char **text);
 
 /* A net for these ranks, of which rank and device count here, of `ranks` in the group; and what the others are to know:
  * *card is filled in but for what nccl_invite() adds to that of the first node. */

@@ -65,6 +65,54 @@ static ep_status plan(const Ep__V1__GroupSpec *spec, const struct ep_plan_node *
     return error.status;
 }
 
+/* GPUs, each of which has room for every rank. */
+static struct ep_plan_node linked(const char *name, uint32_t n, uint32_t nccl_version, const char *nccl)
+{
+    static const uint64_t left[] = { GIB, GIB, GIB, GIB };
+    struct ep_plan_node made = node(name, n, n * GIB);
+
+    made.has.backend = EP__V1__BACKEND__BACKEND_CUDA;
+    made.has.device_left = left;
+    made.nccl_version = nccl_version;
+    made.nccl = nccl;
+    return made;
+}
+
+static void expect_span(uint32_t ranks, const struct ep_plan_node *nodes, size_t n, const char *wanted)
+{
+    Ep__V1__Placement placement = EP__V1__PLACEMENT__INIT;
+    Ep__V1__GroupSpec spec = spec_of(ranks, &placement);
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_spec_bounds bounds;
+    struct ep_settled settled;
+    struct ep_plan made;
+
+    spec.backend = EP__V1__BACKEND__BACKEND_CUDA;
+    placement.nodes = NODES(SPREAD);
+    assert_int_equal(ep_plan_bounds(&spec, nodes, n, false, &bounds, &error), EP_OK);
+    assert_int_equal(ep_spec_settle(&spec, &bounds, &settled, &error), EP_OK);
+    assert_int_equal(ep_plan_make(&spec, &settled, nodes, n, &made, &error), EP_OK);
+    assert_int_equal(ep_plan_check_span(&settled, nodes, n, &made, &error), *wanted ? EP_FAILED_PRECONDITION : EP_OK);
+    if (!strstr(error.text, wanted))
+        fail_msg("\"%s\" is not \"%s\"", error.text, wanted);
+    ep_plan_clear(&made);
+    ep_settled_clear(&settled);
+}
+
+static void gpus_of_several_nodes_need_one_nccl(void **state)
+{
+    struct ep_plan_node nodes[] = { linked("a", 2, 22809, "2.28.9, GIN by x"), linked("b", 2, 22809, "2.28.9, GIN by x") };
+
+    (void)state;
+    expect_span(4, nodes, 2, "");
+    expect_span(5, nodes, 2, "would be on host0 of node a: a group on GPUs of several nodes has one rank per GPU");
+    nodes[1] = linked("b", 2, 0, "not to be used: it cannot be loaded");
+    expect_span(4, nodes, 2, "ranks would be on 2 nodes, and node b has no NCCL that leads to the others: not to be used: it");
+    expect_span(2, nodes, 1, ""); /* alone it needs none */
+    nodes[1] = linked("b", 2, 23007, "2.30.7, GIN by x");
+    expect_span(4, nodes, 2, "node a has NCCL 2.28.9, GIN by x, and node b 2.30.7, GIN by x: all nodes of a group need the same");
+}
+
 static void expect(uint32_t ranks, Ep__V1__NodeStrategy strategy, const struct ep_plan_node *nodes, size_t n,
                    ep_status status, const char *wanted)
 {
@@ -416,6 +464,7 @@ static void a_plan_is_stored_in_runs_of_ranks_of_a_node(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(gpus_of_several_nodes_need_one_nccl),
         cmocka_unit_test(packed_ranks_take_as_few_nodes_as_have_room),
         cmocka_unit_test(spread_ranks_take_all_nodes_evenly),
         cmocka_unit_test(drained_nodes_get_no_ranks),

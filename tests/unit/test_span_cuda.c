@@ -506,7 +506,7 @@ static void without_the_right_nccl_it_is_refused(void **state)
     assert_non_null(strstr(error.text, "version 22809, the kernels were built for 23007"));
 }
 
-static void says(const char *nccl)
+static void says(uint32_t nccl_version, const char *nccl)
 {
     const struct ep_node_options options = { .name = "n1", .backend = EP_NODE_CUDA, .cuda = &api };
     struct ep_node *node;
@@ -514,6 +514,7 @@ static void says(const char *nccl)
 
     assert_int_equal(ep_node_open(&options, &node, NULL), EP_OK);
     ep_node_info(node, &info);
+    assert_int_equal(info.nccl_version, nccl_version);
     if (!strstr(info.nccl, nccl))
         fail_msg("\"%s\" does not say \"%s\"", info.nccl, nccl);
     ep_node_info_clear(&info);
@@ -524,12 +525,12 @@ static void the_inventory_says_what_leads_to_other_nodes(void **state)
 {
     (void)state;
     unsetenv("NCCL_NET_PLUGIN");
-    says("2.28.9, GIN by NCCL itself");
+    says(22809, "2.28.9, GIN by NCCL itself");
     setenv("NCCL_NET_PLUGIN", "/opt/libnccl-net-ep.so", 1);
-    says("2.28.9, GIN by /opt/libnccl-net-ep.so");
+    says(22809, "2.28.9, GIN by /opt/libnccl-net-ep.so");
     unsetenv("NCCL_NET_PLUGIN");
     built_with = 0;
-    says("not to be used: the cuda backend was built without NCCL's headers");
+    says(0, "not to be used: the cuda backend was built without NCCL's headers");
 }
 
 int main(void)
