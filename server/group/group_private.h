@@ -2,7 +2,7 @@
  * group_private: what the files of this folder share.  Everything is owned by the loop's thread.
  *
  *   group.c    opening and closing, the list of groups, what is put off to the next turn of the loop
- *   spec*.c    from what is asked to what is settled;  plan.c: on which nodes;  group_phase.c: the state machines
+ *   spec*.c    from what is asked to what is settled;  plan*.c: on which nodes;  group_phase.c: the state machines
  *   nodes.c    the nodes that can be planned on, as the cluster knows them;  negotiate.c: what they have, what is asked
  *   share.c    what groups have of each node
  *

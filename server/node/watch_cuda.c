@@ -1,7 +1,8 @@
 /*
  * Kernels, whoever launches them, count in the rank's state and report in its window.  The server reads both
  * every second, and when somebody asks, adds what is new to the rank's counters and tells of an op that timed
- * out.  The worker can write them too: what is read decides nothing.
+ * out.  The worker can write them too: what is read decides nothing, but for its own loads (loads_cuda.c) where an
+ * operator asks for a placement by these.
  *
  * For a worker that runs its own ops that is all the server does.
  */
@@ -137,8 +138,8 @@ static ep_status look(struct cuda_watch *watch, struct ep_error *error)
     ep_status status = take_counters(watch, error);
 
     if (!status)
-        status = take_loads(watch, error);
-    return status ? status : look_at_failure(watch, error);
+        status = look_at_failure(watch, error);
+    return status ? status : take_loads(watch, error);
 }
 
 void cuda_watch_look(struct cuda_watch *watch)
