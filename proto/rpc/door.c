@@ -25,6 +25,20 @@ struct door {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct door *doors; /* guarded by lock, with all that is in them */
 
+int rpc_port_of(int fd)
+{
+    struct sockaddr_storage address;
+    socklen_t size = sizeof address;
+
+    if (getsockname(fd, (struct sockaddr *)&address, &size) != 0)
+        return 0;
+    switch (address.ss_family) {
+    case AF_INET: return ntohs(((struct sockaddr_in *)(void *)&address)->sin_port);
+    case AF_INET6: return ntohs(((struct sockaddr_in6 *)(void *)&address)->sin6_port);
+    default: return 0;
+    }
+}
+
 static struct door *find(int port)
 {
     struct door *door = doors;
@@ -69,11 +83,11 @@ bool rpc_door_admits(int fd)
     return admitted;
 }
 
-ep_status rpc_door_open(const struct ep_rpc_server *server, int port, struct ep_error *error)
+ep_status rpc_door_open(const struct ep_rpc_server *server, int port, size_t limit, struct ep_error *error)
 {
     struct door *door = calloc(1, sizeof *door);
 
-    if (!door || !rpc_held_open(&door->held, rpc_gate_limit(server))) {
+    if (!door || !rpc_held_open(&door->held, limit)) {
         free(door);
         return ep_error_set(error, EP_NO_MEMORY, "cannot listen on port %d: out of memory", port);
     }

@@ -61,20 +61,6 @@ static void set_port(struct sockaddr *address, int port)
         ((struct sockaddr_in6 *)(void *)address)->sin6_port = htons((uint16_t)port);
 }
 
-int rpc_port_of(int fd)
-{
-    struct sockaddr_storage address;
-    socklen_t size = sizeof address;
-
-    if (getsockname(fd, (struct sockaddr *)&address, &size) != 0)
-        return 0;
-    switch (address.ss_family) {
-    case AF_INET: return ntohs(((struct sockaddr_in *)(void *)&address)->sin_port);
-    case AF_INET6: return ntohs(((struct sockaddr_in6 *)(void *)&address)->sin6_port);
-    default: return 0;
-    }
-}
-
 /* -1 with errno: this address cannot be bound. */
 static int bind_tcp(const struct addrinfo *ai, bool only_v6)
 {

@@ -217,11 +217,11 @@ void rpc_held_close(struct rpc_held *held);
 bool rpc_held_add(struct rpc_held *held, int fd); /* there is a place; false: it is closed already */
 void rpc_held_sweep(struct rpc_held *held); /* forgets those that are closed */
 
-/* door.c: as many connections at the port as at the gate, though gRPC accepts them; until the server's doors are closed. */
-ep_status rpc_door_open(const struct ep_rpc_server *server, int port, struct ep_error *error);
+/* door.c: so many connections at the port, though gRPC accepts them; until the server's doors are closed. */
+ep_status rpc_door_open(const struct ep_rpc_server *server, int port, size_t limit, struct ep_error *error);
 void rpc_doors_close(const struct ep_rpc_server *server);
-
 int rpc_port_of(int fd); /* of its own end; 0: none */
+
 /* Plaintext; with TLS gRPC accepts. */
 ep_status rpc_listen_tcp(struct ep_rpc_server *server, const char *address, int *port,
                          struct ep_error *error);

@@ -122,7 +122,8 @@ static ep_status listen_tls(struct ep_rpc_server *server, const char *address,
         return status;
     *port = grpc_server_add_http2_port(server->server, address, credentials);
     grpc_server_credentials_release(credentials);
-    return *port > 0 ? rpc_door_open(server, *port, error) : explain_tls_listen(address, tls, error);
+    return *port > 0 ? rpc_door_open(server, *port, rpc_gate_limit(server), error)
+                     : explain_tls_listen(address, tls, error);
 }
 
 ep_status ep_rpc_server_listen_tcp(struct ep_rpc_server *server, const char *address,
