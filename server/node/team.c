@@ -218,9 +218,11 @@ bool ep_team_peer_wait(const struct ep_team *team, uint32_t rank, uint32_t peer,
     return team->ops->peer_wait(team, rank, peer, sum_ns, max_ns);
 }
 
-uint64_t ep_team_expert_rows(const struct ep_team *team, uint32_t rank, uint32_t expert)
+bool ep_team_expert_rows(const struct ep_team *team, uint32_t rank, uint32_t expert, uint64_t *rows)
 {
-    return team->ops->expert_rows(team, rank, expert);
+    if (team->ops->expert_rows)
+        *rows = team->ops->expert_rows(team, rank, expert);
+    return team->ops->expert_rows != NULL;
 }
 
 bool ep_team_stuck(const struct ep_team *team, int32_t rank)

@@ -202,6 +202,7 @@ class MembershipTest(ClusterTest):
         self.wait_states(servers["b"], a="CORDONED", b="READY")
         for server in servers.values():
             self.assertNotIn("node gone", server.log())
+        for server in servers.values():
             self.assertEqual(server.stop(), 0)  # before etcd, which it would wait for
 
 

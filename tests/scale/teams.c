@@ -277,10 +277,10 @@ bool ep_team_peer_wait(const struct ep_team *team, uint32_t rank, uint32_t peer,
     return false;
 }
 
-uint64_t ep_team_expert_rows(const struct ep_team *team, uint32_t rank, uint32_t expert)
+bool ep_team_expert_rows(const struct ep_team *team, uint32_t rank, uint32_t expert, uint64_t *rows)
 {
-    (void)team, (void)rank, (void)expert;
-    return 0;
+    (void)team, (void)rank, (void)expert, (void)rows;
+    return false;
 }
 
 uint64_t ep_team_state_bytes(const struct ep_team *team)
