@@ -45,7 +45,7 @@ static const struct ep_flag spec_flags[] = {
     { "hidden", 0, EP_FLAG_U32, "H", .help = "elements of a token", .field = "hidden" },
     { "top-k", 0, EP_FLAG_U32, "K", .help = "experts that a token goes to, 1 to 16", .field = "top_k" },
     { "modes", 0, EP_FLAG_ENUMS, "LIST",
-      .help = "ll, ht or both (default: both on CPUs, ll on GPUs; GPUs of several nodes have ll alone)",
+      .help = "ll, ht or both (default: both on CPUs, ll on GPUs)",
       .field = "modes",
       .type = &ep__v1__mode__descriptor },
     { "dtypes", 0, EP_FLAG_ENUMS, "LIST",
@@ -79,7 +79,7 @@ static const struct ep_flag spec_flags[] = {
       .field = "placement" },
     { "loads", 0, EP_FLAG_FILE, "FILE",
       .help = "by-load: rows of each expert, as JSON or lines of expert,count; default: what the group's servers have "
-              "counted, which they do on CPUs" },
+              "counted" },
     { "redundant", 0, EP_FLAG_U32, "N", .help = "by-load: homes beyond one for each expert (default 0)" },
     { "label", 'l', EP_FLAG_LABEL, "K=V", .help = "a label; may be repeated", .field = "labels" },
     { "file", 'f', EP_FLAG_FILE, "FILE",
@@ -122,7 +122,7 @@ static const struct ep_flag drain_flags[] = {
 static const struct ep_flag stats_flags[] = {
     { "peers", 'p', EP_FLAG_BOOL, NULL, .help = "also who waited for whom" },
     { "experts", 'e', EP_FLAG_BOOL, NULL,
-      .help = "rows of each expert instead, of a group's ranks on all nodes; those on GPUs do not count them" },
+      .help = "rows of each expert instead, of a group's ranks on all nodes; on GPUs by a sample" },
     { .name = NULL },
 };
 

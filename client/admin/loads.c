@@ -148,8 +148,7 @@ static ep_status loads_of_stats(const Ep__V1__Stats *stats, json_t **out, struct
     if (!total) {
         free(sums);
         return ep_error_set(error, EP_FAILED_PRECONDITION,
-                            "no rows were counted for any expert in this group (GPUs do not count them): give the "
-                            "loads with --loads FILE");
+                            "no rows were counted for any expert in this group: give the loads with --loads FILE");
     }
     *out = json_array();
     for (size_t e = 0; e < n; e++)

@@ -124,7 +124,7 @@ static void print_experts(const struct ep_admin *admin, const Ep__V1__Stats *sta
         ep_table_add(table, (const char *[]){ ep_text_u64(e).s, ep_text_u64(rows[e]).s, part.s });
     }
     if (!n)
-        ep_admin_note(admin, "no rank of the group counts rows of experts: those on GPUs do not");
+        ep_admin_note(admin, "no node tells of a rank of that group");
     for (size_t i = 0; i < stats->n_missing; i++)
         ep_admin_note(admin, "without the rows of node %s", stats->missing[i]);
     ep_table_print(table, stdout);

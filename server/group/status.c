@@ -667,12 +667,10 @@ static Ep__V1__PeerWait *peer_wait(const struct rank *rank, uint32_t peer)
 static void fill_expert_rows(const struct rank *rank, Ep__V1__RankStats *stats)
 {
     const uint32_t experts = rank->epoch->settled.spec->experts;
-    uint64_t rows;
 
     stats->expert_rows = group_allocate(experts, sizeof *stats->expert_rows);
     for (uint32_t e = 0; e < experts; e++)
-        if (ep_team_expert_rows(rank->epoch->team, rank->number, e, &rows))
-            stats->expert_rows[stats->n_expert_rows++] = rows;
+        stats->expert_rows[stats->n_expert_rows++] = ep_team_expert_rows(rank->epoch->team, rank->number, e);
 }
 
 static Ep__V1__RankStats *rank_stats(const struct rank *rank, bool experts)

@@ -152,8 +152,8 @@ bool ep_team_stuck(const struct ep_team *team, int32_t rank);
 bool ep_team_peer_wait(const struct ep_team *team, uint32_t rank, uint32_t peer, uint64_t *sum_ns,
                        uint64_t *max_ns);
 
-/* Rows that the rank has sent to an expert.  False: the backend does not count them. */
-bool ep_team_expert_rows(const struct ep_team *team, uint32_t rank, uint32_t expert, uint64_t *rows);
+/* Rows that the rank has sent to an expert; on GPUs an estimate. */
+uint64_t ep_team_expert_rows(const struct ep_team *team, uint32_t rank, uint32_t expert);
 
 /* Who runs its own ops needs its rank's state: bytes (0: the backend has none) and a descriptor, which is
  * the caller's to close. */

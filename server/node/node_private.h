@@ -8,6 +8,7 @@
  *   lost.c       nodes that a team over several of them has lost
  *   nccl.c       NCCL, for GPUs of several nodes; span_cuda.c what a team of them has beside that of one node
  *   watch_cuda.c what kernels count and report; for a worker that runs its own ops nothing else is done
+ *   loads_cuda.c rows of each expert, from the routing that kernels keep
  *   serve_cuda.c runs the ops of a worker that hands them over
  *   regions_cuda.c maps memory of that worker for them
  *   engine.c     executes the ops of one rank on the host backend

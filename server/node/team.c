@@ -218,11 +218,9 @@ bool ep_team_peer_wait(const struct ep_team *team, uint32_t rank, uint32_t peer,
     return team->ops->peer_wait(team, rank, peer, sum_ns, max_ns);
 }
 
-bool ep_team_expert_rows(const struct ep_team *team, uint32_t rank, uint32_t expert, uint64_t *rows)
+uint64_t ep_team_expert_rows(const struct ep_team *team, uint32_t rank, uint32_t expert)
 {
-    if (team->ops->expert_rows)
-        *rows = team->ops->expert_rows(team, rank, expert);
-    return team->ops->expert_rows != NULL;
+    return team->ops->expert_rows(team, rank, expert);
 }
 
 bool ep_team_stuck(const struct ep_team *team, int32_t rank)

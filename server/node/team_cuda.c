@@ -413,6 +413,7 @@ static void destroy(struct ep_team *base)
     struct cuda_team *team = cuda(base);
 
     cuda_span_close(team);
+    cuda_loads_close(team);
     for (uint32_t i = 0; i < team->n; i++) {
         if (team->ranks[i].state)
             team->api->memory_destroy(team->ranks[i].state);
@@ -483,6 +484,7 @@ static const struct ep_team_ops cuda_ops = {
     .reset = reset,
     .clean = clean,
     .peer_wait = peer_wait,
+    .expert_rows = cuda_expert_rows,
     .state_export = state_export,
     .stuck = stuck,
     .start = start,
@@ -542,7 +544,8 @@ ep_status ep_team_cuda_create(const struct ep_team_options *options, struct ep_t
     if (!team)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a team");
     fill(team, options);
-    if (options->span)
+    status = cuda_loads_open(team, error);
+    if (!status && options->span)
         status = cuda_span_open(team, options->span, error);
     for (uint32_t i = 0; !status && i < n; i++)
         if (cuda_is_here(team, i))

@@ -13,6 +13,8 @@ struct cuda_rank {
     uint8_t *window, *beside; /* on the GPU */
     struct ep_device_counters seen[EP_DEVICE_PARTS]; /* of the state: what has been counted already */
     struct ep_device_counters ht_seen[EP_DEVICE_PARTS];
+    uint64_t *expert_rows; /* [experts] that it has sent to each, as loads_cuda.c reckons */
+    uint64_t sampled[2];   /* dispatches, of LL and of HT, that are in that */
     bool used; /* a worker has had the window since it was clean */
     bool stuck; /* a kernel of ours has not ended, see ep_team_stuck() */
 };
@@ -31,6 +33,7 @@ struct cuda_team {
     uint64_t never[EP_DEVICE_MAX_RANKS]; /* EP_DEVICE_NEVER: what is written when all are absent */
     uint32_t n;                          /* ranks */
     struct cuda_rank *ranks;
+    uint32_t *expert_at;                 /* [ranks][local experts] which expert has its home there */
     struct cuda_span *span; /* NULL: all ranks are here */
 };
 
@@ -105,6 +108,14 @@ void cuda_watch_start(struct cuda_watch *watch, struct cuda_team *team, const st
 void cuda_watch_look(struct cuda_watch *watch);
 /* After a last look; on_closed comes later, from the loop. */
 void cuda_watch_stop(struct cuda_watch *watch, void (*on_closed)(struct cuda_watch *watch));
+
+/* ---- loads_cuda.c: rows of each expert ------------------------------------------------------ */
+
+ep_status cuda_loads_open(struct cuda_team *team, struct ep_error *error);
+void cuda_loads_close(struct cuda_team *team);
+/* Looks at a batch of the rank's, which has made so many dispatches so far; only where there are new ones. */
+ep_status cuda_loads_sample(struct cuda_team *team, uint32_t rank, bool ht, uint64_t dispatches, struct ep_error *error);
+uint64_t cuda_expert_rows(const struct ep_team *team, uint32_t rank, uint32_t expert); /* as of struct ep_team_ops */
 
 /* ---- regions_cuda.c: memory of workers, mapped for the ops that the server runs for them ------ */
 

@@ -27,7 +27,7 @@ struct ep_team_ops {
     bool (*clean)(struct ep_team *team, uint32_t rank);
     bool (*peer_wait)(const struct ep_team *team, uint32_t rank, uint32_t peer, uint64_t *sum_ns,
                       uint64_t *max_ns);
-    uint64_t (*expert_rows)(const struct ep_team *team, uint32_t rank, uint32_t expert); /* NULL: they are not counted */
+    uint64_t (*expert_rows)(const struct ep_team *team, uint32_t rank, uint32_t expert);
     bool (*stuck)(const struct ep_team *team, int32_t rank);
     ep_status (*state_export)(const struct ep_team *team, uint32_t rank, int *fd, struct ep_error *error);
     ep_status (*start)(struct ep_team *team, const struct ep_executor_options *options,

@@ -1,7 +1,8 @@
 /*
  * Kernels, whoever launches them, count in the rank's state and report in its window.  The server reads both
  * every second, and when somebody asks, adds what is new to the rank's counters and tells of an op that timed
- * out.  The worker can write them too: what is read decides nothing.
+ * out.  The worker can write them too: what is read decides nothing, but for its own loads (loads_cuda.c) where an
+ * operator asks for a placement by these.
  *
  * For a worker that runs its own ops that is all the server does.
  */
@@ -88,14 +89,30 @@ static ep_status take_mode(struct cuda_watch *watch, const struct ep_device_coun
     return EP_OK;
 }
 
+static bool has_ht(const struct cuda_watch *watch)
+{
+    return watch->team->map->limits.modes >> EP_MODE_HT & 1;
+}
+
 static ep_status take_counters(struct cuda_watch *watch, struct ep_error *error)
 {
     struct cuda_rank *r = &watch->team->ranks[watch->options.rank];
     const struct ep_device_state *state = cuda_state(watch->team, watch->options.rank);
     ep_status status = take_mode(watch, state->counters, classes, r->seen, error);
 
-    if (!status && watch->team->map->limits.modes >> EP_MODE_HT & 1)
+    if (!status && has_ht(watch))
         status = take_mode(watch, state->ht_counters, ht_classes, r->ht_seen, error);
+    return status;
+}
+
+static ep_status take_loads(struct cuda_watch *watch, struct ep_error *error)
+{
+    const uint32_t rank = watch->options.rank;
+    const struct cuda_rank *r = &watch->team->ranks[rank];
+    ep_status status = cuda_loads_sample(watch->team, rank, false, r->seen[EP_DEVICE_DISPATCH].count, error);
+
+    if (!status && has_ht(watch))
+        status = cuda_loads_sample(watch->team, rank, true, r->ht_seen[EP_DEVICE_DISPATCH].count, error);
     return status;
 }
 
@@ -120,7 +137,9 @@ static ep_status look(struct cuda_watch *watch, struct ep_error *error)
 {
     ep_status status = take_counters(watch, error);
 
-    return status ? status : look_at_failure(watch, error);
+    if (!status)
+        status = look_at_failure(watch, error);
+    return status ? status : take_loads(watch, error);
 }
 
 void cuda_watch_look(struct cuda_watch *watch)

@@ -14,7 +14,7 @@ struct run {
     struct cpu_rank *r;
     const struct ep_op *op;
     struct cpu_handle *handle;
-    struct ep_device_handle *shared;
+    struct ep_device_handle shared; /* the state's, as this op has it: share_handle() */
     uint64_t number, deadline_ns, members, missed;
     uint64_t bank; /* offset from a window's start */
     struct ep_device_record record;
@@ -505,26 +505,52 @@ static void receive_in_place(struct run *c)
     }
 }
 
+/* ---- what the state keeps of a handle: the server looks at it meanwhile -------------------------------- */
+
+static void share_handle(const struct run *c)
+{
+    cpu_store_words(&c->r->state->handles[c->op->handle], &c->shared, sizeof c->shared);
+}
+
+static void share_routing(const struct run *c)
+{
+    const struct cpu_handle *handle = c->handle;
+    struct ep_device_tables tables;
+
+    ep_device_state_tables(&c->r->map, &c->r->placement, &tables);
+    int32_t *routing = (int32_t *)(void *)((uint8_t *)c->r->state + tables.routing
+                                           + c->op->handle * tables.handle_stride);
+
+    for (uint32_t i = 0; i < handle->tokens * handle->top_k; i++) {
+        const uint32_t again = is_again(handle, i - i % handle->top_k, i % handle->top_k) ? EP_DEVICE_ROUTE_AGAIN : 0;
+        const int32_t route = (int32_t)((uint32_t)handle->home[i] << 16 | (uint32_t)handle->local[i] | again);
+
+        __atomic_store_n(&routing[i], handle->home[i] < 0 ? -1 : route, __ATOMIC_RELAXED);
+    }
+}
+
 /* ---- dispatch ---------------------------------------------------------------------------------------- */
 
 static void dispatch_send(struct run *c)
 {
-    if (c->op->flags & EP_OP_CACHED && c->shared->generation != c->op->generation) {
+    if (c->op->flags & EP_OP_CACHED && c->shared.generation != c->op->generation) {
         c->record.status = EP_STALE_HANDLE;
         return;
     }
     if (!(c->op->flags & EP_OP_CACHED))
         read_choices(c);
-    if (c->shared->number + c->r->map.limits.ll_banks > c->number)
-        give_credit(c, c->shared->number);
+    if (c->shared.number + c->r->map.limits.ll_banks > c->number)
+        give_credit(c, c->shared.number);
     if (c->number > c->r->map.limits.ll_banks)
         give_credit(c, c->number - c->r->map.limits.ll_banks);
     send_rows(c);
     c->handle->members = c->members;
-    *c->shared = (struct ep_device_handle){ .number = c->number, .generation = c->op->generation,
-                                            .tokens = c->op->tokens, .top_k = c->op->top_k,
-                                            .layout = c->op->layout, .alignment = c->op->alignment,
-                                            .wire_dtype = c->op->wire_dtype };
+    c->shared = (struct ep_device_handle){ .number = c->number, .generation = c->op->generation,
+                                           .tokens = c->op->tokens, .top_k = c->op->top_k,
+                                           .layout = c->op->layout, .alignment = c->op->alignment,
+                                           .wire_dtype = c->op->wire_dtype };
+    share_handle(c);
+    share_routing(c);
     c->r->state->number = c->number;
 }
 
@@ -535,7 +561,8 @@ static void dispatch_receive(struct run *c)
         receive_by_expert(c);
     else
         receive_in_place(c);
-    c->shared->routed = c->record.status == EP_OK;
+    c->shared.routed = c->record.status == EP_OK;
+    share_handle(c);
 }
 
 /* ---- combine ------------------------------------------------------------------------------------------ */
@@ -572,7 +599,8 @@ static void combine_send(struct run *c, float *sum)
                              ep_flag_make(c->number, c->handle->arrived[s]), __ATOMIC_RELEASE);
     }
     c->record.logical_bytes = (uint64_t)c->handle->tokens * c->handle->top_k * payload_row(c);
-    c->shared->combined = c->number;
+    c->shared.combined = c->number;
+    share_handle(c);
     give_credit(c, c->number);
 }
 
@@ -609,7 +637,7 @@ static void combine_receive(struct run *c, float *sum)
 
 static ep_status check_combine(const struct run *c)
 {
-    const struct ep_device_handle *h = c->shared;
+    const struct ep_device_handle *h = &c->shared;
 
     if (h->generation != c->op->generation || !h->routed || h->combined == h->number
         || c->r->state->number - h->number >= c->r->map.limits.ll_banks)
@@ -680,10 +708,10 @@ static void write_record(struct run *c, uint32_t part, bool second_half)
 
 static void run(struct cpu_rank *r, const struct ep_op *op, bool sends, bool receives)
 {
-    struct run c = { .r = r, .op = op, .handle = &r->handle[op->handle], .shared = &r->state->handles[op->handle] };
+    struct run c = { .r = r, .op = op, .handle = &r->handle[op->handle], .shared = r->state->handles[op->handle] };
     const bool dispatch = op->kind == EP_OP_DISPATCH;
 
-    begin(&c, dispatch && sends ? r->state->number + 1 : c.shared->number);
+    begin(&c, dispatch && sends ? r->state->number + 1 : c.shared.number);
     if (c.members && dispatch && sends)
         dispatch_send(&c);
     if (c.members && dispatch && receives && c.record.status != EP_STALE_HANDLE)

@@ -576,22 +576,34 @@ static void thread_relax(void)
 {
 }
 
+/* Acquire: a word that a stream stored (move, its partner) says that something else is there. */
+static void copy_word(uint8_t *to, const uint8_t *from)
+{
+    __atomic_store_n((uint64_t *)(void *)to, __atomic_load_n((const uint64_t *)(const void *)from, __ATOMIC_ACQUIRE),
+                     __ATOMIC_SEQ_CST);
+}
+
+static void copy_half_word(uint8_t *to, const uint8_t *from)
+{
+    __atomic_store_n((uint32_t *)(void *)to, __atomic_load_n((const uint32_t *)(const void *)from, __ATOMIC_RELAXED),
+                     __ATOMIC_RELAXED);
+}
+
 /*
- * Words, so that an op that looks at one (`from`, above all) sees the old or the new one.  Rows are large
- * and nobody looks at them meanwhile.
- * Acquire: a word that a stream stored (move, its partner) says that something else is there.
+ * Words, so that an op that looks at one (`from`, above all) sees the old or the new one; half of one may be last.
+ * Rows are large and nobody looks at them meanwhile.
  */
 static bool copy_words(void *to, const void *from, uint64_t bytes)
 {
-    const uint64_t word = sizeof(uint64_t);
+    const uint64_t word = sizeof(uint64_t), half = sizeof(uint32_t);
+    uint64_t at = 0;
 
-    if (!to || !from || bytes > WORDS_BYTES || ((uintptr_t)to | (uintptr_t)from | bytes) % word != 0)
+    if (!to || !from || bytes > WORDS_BYTES || ((uintptr_t)to | (uintptr_t)from) % word != 0 || bytes % half != 0)
         return false;
-    for (uint64_t at = 0; at < bytes; at += word)
-        __atomic_store_n((uint64_t *)(void *)((uint8_t *)to + at),
-                         __atomic_load_n((const uint64_t *)(const void *)((const uint8_t *)from + at),
-                                         __ATOMIC_ACQUIRE),
-                         __ATOMIC_SEQ_CST);
+    for (; at + word <= bytes; at += word)
+        copy_word((uint8_t *)to + at, (const uint8_t *)from + at);
+    if (at < bytes)
+        copy_half_word((uint8_t *)to + at, (const uint8_t *)from + at);
     return true;
 }
 

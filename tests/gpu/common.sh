@@ -77,6 +77,12 @@ until_so() {
     return 1
 }
 
+# has_loads GROUP EXPERTS: each of them has had rows, about as many as the others.
+has_loads() {
+    "$bin/ep-admin" stats "$1" --experts |
+        awk -v experts="$2" 'NR > 1 && $2 > 0 && $3 > 0.5 && $3 < 2 { even++ } END { exit even != experts || NR != experts + 1 }'
+}
+
 nobody_in_old_epochs() {
     local group
     group=$("$bin/ep-admin" --timeout=40s group get moe) && ! grep -q '^old epochs' <<<"$group"

@@ -272,7 +272,8 @@ pauses_of_servers() {
 
 measure_pauses() {
     step 'a group that changes' admin group create "${group[@]}" --wait=60s &&
-        step 'workers that follow' start_followers || return
+        step 'workers that follow' start_followers &&
+        step 'rows of experts, of all nodes' until_so has_loads moe $((4 * ranks)) || return
     step 'pauses of changes' pauses_of_changes
     step 'pauses while a server is away' pauses_of_servers
     printf '%-24s %9s %9s %9s %6s\n' 'ms' 'op' 'pause' 'failures' 'wrong'

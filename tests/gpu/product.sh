@@ -209,6 +209,7 @@ run_workers() {
         says "$rank" 'absent 0, failures 0'
         says "$rank" 'absent 0, failures 0'
     done
+    until_so has_loads moe $((4 * ranks)) || complain 'the rows of experts are not told'
     for ((rank = 0; rank < ranks; rank++)); do
         kill -TERM "${worker[$rank]}"
     done

@@ -17,6 +17,7 @@ import rawrpc
 import worker
 
 MODULE = os.path.join(os.path.dirname(harness.BIN), "unit", "libep_cuda_cpu.so")
+KERNELS = os.path.join(os.path.dirname(harness.BIN), "unit", "libep_cuda_kernels.so")  # which runs the kernels, on CPUs
 GROUP = ["ep-admin", "group", "create", "moe", "--ranks=4", "--experts=8", "--hidden=64", "--top-k=2",
          "--ll-max-tokens=16", "--arena=1MiB"]
 
@@ -113,6 +114,29 @@ class GpusTest(harness.TestCase):
         self.assertEqual([d["groups"] for d in node["devices"]], [1, 1])
         self.assertEqual(int(node["memory_budget_bytes"]), 2 << 30)
         self.assertIn("gpu=GPU-fixture-1", self.server.log())
+
+    def loads_are_a_sample(self, module, modes, mode):
+        env = {"EP_CUDA_MODULE": module}
+        self.server = self.start_server("--backend=cuda", env=env)
+        self.admin("group", "create", "moe", "--ranks=2", "--experts=8", "--hidden=1024", "--top-k=2",
+                   "--modes=" + modes, "--ll-max-tokens=8", "--ht-max-tokens=8", "--arena=4MiB", "--timeout-ms=60000")
+        for rank in range(2):
+            self.spawn(["worker", "--group=moe", "--mode=" + mode, "--rank=%d" % rank], server=self.server, env=env)
+
+        def rows():
+            stats = self.admin("stats", "moe", "--experts", "-o", "json").json()
+            return [list(map(int, rank["expert_rows"])) for rank in stats["ranks"]]
+        harness.wait_until(lambda: all(map(all, rows())), rows)  # in time every expert has a row of each rank's
+        self.assertEqual([len(rank) for rank in rows()], [8, 8])
+        plan = self.admin("group", "plan", "moe", "--placement=by-load", "--redundant=2", "-o", "json").json()
+        self.assertTrue(all(float(rank["load"]) > 0 for rank in plan["plan"]["ranks"]), plan)
+
+    def test_loads_of_experts_are_a_sample(self):
+        self.loads_are_a_sample(MODULE, "ll", "ll")
+
+    @unittest.skipUnless(os.path.exists(KERNELS), "sanitizers know no fibers, which the kernels run on")
+    def test_loads_of_experts_are_a_sample_of_what_kernels_keep(self):
+        self.loads_are_a_sample(KERNELS, "ll,ht", "both")
 
     def test_what_gpus_cannot_do_is_refused(self):
         self.serve()

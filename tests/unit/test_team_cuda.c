@@ -484,6 +484,73 @@ static void counters_of_ht_are_ht_s(void **state)
     stop(f);
 }
 
+static int32_t *routing_of(struct fixture *f, bool ht, uint32_t handle)
+{
+    uint8_t *state = (uint8_t *)state_of(f, 1);
+    struct ep_device_tables t;
+
+    ep_device_state_tables(&f->map, &f->placement, &t);
+    return (int32_t *)(void *)(state + (ht ? t.ht.routing + handle * t.ht.handle_stride
+                                           : t.routing + handle * t.handle_stride));
+}
+
+/* Of contiguous experts, two on each rank. */
+static int32_t route_to(uint32_t expert)
+{
+    return (int32_t)(expert / 2 << 16 | expert % 2);
+}
+
+static void assert_rows(const struct fixture *f, const uint64_t rows[8])
+{
+    for (uint32_t e = 0; e < 8; e++)
+        assert_int_equal(ep_team_expert_rows(f->team, 1, e), rows[e]);
+}
+
+static void loads_are_those_of_the_newest_batch(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_device_state *s = state_of(f, 1);
+
+    start(f, 1);
+    ep_executor_refresh(f->executor);
+    assert_rows(f, (const uint64_t[8]){ 0 });
+    s->handles[0] = (struct ep_device_handle){ .number = 3, .tokens = 1, .top_k = 2 };
+    s->handles[5] = (struct ep_device_handle){ .number = 7, .tokens = 2, .top_k = 2 };
+    routing_of(f, false, 0)[0] = route_to(6);
+    memcpy(routing_of(f, false, 5),
+           (const int32_t[]){ route_to(5), -1, route_to(0), route_to(0) | EP_DEVICE_ROUTE_AGAIN }, 4 * sizeof(int32_t));
+    s->counters[EP_DEVICE_DISPATCH].count = 10; /* it stands for all of them */
+    ep_executor_refresh(f->executor);
+    ep_executor_refresh(f->executor);
+    assert_rows(f, (const uint64_t[8]){ [0] = 10, [5] = 10 });
+    s->ht_handles[1] = (struct ep_device_ht_handle){ .number = 1, .tokens = 1, .top_k = 2 };
+    memcpy(routing_of(f, true, 1), (const int32_t[]){ route_to(5), route_to(7) }, 2 * sizeof(int32_t));
+    s->ht_counters[EP_DEVICE_DISPATCH].count = 1;
+    s->counters[EP_DEVICE_DISPATCH].count = 12;
+    stop(f); /* with a last look */
+    assert_rows(f, (const uint64_t[8]){ [0] = 12, [5] = 13, [7] = 1 });
+}
+
+/* A worker that runs its own ops can write all of it. */
+static void loads_that_cannot_be_are_left_out(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_device_state *s = state_of(f, 1);
+
+    start(f, 1);
+    s->handles[0] = (struct ep_device_handle){ .number = 1, .tokens = UINT32_MAX, .top_k = UINT32_MAX };
+    s->counters[EP_DEVICE_DISPATCH].count = 1;
+    ep_executor_refresh(f->executor);
+    s->handles[0] = (struct ep_device_handle){ .number = 2, .tokens = 2, .top_k = 2 };
+    memcpy(routing_of(f, false, 0), (const int32_t[]){ INT32_MIN, 0x3fff0000, 0x0000ffff, route_to(1) }, 4 * sizeof(int32_t));
+    s->counters[EP_DEVICE_DISPATCH].count = 2;
+    ep_executor_refresh(f->executor);
+    s->counters[EP_DEVICE_DISPATCH].count = 1; /* it went back */
+    ep_executor_refresh(f->executor);
+    assert_rows(f, (const uint64_t[8]){ [1] = 1 });
+    stop(f);
+}
+
 static void counters_of_kernels_are_added_up(void **state)
 {
     struct fixture *f = *state;
@@ -1159,6 +1226,8 @@ int main(void)
         TEST(a_reset_that_fails_leaves_all_absent),
         TEST(counters_of_ht_are_ht_s),
         TEST(counters_of_kernels_are_added_up),
+        TEST(loads_are_those_of_the_newest_batch),
+        TEST(loads_that_cannot_be_are_left_out),
         TEST(a_late_rank_is_told_of_once),
         TEST(the_next_worker_reads_nothing_of_the_last_one),
         TEST(who_gets_uncleared_memory_is_refused),

@@ -1,0 +1,143 @@
+/*
+ * Rows of each expert, by a sample.  Kernels count none: they keep the routing of each handle's last dispatch in the
+ * rank's state, for its combine, and whenever the server looks at a rank's counters it reads the newest of these too.
+ * That batch stands for all dispatches since the look before.
+ *
+ * A worker that runs its own ops can write its state: what is read here is checked.
+ */
+#include <stdlib.h>
+
+#include "team_cuda.h"
+
+/* ---- experts by their homes --------------------------------------------------------------------- */
+
+static uint32_t local_experts(const struct cuda_team *team)
+{
+    return team->map->limits.local_experts;
+}
+
+static ep_status turn_round(struct cuda_team *team, struct ep_error *error)
+{
+    const struct ep_placement *p = team->placement;
+
+    team->expert_at = calloc((size_t)team->n * local_experts(team), sizeof *team->expert_at);
+    if (!team->expert_at)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a team's experts");
+    for (uint32_t e = 0; e < p->experts; e++)
+        for (uint32_t home = p->first[e]; home < p->first[e + 1]; home++)
+            team->expert_at[(size_t)p->rank[home] * local_experts(team) + p->local[home]] = e;
+    return EP_OK;
+}
+
+ep_status cuda_loads_open(struct cuda_team *team, struct ep_error *error)
+{
+    ep_status status = turn_round(team, error);
+
+    for (uint32_t i = 0; !status && i < team->n; i++) {
+        if (!cuda_is_here(team, i))
+            continue;
+        team->ranks[i].expert_rows = calloc(team->placement->experts, sizeof *team->ranks[i].expert_rows);
+        if (!team->ranks[i].expert_rows)
+            status = ep_error_set(error, EP_NO_MEMORY, "no memory for the loads of rank %u", i);
+    }
+    return status;
+}
+
+void cuda_loads_close(struct cuda_team *team)
+{
+    for (uint32_t i = 0; i < team->n; i++)
+        free(team->ranks[i].expert_rows);
+    free(team->expert_at);
+}
+
+uint64_t cuda_expert_rows(const struct ep_team *base, uint32_t rank, uint32_t expert)
+{
+    const struct cuda_rank *r = &((const struct cuda_team *)base)->ranks[rank];
+
+    return r->expert_rows ? r->expert_rows[expert] : 0;
+}
+
+/* ---- a batch ---------------------------------------------------------------------------------------- */
+
+struct batch {
+    uint64_t number; /* 0: none */
+    uint64_t at;     /* its routing, from the state's beginning */
+    uint64_t choices;
+};
+
+/* The newer of the batch and the handle's. */
+static void take_newer(struct batch *batch, uint64_t number, uint64_t at, uint32_t tokens, uint32_t top_k)
+{
+    if (number > batch->number)
+        *batch = (struct batch){ .number = number, .at = at, .choices = (uint64_t)tokens * top_k };
+}
+
+static ep_status newest(const struct cuda_team *team, uint32_t rank, bool ht, struct batch *batch, struct ep_error *error)
+{
+    const struct ep_device_state *state = cuda_state(team, rank);
+    struct ep_device_handle handles[EP_MAX_HANDLES];
+    struct ep_device_ht_handle ht_handles[EP_MAX_HANDLES];
+    struct ep_device_tables tables;
+    ep_status status = ht ? cuda_read(team, rank, ht_handles, state->ht_handles, sizeof ht_handles, error)
+                          : cuda_read(team, rank, handles, state->handles, sizeof handles, error);
+
+    *batch = (struct batch){ 0 };
+    ep_device_state_tables(team->map, team->placement, &tables);
+    for (uint32_t h = 0; !status && h < EP_MAX_HANDLES; h++)
+        if (ht)
+            take_newer(batch, ht_handles[h].number, tables.ht.routing + h * tables.ht.handle_stride, ht_handles[h].tokens,
+                       ht_handles[h].top_k);
+        else
+            take_newer(batch, handles[h].number, tables.routing + h * tables.handle_stride, handles[h].tokens,
+                       handles[h].top_k);
+    return status;
+}
+
+static uint64_t most_choices(const struct cuda_team *team, bool ht)
+{
+    const struct ep_limits *l = &team->map->limits;
+
+    return (uint64_t)(ht ? l->ht_max_tokens : l->ll_max_tokens) * l->top_k;
+}
+
+/* A choice that names its token's expert again has no row. */
+static void add_route(struct cuda_team *team, struct cuda_rank *r, int32_t route, uint64_t weight)
+{
+    const uint32_t rank = (uint32_t)route >> 16, local = (uint32_t)route & 0xffff;
+
+    if (route < 0 || route & EP_DEVICE_ROUTE_AGAIN || rank >= team->n || local >= local_experts(team))
+        return;
+    r->expert_rows[team->expert_at[(size_t)rank * local_experts(team) + local]] += weight;
+}
+
+static ep_status add_batch(struct cuda_team *team, uint32_t rank, const struct batch *batch, uint64_t weight,
+                           struct ep_error *error)
+{
+    const uint8_t *state = (const uint8_t *)cuda_state(team, rank);
+    int32_t *routes = calloc(batch->choices, sizeof *routes);
+    ep_status status;
+
+    if (!routes)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for the routing of rank %u", rank);
+    status = cuda_read(team, rank, routes, state + batch->at, batch->choices * sizeof *routes, error);
+    for (uint64_t i = 0; !status && i < batch->choices; i++)
+        add_route(team, &team->ranks[rank], routes[i], weight);
+    free(routes);
+    return status;
+}
+
+ep_status cuda_loads_sample(struct cuda_team *team, uint32_t rank, bool ht, uint64_t dispatches, struct ep_error *error)
+{
+    uint64_t *sampled = &team->ranks[rank].sampled[ht];
+    const uint64_t since = dispatches > *sampled ? dispatches - *sampled : 0;
+    struct batch batch;
+    ep_status status;
+
+    *sampled = dispatches;
+    if (!since)
+        return EP_OK;
+    status = newest(team, rank, ht, &batch, error);
+    if (status || !batch.choices || batch.choices > most_choices(team, ht))
+        return status;
+    return add_batch(team, rank, &batch, since, error);
+}
