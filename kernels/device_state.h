@@ -7,7 +7,7 @@
  *
  *     struct ep_device_state      membership, progress, handles; what became of ops is in the window
  *     placement                   home_first [E + 1], home_rank [homes], home_local [homes]
- *     routing of each handle      [T_ll * K] int32, see ep_device_route_make
+ *     routing of each handle      [T_ll * K] int32, see EP_DEVICE_ROUTE_AGAIN
  *     weights of each handle      [T_ll * K] fp32
  *     HT: struct ep_device_ht_tables has the rest
  *
@@ -187,7 +187,6 @@ ep_status ep_device_check(const struct ep_limits *limits, struct ep_error *error
 /* Shared memory that a block takes for them: a token's choices, or where rows of the experts begin. */
 uint64_t ep_device_shared_bytes(const struct ep_limits *limits);
 
-/* Where the tables behind struct ep_device_state begin, from its start. */
 /*
  * HT: a batch is cut into lists of tokens that follow each other, and counted list by list.  A column is what is
  * counted: tokens to rank r [r], rows to its local expert l [R + r * L + l], choices that go there [R + R * L + r], and
@@ -212,6 +211,7 @@ struct ep_device_ht_tables {
     uint64_t place_weights;
     uint64_t handle_stride;    /* from one handle's to the next one's */
 };
+/* Where the tables behind struct ep_device_state begin, from its start. */
 struct ep_device_tables {
     uint64_t home_first, home_rank, home_local;
     uint64_t routing, weights; /* of handle 0 */

@@ -52,9 +52,9 @@ static void csv_line(const struct sweep *sweep, const struct case_result *r)
            "6f,%.3f,%s,%s,%s\n",
            bench_mode_name(r->of.mode), bench_layout_name(r->of.layout), bench_dtypes[r->of.dtype].name,
            bench_scaled(&r->of) ? bench_scales_name(r->of.scales) : "", r->of.tokens, verified,
-           (unsigned long long)r->mismatches, r->dispatch.p50, r->dispatch.p90, r->dispatch.p99, r->combine.p50, r->combine.p90, r->combine.p99, r->pair.p50, r->pair.p90,
-           r->pair.p99, r->pair_us, r->service_us, r->wire_gbps, r->logical_gbps,
-           (unsigned long long)r->buffer_bytes, r->max_error, r->max_bound_ratio, r->graph_us,
+           (unsigned long long)r->mismatches, r->dispatch.p50, r->dispatch.p90, r->dispatch.p99, r->combine.p50,
+           r->combine.p90, r->combine.p99, r->pair.p50, r->pair.p90, r->pair.p99, r->pair_us, r->service_us, r->wire_gbps,
+           r->logical_gbps, (unsigned long long)r->buffer_bytes, r->max_error, r->max_bound_ratio, r->graph_us,
            bench_backends[sweep->config.backend], bench_executor_name(sweep->executor),
            bench_pass_name(r->of.pass));
 }

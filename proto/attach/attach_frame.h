@@ -18,8 +18,9 @@
  * begun before, counted from the epoch's beginning by the group's numbers (HT combines have none of their own); WELCOME
  * says at which the worker begins, and how many of these are HT.  *passed* is 1 + the position of the last boundary
  * between its steps that it passed without turning; before the first it is 1 + the position at which it began.  A worker
- * that promises T waits for the decision at the first boundary whose position is T or more, for the group's timeout at most; at that boundary it goes
- * over when it hears TURN, and goes on when it hears of another ASK that does not ask for it.
+ * that promises T waits for the decision at the first boundary whose position is T or more, for the group's timeout at
+ * most; at that boundary it goes over when it hears TURN, and goes on when it hears of another ASK that does not ask
+ * for it.
  *
  * Frames are host-endian: both ends are on one host.
  */

@@ -66,7 +66,10 @@ static bool is_shortage(int reason)
     return reason == EMFILE || reason == ENFILE || reason == ENOBUFS || reason == ENOMEM;
 }
 
-/* EINTR: "try again", after one was dropped, for want of descriptors or of places.  EAGAIN: "wait for the next", when not even that. */
+/*
+ * EINTR: "try again", after one was dropped, for want of descriptors or of places.  EAGAIN: "wait for the next", when
+ * not even that.
+ */
 __attribute__((visibility("default")))
 int accept4(int fd, void *address, unsigned *length, int flags);
 
