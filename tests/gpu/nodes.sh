@@ -7,7 +7,7 @@ set -uo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: nodes.sh N [--gpus N] [--bench] [--pauses N] [--limit S] [--logs DIR]
+usage: nodes.sh N [--gpus N] [--bench] [--pauses N] [--soak S] [--limit S] [--logs DIR]
 
 Starts N ep-servers on an etcd of their own, makes a group over all of them with a rank on each GPU, and runs verified
 dispatch and combine on it. Prints a line per step and, at the end, `N passed, N failed`. Exits with 77 where there is no
@@ -17,12 +17,13 @@ GPU, no NCCL or no etcd. Servers share a GPU where there are fewer GPUs than nod
   --bench     then time high throughput with H 7168, K 8, E 256, T 4096, and print the table
   --pauses N  then change modes and token limits N times, have the last server end and return N times, and print how long
               workers that follow paused
+  --soak S    then run random ops of both modes for S seconds, with kill -9 of a worker a minute
   --limit S   seconds for a step (default 120)
   --logs DIR  keep complete output there
 TEXT
 }
 
-gpus='' logs='' limit_s=120 nodes='' times=0 pauses=0
+gpus='' logs='' limit_s=120 nodes='' times=0 pauses=0 soak_s=0
 while (($#)); do
     case $1 in
     --gpus) gpus=${2:?--gpus needs a number}; shift ;;
@@ -30,6 +31,7 @@ while (($#)); do
     --logs) logs=${2:?--logs needs a folder}; shift ;;
     --bench) times=1 ;;
     --pauses) pauses=${2:?--pauses needs a number}; shift ;;
+    --soak) soak_s=${2:?--soak needs seconds}; shift ;;
     --help | -h) usage; exit 0 ;;
     [1-8]) nodes=$1 ;;
     *) usage >&2; exit 2 ;;
@@ -309,6 +311,10 @@ beside() {
 step 'a second group comes and goes while the first one works' beside
 step 'the group changes under a soak' under_changes --ll-max-tokens=48 --modes=ll --hidden=512 --modes=ll,ht --ht-max-tokens=300 \
     -- bench --tokens=24 --soak=25 --follow
+if ((soak_s)); then
+    limit_s=$((limit_s + soak_s)) step "soak of $soak_s s: both modes, kill -9 of a worker a minute" bench --tokens=24 \
+        --soak="$soak_s" --soak-kill=60
+fi
 step 'the group goes' admin group delete moe
 if ((times)); then
     step 'a group for large batches' admin group create moe --ranks="$ranks" --experts=256 --hidden=7168 --top-k=8 --modes=ht \
