@@ -128,6 +128,6 @@ has_names() {
 is_good ca || make_ca
 names=$(alt_names "$@")
 { is_good server && is_for_calls server && has_names "$names"; } ||
-    make_pair server /CN=ep-server serverAuth,clientAuth "$names"
+    make_pair server /OU=server/CN=ep-server serverAuth,clientAuth "$names"
 is_good client || make_pair client /CN=ep-admin clientAuth
 is_good viewer || make_pair viewer /OU=viewer/CN=ep-viewer clientAuth

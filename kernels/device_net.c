@@ -81,6 +81,57 @@ uint64_t ep_net_beside_bytes(const struct ep_layout_map *map, const struct ep_ne
     return net.bytes;
 }
 
+/* ---- tables ----------------------------------------------------------------------------------------- */
+
+static uint64_t table(struct ep_net_tables *out, uint64_t bytes)
+{
+    const uint64_t start = out->bytes;
+
+    out->bytes = align_to(start + bytes, TABLE_ALIGN);
+    return start;
+}
+
+static void lay_ll_tables(const struct ep_limits *l, struct ep_net_tables *out)
+{
+    out->ll_slots_stride = align_to((uint64_t)l->ll_max_tokens * l->top_k * sizeof(uint32_t), TABLE_ALIGN);
+    out->ll_slots = table(out, EP_MAX_HANDLES * out->ll_slots_stride);
+}
+
+static void lay_ht_tables(const struct ep_limits *l, const struct ep_net_map *map, uint32_t nears, struct ep_net_tables *out)
+{
+    const uint64_t choices = (uint64_t)l->ht_max_tokens * l->top_k * sizeof(uint32_t);
+
+    out->grants = table(out, map->ins * sizeof(struct ep_net_grants));
+    out->taken = table(out, (uint64_t)map->ins * EP_DEVICE_NODE_RANKS * sizeof(struct ep_device_ht_grant));
+    out->granted = table(out, 2ull * map->ins * nears * l->local_experts * sizeof(uint32_t));
+    out->filled = table(out, (uint64_t)l->ranks * EP_NET_PIECES * sizeof(uint32_t));
+    out->slots_stride = align_to(choices, TABLE_ALIGN);
+    out->relayed_stride = align_to(map->ins * choices, TABLE_ALIGN);
+    out->ways_stride = align_to(l->ranks * sizeof(struct ep_net_way), TABLE_ALIGN);
+    out->slots = table(out, EP_MAX_HANDLES * out->slots_stride);
+    out->relayed = table(out, EP_MAX_HANDLES * out->relayed_stride);
+    out->ways = table(out, EP_MAX_HANDLES * out->ways_stride);
+}
+
+static void lay_tables(const struct ep_limits *l, const struct ep_net_map *map, uint32_t nears, struct ep_net_tables *out)
+{
+    *out = (struct ep_net_tables){ .bytes = align_to(sizeof(struct ep_device_net), TABLE_ALIGN) };
+    if (l->modes >> EP_MODE_LL & 1)
+        lay_ll_tables(l, out);
+    if (l->modes >> EP_MODE_HT & 1)
+        lay_ht_tables(l, map, nears, out);
+}
+
+uint64_t ep_net_bytes(const struct ep_layout_map *map, const struct ep_net_shape *shape)
+{
+    struct ep_net_map net;
+    struct ep_net_tables tables;
+
+    ep_net_lay_out(map, shape, &net);
+    lay_tables(&map->limits, &net, shape->most, &tables);
+    return align_to(tables.bytes, WHOLE);
+}
+
 /* ---- who goes through whom ----------------------------------------------------------------------- */
 
 /* The ranks of a group by their nodes: those of node n are by_node[first[n]] and on, in their order. */
@@ -151,33 +202,6 @@ static void describe_far(const struct lie *lie, uint32_t rank, uint32_t r, struc
     out->gates[out->out[r]] = out->gate[r];
 }
 
-static uint64_t table(struct ep_device_net *out, uint64_t bytes)
-{
-    const uint64_t start = out->bytes;
-
-    out->bytes = align_to(start + bytes, TABLE_ALIGN);
-    return start;
-}
-
-static void lay_tables(const struct ep_limits *l, struct ep_device_net *out)
-{
-    const uint64_t choices = (uint64_t)l->ht_max_tokens * l->top_k * sizeof(uint32_t);
-
-    out->bytes = align_to(sizeof *out, TABLE_ALIGN);
-    if (!(l->modes >> EP_MODE_HT & 1))
-        return;
-    out->grants = table(out, out->map.ins * sizeof(struct ep_net_grants));
-    out->taken = table(out, (uint64_t)out->map.ins * EP_DEVICE_NODE_RANKS * sizeof(struct ep_device_ht_grant));
-    out->granted = table(out, 2ull * out->map.ins * out->nears * l->local_experts * sizeof(uint32_t));
-    out->filled = table(out, (uint64_t)l->ranks * EP_NET_PIECES * sizeof(uint32_t));
-    out->slots_stride = align_to(choices, TABLE_ALIGN);
-    out->relayed_stride = align_to(out->map.ins * choices, TABLE_ALIGN);
-    out->ways_stride = align_to(l->ranks * sizeof(struct ep_net_way), TABLE_ALIGN);
-    out->slots = table(out, EP_MAX_HANDLES * out->slots_stride);
-    out->relayed = table(out, EP_MAX_HANDLES * out->relayed_stride);
-    out->ways = table(out, EP_MAX_HANDLES * out->ways_stride);
-}
-
 static void describe(const struct ep_layout_map *map, const struct lie *lie, uint32_t rank, struct ep_device_net *out)
 {
     const uint32_t own = lie->node[rank];
@@ -193,7 +217,7 @@ static void describe(const struct ep_layout_map *map, const struct lie *lie, uin
         if (lie->node[r] != own)
             describe_far(lie, rank, r, out);
     }
-    lay_tables(&map->limits, out);
+    lay_tables(&map->limits, &out->map, out->nears, &out->tables);
 }
 
 ep_status ep_net_describe(const struct ep_layout_map *map, const uint32_t *node, uint32_t rank, struct ep_device_net *out,

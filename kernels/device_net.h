@@ -6,7 +6,8 @@
  * its window, and no worker maps, and is put from there.  Signals say what has come.
  *
  *     LL   banks of the same layout as the window's (window.h), the outbox, in which region [d] is for rank d and is put
- *          to region [own rank] of its window: kernels/cuda/ll_net.cuh
+ *          to region [own rank] of its window; partials lie there by slots instead of tokens, so that there is nothing
+ *          between them: kernels/cuda/ll_net.cuh
  *     HT   boxes of records and of sums, one for each node or each source, put to boxes of its memory beside:
  *          kernels/cuda/ht_net.cuh
  *
@@ -147,6 +148,20 @@ struct ep_net_way {
     uint32_t acts, via; /* as in struct ep_device_net */
 };
 
+/* Where tables begin, from the start of struct ep_device_net, which they lie behind. */
+struct ep_net_tables {
+    uint64_t ll_slots;  /* LL, of handle 0: [T_ll * K] of a choice's token among those that go to its rank */
+    uint64_t grants;    /* [ins] struct ep_net_grants, and what they are made of: */
+    uint64_t taken;     /* [ins][EP_DEVICE_NODE_RANKS] struct ep_device_ht_grant */
+    uint64_t granted;   /* [ins][nears][L][2] as struct ep_device_ht_tables has it */
+    uint64_t filled;    /* [R][EP_NET_PIECES] uint32_t, all 0 between ops: records of a piece that are in their box */
+    uint64_t slots;     /* of handle 0: [T_ht * K] of a choice's token among those that go to its node */
+    uint64_t relayed;   /* of handle 0: [ins][T_ht * K] choices of records that came: place << 24 | slot, or ~0 */
+    uint64_t ways;      /* of handle 0: [R] struct ep_net_way */
+    uint64_t ll_slots_stride, slots_stride, relayed_stride, ways_stride; /* from one handle's to the next one's */
+    uint64_t bytes;     /* of all, and of what they lie behind */
+};
+
 struct ep_device_net {
     /* server, once */
     uint32_t ranks;
@@ -178,16 +193,7 @@ struct ep_device_net {
     uint32_t out[EP_DEVICE_MAX_RANKS];    /* and the box of its node here, in rows_out and sums_in */
     uint32_t there[EP_DEVICE_MAX_RANKS];  /* of a gate: the box of this rank at it, in rows_in, as `in` */
     uint32_t back[EP_DEVICE_MAX_RANKS];   /* the box of this rank's node at it, in sums_in, as `out` */
-    /* tables, from the start of this */
-    uint64_t grants;    /* [ins] struct ep_net_grants, and what they are made of: */
-    uint64_t taken;     /* [ins][EP_DEVICE_NODE_RANKS] struct ep_device_ht_grant */
-    uint64_t granted;   /* [ins][nears][L][2] as struct ep_device_ht_tables has it */
-    uint64_t filled;    /* [R][EP_NET_PIECES] uint32_t, all 0 between ops: records of a piece that are in their box */
-    uint64_t slots;     /* of handle 0: [T_ht * K] of a choice's token among those that go to its node */
-    uint64_t relayed;   /* of handle 0: [ins][T_ht * K] choices of records that came: place << 24 | slot, or ~0 */
-    uint64_t ways;      /* of handle 0: [R] struct ep_net_way */
-    uint64_t slots_stride, relayed_stride, ways_stride; /* from one handle's to the next one's */
-    uint64_t bytes;     /* of all of it */
+    struct ep_net_tables tables;
 
     /* kernel */
     uint64_t ht_told[EP_NET_HT_SIGNALS][EP_DEVICE_MAX_RANKS];
@@ -223,8 +229,10 @@ struct ep_net_shape ep_net_shape_of(const uint32_t *node, uint32_t ranks);
 /* What lies beside a window, LL's outbox first, and its bytes. */
 void ep_net_lay_out(const struct ep_layout_map *map, const struct ep_net_shape *shape, struct ep_net_map *out);
 uint64_t ep_net_beside_bytes(const struct ep_layout_map *map, const struct ep_net_shape *shape);
-/* Of a rank, all that the group's nodes say: what the server writes but addresses.  `bytes` is what the rank's net takes, of
- * which *out is the beginning, and the rest is zero.  EP_INVALID_ARGUMENT: there are more ranks than a net has room for. */
+/* What a rank's net takes where it takes most: struct ep_device_net and its tables. */
+uint64_t ep_net_bytes(const struct ep_layout_map *map, const struct ep_net_shape *shape);
+/* Of a rank, all that the group's nodes say: what the server writes but addresses.  `tables.bytes` is what the rank's net
+ * takes, of which *out is the beginning, and the rest is zero.  EP_INVALID_ARGUMENT: there are more ranks than a net has room for. */
 ep_status ep_net_describe(const struct ep_layout_map *map, const uint32_t *node, uint32_t rank, struct ep_device_net *out,
                           struct ep_error *error);
 

@@ -24,6 +24,12 @@ uint64_t ep_device_shared_bytes(const struct ep_limits *l)
     return ((choices > bases ? choices : bases) + expert_words(l)) * sizeof(uint32_t);
 }
 
+/* Of no tokens: L * R + 2 L + 1 words. */
+uint32_t ep_device_max_local(uint32_t ranks)
+{
+    return (uint32_t)((EP_DEVICE_MAX_SHARED_BYTES / sizeof(uint32_t) - 1) / (ranks + 2ull));
+}
+
 _Static_assert(EP_DEVICE_MAX_SHARED_BYTES / sizeof(uint32_t) < EP_DEVICE_MAX_LOCAL,
                "who fits into shared memory has less local experts than a route can name");
 

@@ -184,6 +184,8 @@ struct ep_placement;
  * names the one that they cannot, and what would do.  Asked when a group is made, and again by who launches.
  */
 ep_status ep_device_check(const struct ep_limits *limits, struct ep_error *error);
+/* Experts on a rank, of a group of so many ranks, beyond which it cannot whatever the other limits are. */
+uint32_t ep_device_max_local(uint32_t ranks);
 /* Shared memory that a block takes for them: a token's choices, or where rows of the experts begin. */
 uint64_t ep_device_shared_bytes(const struct ep_limits *limits);
 

@@ -52,7 +52,7 @@ struct ep_cuda_rank_options {
     void *const *windows;            /* [R] base of each rank's window, mapped for `device`; own one too */
     struct ep_device_state *state;   /* the rank's, formatted by ep_cuda_state_format */
     uint32_t max_sms;                /* multiprocessors its kernels may fill; 0: all */
-    uint32_t max_ht_sms;             /* and of these, those of HT; 0: all */
+    uint32_t max_ht_sms;             /* and of these, those that HT ops fill; 0: all */
     /* serve_open only: some ranks are on other nodes.  The state knows its struct ep_device_net, which has all windows; of
      * windows[] the own one is looked at.  Without it there are at most EP_DEVICE_NODE_RANKS ranks. */
     bool net;

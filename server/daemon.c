@@ -13,6 +13,7 @@
 #include "ep_api.h"
 #include "ep_attach.h"
 #include "ep_cluster.h"
+#include "ep_descriptors.h"
 #include "ep_group.h"
 #include "ep_log.h"
 #include "ep_metrics.h"
@@ -25,6 +26,7 @@
 #define DRAIN_POLL_MS 20      /* how soon the last worker's leaving is noticed */
 #define RPC_GRACE_MS 1000     /* calls under way when the servers close */
 #define STORE_FILE "ep-server.db"
+#define DESCRIPTORS 16384     /* so many have room from the beginning */
 
 enum phase { STARTING, SERVING, DRAINING, CLOSING };
 
@@ -167,6 +169,15 @@ static void on_cluster_ready(const struct ep_error *error, void *user)
     struct daemon *d = user;
 
     go_on_starting(d, &d->cluster_ready, error);
+}
+
+/* Two servers with one name: this one ends, as it would have if it had come second.  One that stops already goes on. */
+static void on_replaced(const struct ep_error *error, void *user)
+{
+    struct daemon *d = user;
+
+    if (d->phase == STARTING || d->phase == SERVING)
+        fail(d, error);
 }
 
 static void on_groups_ready(const struct ep_error *error, void *user)
@@ -402,7 +413,7 @@ static ep_status open_cluster(struct daemon *d, struct ep_error *error)
         .loop = &d->loop, .rpc = d->rpc, .store = d->store, .node = d->node,
         .tls = *d->options->tls_cert ? &tls : NULL,
         .ttl_ms = d->options->lost_after,
-        .describe = leave_to_reports, .on_ready = on_cluster_ready, .user = d,
+        .describe = leave_to_reports, .on_ready = on_cluster_ready, .on_replaced = on_replaced, .user = d,
     };
 
     return ep_cluster_open(&options, &d->cluster, error);
@@ -413,13 +424,37 @@ static ep_status open_groups(struct daemon *d, struct ep_error *error)
     return ep_groups_open(&d->loop, d->node, d->store, d->cluster, on_groups_ready, d, &d->groups, error);
 }
 
+/* With neither list: the server's own user and root. */
+static bool is_listed(const struct ep_id_list *uids, const struct ep_id_list *gids, uid_t uid, gid_t gid)
+{
+    for (size_t i = 0; i < uids->n; i++)
+        if (uids->ids[i] == uid)
+            return true;
+    for (size_t i = 0; i < gids->n; i++)
+        if (gids->ids[i] == gid)
+            return true;
+    return uids->n == 0 && gids->n == 0 && (uid == 0 || uid == geteuid());
+}
+
+static bool is_admin(const struct daemon *d, uid_t uid, gid_t gid)
+{
+    return is_listed(&d->options->admin_uid, &d->options->admin_gid, uid, gid);
+}
+
+/* May this user use the sockets? */
+static bool is_allowed(uid_t uid, gid_t gid, void *user)
+{
+    const struct daemon *d = user;
+
+    return is_listed(&d->options->allow_uid, &d->options->allow_gid, uid, gid) || is_admin(d, uid, gid);
+}
+
 static ep_status open_attach(struct daemon *d, struct ep_error *error)
 {
     const struct ep_options *o = d->options;
     struct ep_attach_options options = {
         .mode = o->socket_mode,
-        .uids = o->allow_uid.ids, .n_uids = o->allow_uid.n,
-        .gids = o->allow_gid.ids, .n_gids = o->allow_gid.n,
+        .is_allowed = is_allowed, .user = d,
         .token = d->token,
         .max_connections = (uint32_t)o->max_connections,
     };
@@ -436,7 +471,7 @@ static ep_status open_api(struct daemon *d, struct ep_error *error)
 {
     const struct ep_api_options options = {
         .loop = &d->loop, .node = d->node, .groups = d->groups, .attach = d->attach,
-        .store = d->store, .cluster = d->cluster,
+        .store = d->store, .cluster = d->cluster, .max_claims = (uint32_t)d->options->max_watches,
     };
 
     return ep_api_create(&options, &d->api, error);
@@ -459,16 +494,24 @@ static struct ep_rpc_server_options server_options(const struct daemon *d)
 
 static bool may_connect(const struct ep_rpc_peer *peer, void *user)
 {
-    const struct daemon *d = user;
+    return is_allowed(peer->uid, peer->gid, user);
+}
 
-    return ep_attach_allowed(d->attach, peer->uid, peer->gid);
+/* Workers come over the unix socket too, and are not trusted with more than their own results. */
+static bool may_change(const struct ep_rpc_peer *peer, void *user)
+{
+    return peer && is_admin(user, peer->uid, peer->gid);
 }
 
 static ep_status open_unix_server(struct daemon *d, struct ep_error *error)
 {
-    const struct ep_rpc_server_options options = server_options(d);
-    ep_status status = ep_rpc_server_create(d->rpc, &options, &d->unix_server, error);
+    struct ep_rpc_server_options options = server_options(d);
+    ep_status status;
 
+    options.is_operator = may_change;
+    options.user = d;
+    options.operators = "the users of admin-uid and the groups of admin-gid";
+    status = ep_rpc_server_create(d->rpc, &options, &d->unix_server, error);
     if (status == EP_OK)
         status = ep_api_add_admin(d->api, d->unix_server, error);
     if (status == EP_OK)
@@ -493,15 +536,27 @@ static void publish_address(struct daemon *d)
     ep_node_set_admin_address(d->node, address);
 }
 
+/* Any user of this machine comes to its loopback, where no certificate says who it is. */
+static bool may_not_change(const struct ep_rpc_peer *peer, void *user)
+{
+    (void)peer, (void)user;
+    return false;
+}
+
 static ep_status open_tcp_server(struct daemon *d, struct ep_error *error)
 {
     const struct ep_options *o = d->options;
-    const struct ep_rpc_server_options options = server_options(d);
+    struct ep_rpc_server_options options = server_options(d);
     const struct ep_rpc_tls tls = tls_of(o);
     ep_status status;
 
     if (!*o->listen)
         return EP_OK;
+    if (!*o->tls_ca && !o->insecure)
+        options.is_operator = may_not_change;
+    options.peer_unit = *o->peer_ou ? o->peer_ou : NULL;
+    options.operators =
+        "those that come over the unix socket, or show a certificate (tls-ca), or all with insecure";
     status = ep_rpc_server_create(d->rpc, &options, &d->tcp_server, error);
     if (status == EP_OK)
         status = ep_api_add_admin(d->api, d->tcp_server, error);
@@ -758,6 +813,7 @@ ep_status ep_daemon_run(struct ep_options *options, int argc, char **argv, struc
 
     signal(SIGPIPE, SIG_IGN);
     raise_file_limit();
+    ep_descriptors_reserve(DESCRIPTORS);
     if (open_loop(&d, error) != EP_OK)
         return EP_INTERNAL;
     open_all(&d);

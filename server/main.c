@@ -1,6 +1,7 @@
 /* ep-server: reads its configuration and runs. */
 #include <argp.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <unistd.h>
 
 #include "daemon.h"
@@ -26,12 +27,22 @@ static ep_status act(struct ep_options *options, int argc, char **argv, struct e
     return ep_daemon_run(options, argc, argv, error);
 }
 
+/* libuv makes its pool when it is first used, of 4 threads unless the environment says otherwise. */
+static void size_pool(void)
+{
+    char threads[16];
+
+    snprintf(threads, sizeof threads, "%d", EP_POOL_THREADS);
+    (void)setenv("UV_THREADPOOL_SIZE", threads, 0); /* without it things are slower, no more */
+}
+
 int main(int argc, char **argv)
 {
     struct ep_options *options = NULL;
     struct ep_error error = EP_ERROR_INIT;
     ep_status status;
 
+    size_pool();
     /* Threads that run ops say so themselves.  Where they may not, they would stand behind with this one, which makes them. */
     if (ep_thread_runs_ops())
         ep_thread_controls();

@@ -71,7 +71,9 @@ struct ep_options {
 
     /* admin */
     char *listen, *advertise;
+    struct ep_id_list admin_uid, admin_gid;
     char *tls_ca, *tls_cert, *tls_key;
+    char *peer_ou; /* "": none */
     bool insecure;
 
     /* limits */

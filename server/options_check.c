@@ -63,6 +63,9 @@ static ep_status check_tls_files(const struct ep_options *o, struct ep_error *er
     if (*o->tls_ca && !*o->tls_cert)
         return ep_error_set(error, EP_INVALID_ARGUMENT,
                             "tls-ca is set without tls-cert and tls-key: all three are needed");
+    if (*o->peer_ou && !*o->tls_ca)
+        return ep_error_set(error, EP_INVALID_ARGUMENT,
+                            "peer-ou is set without tls-ca: only a certificate has a unit");
     status = check_readable("tls-ca", o->tls_ca, error);
     if (status == EP_OK)
         status = check_readable("tls-cert", o->tls_cert, error);
@@ -155,6 +158,11 @@ static ep_status check_cluster(const struct ep_options *o, struct ep_error *erro
         return ep_error_set(error, EP_INVALID_ARGUMENT,
                             "store is etcd, and listen is not set: the servers of a cluster call each other; give "
                             "--listen=HOST:PORT");
+    if (!*o->tls_ca && !o->insecure)
+        return ep_error_set(
+            error, EP_INVALID_ARGUMENT,
+            "store is etcd, and tls-ca is not set: the servers of a cluster could not tell each other from "
+            "whoever calls; set tls-ca, tls-cert and tls-key, or insecure if that is wanted");
     if (!*o->advertise && is_wildcard(o->listen))
         return ep_error_set(error, EP_INVALID_ARGUMENT,
                             "listen is %s, which tells the other servers of the cluster nothing: give "

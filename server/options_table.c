@@ -119,8 +119,8 @@ const struct ep_option ep_options_table[] = {
     { "socket-mode", "workers", EP_TYPE_MODE, 0, FIELD(socket_mode), .fallback = "0666",
       .doc = "File mode of both sockets; whoever can connect must still pass allow-uid or allow-gid" },
     { "allow-uid", "workers", EP_TYPE_UIDS, 0, FIELD(allow_uid), .fallback = "",
-      .doc = "Users that may use the sockets, by name or number; with neither this nor allow-gid: the "
-             "server's own user and root" },
+      .doc = "Users that may use the sockets, to attach and to look, by name or number; with neither this nor "
+             "allow-gid: the server's own user and root. Who may change things: admin-uid" },
     { "allow-gid", "workers", EP_TYPE_GIDS, 0, FIELD(allow_gid), .fallback = "",
       .doc = "Groups whose processes may use the sockets (the process's effective group)" },
     { "attach-token-file", "workers", EP_TYPE_PATH, 0, FIELD(attach_token_file), .fallback = "",
@@ -131,6 +131,12 @@ const struct ep_option ep_options_table[] = {
     { "advertise", "admin", EP_TYPE_ADDRESS, 0, FIELD(advertise), .fallback = "",
       .doc = "HOST:PORT at which the other servers of a cluster, and operators, reach what listen says; by default that "
              "itself, port 0 stands for the one that was bound. With TLS the certificate must be good for HOST" },
+    { "admin-uid", "admin", EP_TYPE_UIDS, 0, FIELD(admin_uid), .fallback = "",
+      .doc = "Users that may change things through the socket, by name or number; with neither this nor admin-gid: the "
+             "server's own user and root. They may use the sockets; whom only allow-uid or allow-gid names may attach "
+             "and look" },
+    { "admin-gid", "admin", EP_TYPE_GIDS, 0, FIELD(admin_gid), .fallback = "",
+      .doc = "Groups whose processes may (the process's effective group)" },
     { "tls-ca", "admin", EP_TYPE_PATH, 0, FIELD(tls_ca), .fallback = "",
       .doc = "PEM file of the authority whose certificates clients, and other servers of a cluster, must present" },
     { "tls-cert", "admin", EP_TYPE_PATH, 0, FIELD(tls_cert), .fallback = "",
@@ -138,15 +144,19 @@ const struct ep_option ep_options_table[] = {
              "changes" },
     { "tls-key", "admin", EP_TYPE_PATH, 0, FIELD(tls_key), .fallback = "",
       .doc = "PEM file of its private key" },
+    { "peer-ou", "admin", EP_TYPE_STRING, 0, FIELD(peer_ou), .fallback = "",
+      .doc = "Unit (OU) that the subject of every server's certificate has; what servers ask of each other is refused to "
+             "all other certificates then. By default it is open to whoever may change things" },
     { "insecure", "admin", EP_TYPE_BOOL, 0, FIELD(insecure), .fallback = "false",
-      .doc = "Allow administration from other machines by clients that show no certificate" },
+      .doc = "Allow administration by clients that show no certificate, also from other machines; without it they may "
+             "look, and only from this one" },
 
     { "max-message-bytes", "limits", EP_TYPE_BYTES, 0, FIELD(max_message_bytes), .fallback = "4MiB",
       .min = 64 * KIB, .max = 256 * MIB, .doc = "Largest message of a call, either way" },
     { "max-connections", "limits", EP_TYPE_UINT, 0, FIELD(max_connections), .fallback = "1024", .min = 1,
       .max = 65536, .doc = "Connections on each socket" },
     { "max-watches", "limits", EP_TYPE_UINT, 0, FIELD(max_watches), .fallback = "1024", .min = 1, .max = 65536,
-      .doc = "Watches of groups, stats and health on each socket" },
+      .doc = "Watches of groups, stats and health on each socket, and claims that wait for a rank" },
     /* Room for inputs and outputs of many large ops: 128 tokens at 8 ranks of 32 experts fill half a GiB.  And little
      * enough for what a worker leaves when it dies to be given back in seconds: half of one for each GiB. */
     { "max-region-bytes", "limits", EP_TYPE_BYTES, 0, FIELD(max_region_bytes), .fallback = "16GiB", .min = 0,
@@ -157,7 +167,7 @@ const struct ep_option ep_options_table[] = {
     { "metrics", "service", EP_TYPE_ADDRESS, 0, FIELD(metrics), .fallback = "",
       .doc = "HOST:PORT for /metrics, /healthz and /readyz over HTTP; none by default, port 0 picks one" },
     { "log-level", "service", EP_TYPE_ENUM, EP_OPTION_RELOAD, FIELD(log_level), .fallback = "info",
-      .words = levels, .doc = "Least important messages to write" },
+      .words = levels, .doc = "Least important messages to write; audit lines are written whatever it says" },
     { "log-format", "service", EP_TYPE_ENUM, EP_OPTION_RELOAD, FIELD(log_format), .fallback = "logfmt",
       .words = formats, .doc = "Form of the log's lines" },
     { "drain-grace", "service", EP_TYPE_DURATION, EP_OPTION_RELOAD, FIELD(drain_grace), .fallback = "30s",

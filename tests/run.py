@@ -30,6 +30,7 @@ LOGS = os.path.join(BUILD, "test-logs")
 JOBS = len(os.sched_getaffinity(0))
 FUZZ_S = 60
 FAULTS_S = 120
+HT_FAULTS_S = 60
 CHANGES = 10
 CASE_S = 180         # one case of an integration test, times TIME_SCALE
 FILE_S = 1200        # all cases of one file
@@ -345,12 +346,49 @@ def script_tasks():
 
 def faults_tasks():
     """They say how soon a loss is known and all is well again, and for how long traffic pauses."""
-    def script(name, *flags):
-        return Task("faults/" + name, ["sh", os.path.join(TESTS, "faults", name + ".sh"), *flags], SCRIPT_S)
+    def script(name, *flags, called=None):
+        return Task("faults/" + (called or name), ["sh", os.path.join(TESTS, "faults", name + ".sh"), *flags], SCRIPT_S)
 
     yield script("soak", "--seed", "1", "--seconds", str(FAULTS_S))
+    yield script("soak", "--seed", "2", "--seconds", str(HT_FAULTS_S), "--mode", "ht", called="soak-ht")
     yield script("reconfigure", "--seed", "1", "--changes", str(CHANGES))
     yield script("detect", "--times", "1")
+
+
+# The kernels on CPUs: name, ranks, nodes, cases.
+KERNEL_RUNS = (
+    ("", "2", "1", "T=33"),
+    # Of two handles, and of both modes in one group, in turns; too many rows for the worker's memory; HT flat, with a bias too.
+    ("-orders", "2", "1", "interleaved"),
+    ("-overflow", "2", "1", "rows do not fit"),
+    ("-flat", "2", "1", "HT flat bf16 T=77"),
+    # Both modes: results, of those that stay, of ops that a rank leaves.
+    ("-members", "3", "1", "a rank leaves"),
+    # Both modes, with the ranks on several nodes: formats and layouts; ranks that are absent, leave and join; more ranks than
+    # a warp has lanes.  Not "a rank's ... is late": then all others have to be done within 200 ms, and kernels on CPUs have
+    # no time that they keep.
+    ("-of-nodes", "4", "2", "T=33"),
+    ("-of-nodes-members", "4", "2", "a rank "),
+    ("-of-nodes-overflow", "4", "2", "rows do not fit"),
+    ("-of-nodes-uneven", "5", "2", "HT packed bf16 T=77"),
+    ("-of-nodes-many", "40", "5", "T=1 "),
+    ("-of-nodes-alone", "35", "35", "packed bf16 T=1 "),
+)
+# Half a minute each.
+LONG_KERNEL_RUNS = (
+    ("-of-nodes-orders", "4", "2", "interleaved"),
+    ("-of-nodes-uneven-flat", "5", "2", "HT flat bf16 T=77"),
+    ("-of-nodes-uneven-fp8", "5", "2", " fp8 T=33"),
+    # Nodes of three ranks, and of two and three.
+    ("-of-nodes-absent", "6", "2", "a rank is absent"),
+    ("-of-nodes-leaves", "6", "2", "a rank leaves while"),
+    ("-of-nodes-uneven-leaves-amid", "5", "2", "HT: a rank leaves in the middle of a dispatch, packed"),
+)
+# Random ops.  This seed has rank 0 away in the middle; of the four on two nodes it has it away from the beginning, then all of
+# its node, and for the last hundred ops they are back.
+KERNEL_SOAK_SEED, KERNEL_SOAK_OPS = "22", "900"
+KERNEL_SOAKS = (("-soak", "3", "1"), ("-soak-ht", "3", "1", "--ht"),
+                ("-of-nodes-soak", "4", "2"), ("-of-nodes-soak-ht", "4", "2", "--ht"))
 
 
 def gpu_tasks(quick):
@@ -364,22 +402,16 @@ def gpu_tasks(quick):
     def on_cpus(module):
         return {"EP_CUDA_MODULE": os.path.join(BUILD, "unit", "libep_cuda_%s.so" % module)}
 
-    yield Task("gpu/kernels-on-cpus",
-               [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", "2", "--filter", "T=33", "--timeout-ms", "60000"],
-               GPU_S, on_cpus("kernels"), parse_lines)
-    # Both modes: results, of those that stay, of ops that a rank leaves.
-    yield Task("gpu/kernels-on-cpus-members",
-               [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", "3", "--filter", "a rank leaves", "--timeout-ms", "60000"],
-               GPU_S, on_cpus("kernels"), parse_lines)
-    # Both modes, with the ranks on several nodes: formats and layouts; ranks that are absent, leave and join; more ranks than
-    # a warp has lanes.  Not "a rank's ... is late": then all others have to be done within 200 ms, and kernels on CPUs have
-    # no time that they keep.
-    for name, cases, ranks, nodes in (("", "T=33", "4", "2"), ("-members", "a rank ", "4", "2"),
-                                      ("-uneven", "HT packed bf16 T=77", "5", "2"), ("-many", "T=1 ", "40", "5"),
-                                      ("-alone", "packed bf16 T=1 ", "35", "35")):
-        yield Task("gpu/kernels-on-cpus-of-nodes" + name,
-                   [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", ranks, "--filter", cases, "--timeout-ms", "120000"],
-                   GPU_S, {**on_cpus("kernels"), "EP_CUDA_WIRE_NODES": nodes}, parse_lines)
+    def kernels(name, ranks, nodes, *flags):
+        wait_ms, env = ("120000", {"EP_CUDA_WIRE_NODES": nodes}) if nodes != "1" else ("60000", {})
+        return Task("gpu/kernels-on-cpus" + name,
+                    [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", ranks, "--timeout-ms", wait_ms, *flags],
+                    GPU_S, {**on_cpus("kernels"), **env}, parse_lines)
+
+    for name, ranks, nodes, cases in KERNEL_RUNS + (() if quick else LONG_KERNEL_RUNS):
+        yield kernels(name, ranks, nodes, "--filter", cases)
+    for name, ranks, nodes, *flags in () if quick else KERNEL_SOAKS:
+        yield kernels(name, ranks, nodes, "--seed", KERNEL_SOAK_SEED, "--soak", KERNEL_SOAK_OPS, *flags)
     yield Task("gpu/product-on-cpus",
                script("product", "--gpus", "2", "--quick", *(["--filter", "of the server"] if quick else [])),
                GPU_S, on_cpus("cpu"), parse_lines)
@@ -400,10 +432,16 @@ def pool_tasks(preset, quick, case):
     yield from gin_tasks(preset)
     yield from unit_tasks(preset)
     if preset == "release":
+        yield archs_task()
         yield from gpu_tasks(quick)
         yield scale_task()
         if not quick:
             yield valgrind_task(case)
+
+
+def archs_task():
+    """libep_cuda.so of the release build."""
+    return Task("cuda/archs", [sys.executable, "-B", os.path.join(TESTS, "cuda_archs.py"), BUILD], SCRIPT_S, parse=parse_lines)
 
 
 def layers_task():
@@ -493,6 +531,10 @@ def files_around():
 
 
 def print_results(cases):
+    """Failures last, as what keeps only the end of a long log is to have them."""
+    for case in cases:
+        if case.outcome == "skipped":
+            print("skipped %s: %s" % (case.name, (case.output.strip().splitlines() or [""])[-1]))
     for case in cases:
         if case.outcome == "failed":
             lines = case.output.rstrip().splitlines()
@@ -500,15 +542,12 @@ def print_results(cases):
             if len(lines) > SHOWN_LINES:
                 print("(the last %d of %d lines; all are in build/test-logs/)" % (SHOWN_LINES, len(lines)))
             print("\n".join(lines[-SHOWN_LINES:]))
-    for case in cases:
-        if case.outcome == "skipped":
-            print("skipped %s: %s" % (case.name, (case.output.strip().splitlines() or [""])[-1]))
 
 
 def main():
     parser = argparse.ArgumentParser(prog="tests/run.sh", description="Runs every test of ep-server.")
     parser.add_argument("--quick", action="store_true",
-                        help="release build, unit and integration tests only (under 5 minutes)")
+                        help="release build, unit and integration tests only")
     parser.add_argument("--only", metavar="PATTERN", default="",
                         help="only tasks with PATTERN in their name (asan, unit/test_rpc, fuzz, quickstart); "
                              "TASK:CASE also chooses a case of an integration test or of model")

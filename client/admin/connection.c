@@ -198,10 +198,11 @@ static ep_status probe_unix(const char *path, bool answered, struct ep_error *er
     case -1:
         if (answered)
             return EP_OK;
-        return ep_error_set(error, EP_PERMISSION_DENIED,
-                            "%s closes the connection at once: its ep-server does not "
-                            "let uid %u in (allow-uid, allow-gid), or has too many connections",
-                            path, (unsigned)geteuid());
+        return ep_error_set(
+            error, EP_PERMISSION_DENIED,
+            "%s closes the connection at once: its ep-server does not "
+            "let uid %u in (allow-uid, allow-gid, admin-uid, admin-gid), or has too many connections",
+            path, (unsigned)geteuid());
     default: return EP_OK;
     }
 }

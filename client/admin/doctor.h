@@ -36,8 +36,6 @@ void ep_doctor_gpu(struct ep_report *report); /* first: what is needed depends o
 /* Of it: the GPUs that the cuda backend sees, on a machine that has `nodes` of them; the fabric manager. */
 void ep_doctor_cuda(struct ep_report *report, const struct ep_cuda_api *api, size_t nodes);
 void ep_doctor_fabric(struct ep_report *report);
-/* A function of a library that dlopen() has found, into the pointer that function_pointer points to. */
-bool ep_doctor_function(void *library, const char *name, void *function_pointer);
 
 void ep_doctor_host(struct ep_report *report);
 void ep_doctor_server(struct ep_report *report, struct ep_admin *admin);

@@ -37,6 +37,15 @@ static void check_nodes(struct ep_report *report, size_t gpus)
                       "%zu, but /dev/nvidiactl cannot be opened by uid %u", gpus, (unsigned)getuid());
 }
 
+/* ISO C has no cast from an object pointer to a function's; POSIX says that the bytes are the same. */
+static bool find_function(void *library, const char *name, void *function_pointer)
+{
+    void *symbol = dlsym(library, name);
+
+    memcpy(function_pointer, &symbol, sizeof symbol);
+    return symbol != NULL;
+}
+
 static void check_nccl(struct ep_report *report)
 {
     int (*get_version)(int *) = NULL;
@@ -48,7 +57,7 @@ static void check_nccl(struct ep_report *report)
                       "libnccl.so.2 is not here; groups of one node do not need it");
         return;
     }
-    if (!ep_doctor_function(library, "ncclGetVersion", &get_version) || get_version(&version) != 0)
+    if (!find_function(library, "ncclGetVersion", &get_version) || get_version(&version) != 0)
         ep_report_add(report, EP_FINDING_WARN, "nccl", "install NCCL again",
                       "libnccl.so.2 does not say its version");
     else
@@ -56,15 +65,6 @@ static void check_nccl(struct ep_report *report)
                       "install NCCL 2.28.9 or newer before groups are to span nodes; one node does not need it",
                       "%d.%d.%d%s", version / 10000, version / 100 % 100, version % 100,
                       version >= MIN_NCCL ? "" : " is older than 2.28.9");
-}
-
-/* ISO C has no cast from an object pointer to a function's; POSIX says that the bytes are the same. */
-bool ep_doctor_function(void *library, const char *name, void *function_pointer)
-{
-    void *symbol = dlsym(library, name);
-
-    memcpy(function_pointer, &symbol, sizeof symbol);
-    return symbol != NULL;
 }
 
 /* ---- the backend that cannot be had ---------------------------------------------------- */

@@ -35,6 +35,27 @@ static struct ep_text multiprocessors(const Ep__V1__Device *device)
     return text;
 }
 
+/* NVML's word when the server started; "-" of what is no GPU. */
+static struct ep_text nvlinks(const Ep__V1__Device *device)
+{
+    struct ep_text text = { "-" };
+
+    if (device->_nvlinks_case == EP__V1__DEVICE___NVLINKS_NVLINKS)
+        snprintf(text.s, sizeof text.s, "%u", device->nvlinks);
+    else if (device->backend == EP__V1__BACKEND__BACKEND_CUDA)
+        snprintf(text.s, sizeof text.s, "not known");
+    return text;
+}
+
+static const char *fabric(const Ep__V1__Device *device)
+{
+    if (device->backend != EP__V1__BACKEND__BACKEND_CUDA)
+        return "-";
+    if (device->fabric == EP__V1__FABRIC_STATE__FABRIC_STATE_UNSPECIFIED)
+        return "not known";
+    return ep_text_enum(&ep__v1__fabric_state__descriptor, (int)device->fabric);
+}
+
 /* "cuda" or "host": what ranks of the node run on, which its devices say. */
 static const char *backend(const Ep__V1__NodeInfo *node)
 {
@@ -109,6 +130,8 @@ static void print_devices(const Ep__V1__NodeInfo *node)
         { "MEMORY", 0 },
         { "GROUPS", EP_COLUMN_RIGHT },
         { "SERVED SMS", EP_COLUMN_RIGHT },
+        { "NVLINKS", EP_COLUMN_RIGHT },
+        { "FABRIC", 0 },
         { "DETAIL", EP_COLUMN_LONG },
     };
     struct ep_table *table;
@@ -124,7 +147,7 @@ static void print_devices(const Ep__V1__NodeInfo *node)
                                        ep_text_enum(&ep__v1__backend__descriptor, (int)device->backend),
                                        memory(device->used_bytes, device->memory_bytes).s,
                                        ep_text_u64(device->groups).s, multiprocessors(device).s,
-                                       device->detail });
+                                       nvlinks(device).s, fabric(device), device->detail });
     }
     putchar('\n');
     ep_table_print(table, stdout);

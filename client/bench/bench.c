@@ -38,8 +38,32 @@ const char *bench_case_dtype(const struct bench_case *of)
 
 void bench_case_text(const struct bench_case *of, char *text, size_t size)
 {
-    snprintf(text, size, "%s %s %s T=%u%s", bench_mode_name(of->mode), bench_layout_name(of->layout),
-             bench_case_dtype(of), of->tokens, of->pass == BENCH_BACKWARD ? " backward" : "");
+    int n = snprintf(text, size, "%s %s %s T=%u%s", bench_mode_name(of->mode), bench_layout_name(of->layout),
+                     bench_case_dtype(of), of->tokens, of->pass == BENCH_BACKWARD ? " backward" : "");
+
+    if (of->mode == EP_MODE_HT && of->ht_sms && n > 0 && (size_t)n < size)
+        snprintf(text + n, size - (size_t)n, " on %u SMs", of->ht_sms);
+}
+
+void bench_nodes_text(const struct bench_config *config, char text[static BENCH_NODES_TEXT])
+{
+    uint32_t ranks[BENCH_MAX_RANKS] = { 0 }, nodes = 0; /* of each node, in the order of their first ranks */
+    bool even = true;
+    size_t n = 0;
+
+    for (uint32_t r = 0; r < config->ranks; r++)
+        ranks[config->node_of[r]]++;
+    for (uint32_t i = 0; i < BENCH_MAX_RANKS; i++)
+        if (ranks[i])
+            ranks[nodes++] = ranks[i];
+    for (uint32_t i = 1; i < nodes; i++)
+        even = even && ranks[i] == ranks[0];
+    if (even) {
+        snprintf(text, BENCH_NODES_TEXT, "%ux%u", nodes, ranks[0]);
+        return;
+    }
+    for (uint32_t i = 0; i < nodes; i++)
+        n += (size_t)snprintf(text + n, BENCH_NODES_TEXT - n, "%s%u", i ? "+" : "", ranks[i]);
 }
 
 const char *bench_pass_name(enum bench_pass pass)

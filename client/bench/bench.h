@@ -38,7 +38,8 @@ enum {
     BENCH_MAX_SERVERS = 16,
     BENCH_MAX_EPOCHS = 1024,
     BENCH_MAX_ITERS = 100000,
-    BENCH_TEXT = 320
+    BENCH_TEXT = 320,
+    BENCH_NODES_TEXT = 4 * BENCH_MAX_RANKS
 };
 
 enum bench_dtype {
@@ -84,6 +85,7 @@ struct bench_case {
     uint32_t tokens;
     ep_scale_format scales; /* of fp8; else 0 */
     enum bench_pass pass;
+    uint32_t ht_sms; /* multiprocessors that HT ops fill; 0: all.  LL's: whatever its ranks have */
 };
 bool bench_scaled(const struct bench_case *of);          /* travels in fp8 */
 const char *bench_case_dtype(const struct bench_case *of); /* as "fp8/ue8m0" */
@@ -106,7 +108,7 @@ struct bench_config {
     bool spawn;
     enum bench_backend backend;
     uint32_t executor; /* that is asked for */
-    uint32_t ht_sms;   /* multiprocessors that HT ops fill; 0: all */
+    uint32_t ht_sms;   /* that ranks join with: of the first case, then of the one that is run */
     bool own_memory;   /* inputs and outputs in memory that workers register, not in the arena */
     uint32_t graph;                         /* pairs in a CUDA graph; 0: none is timed */
     uint32_t replays;                       /* of that, with other inputs each time */
@@ -119,6 +121,7 @@ struct bench_config {
     bool verify;
     int32_t zero_rank; /* -1: none */
     double drop;
+    bool bias; /* combines of forward passes add one to each token */
     enum bench_output output;
     char record[1024];
     uint32_t timeout_ms;
@@ -133,6 +136,9 @@ struct bench_config {
     uint32_t n_homes; /* of an existing group with an explicit placement; 0: contiguous */
     struct ep_ref_home homes[BENCH_MAX_HOMES];
 };
+
+/* How the ranks lie on nodes: "2x4", 2 nodes with 4 ranks each, or "5+3". */
+void bench_nodes_text(const struct bench_config *config, char text[static BENCH_NODES_TEXT]);
 
 /* ---- one rank's results --------------------------------------------------------- */
 
@@ -175,6 +181,7 @@ struct bench_rank_result {
     double chain_us;                    /* period of a pair, back to back */
     double graph_us;                    /* of a pair in a CUDA graph: median of its launches */
     uint32_t backend, executor;         /* ep_backend, ep_executor */
+    uint32_t ht_sms;                    /* ep_rank_info */
     uint64_t ops_finished, ops_failed;
     double longest_op_us;
     struct bench_soak soak;

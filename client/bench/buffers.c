@@ -34,6 +34,7 @@ void buffer_sizes(const struct bench_config *config, const struct bench_case *of
         .sources = positions * sizeof(ep_source_row),
         .rows = fp8 || rank_major ? positions * h * ep_ref_bytes(dtype->combine) : 0,
         .result = tokens * h * ep_ref_bytes(dtype->combine),
+        .bias = config->bias ? tokens * h * ep_ref_bytes(dtype->combine) : 0,
         .row_grads = backward ? positions * (with_topk ? k : 1) * sizeof(float) : 0,
         .topk_grads = backward ? tokens * k * sizeof(float) : 0,
     };

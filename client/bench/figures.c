@@ -195,15 +195,16 @@ static void small_group(const struct bench_config *config, struct bench_config *
     small->routing = (struct routing_spec){ .kind = ROUTING_UNIFORM };
     small->zero_rank = small->kill_rank = small->kill_case = -1;
     small->drop = 0;
+    small->bias = false;
     small->n_homes = 0;
     small->graph = 0;
     small->iters = LL_ITERS;
     small->warmup = LL_ITERS / 10;
     small->n_cases = 2;
     small->cases[0] = (struct bench_case){ EP_MODE_LL, EP_LAYOUT_RANK_MAJOR, BENCH_BF16, 1, EP_SCALE_FP32,
-                                           BENCH_FORWARD };
+                                           BENCH_FORWARD, 0 };
     small->cases[1] = (struct bench_case){ EP_MODE_LL, EP_LAYOUT_RANK_MAJOR, BENCH_BF16, 128, EP_SCALE_FP32,
-                                           BENCH_FORWARD };
+                                           BENCH_FORWARD, 0 };
 }
 
 static ep_status add_service(const struct bench_config *config, double memcpy_all, struct figures *figures,

@@ -28,12 +28,15 @@ static void fill_tables(void)
         e4m3[code] = ep_ref_decode(EP_FP8_E4M3, &code);
 }
 
+static enum bench_stream stream_of(const struct inputs *inputs)
+{
+    return inputs->pass == BENCH_BACKWARD ? STREAM_GRADIENT : STREAM_TOKEN;
+}
+
 /* 16 random bits for each of the row's elements, four at a time. */
 static uint64_t four(const struct inputs *inputs, uint32_t rank, uint32_t token, uint32_t column)
 {
-    enum bench_stream stream = inputs->pass == BENCH_BACKWARD ? STREAM_GRADIENT : STREAM_TOKEN;
-
-    return bench_hash(inputs->seed, stream, rank, token, column / 4);
+    return bench_hash(inputs->seed, stream_of(inputs), rank, token, column / 4);
 }
 
 static uint32_t number_of(uint64_t bits, uint32_t column)
@@ -81,18 +84,14 @@ static void fp8_row(const struct inputs *inputs, uint32_t rank, uint32_t token, 
     }
 }
 
-void inputs_row(const struct inputs *inputs, uint32_t rank, uint32_t token, void *row, void *scales)
+static void number_row(const struct inputs *inputs, enum bench_stream stream, ep_dtype dtype, uint32_t rank,
+                       uint32_t token, void *row)
 {
-    ep_dtype dtype = bench_dtypes[inputs->of.dtype].input;
     uint64_t bits = 0;
 
-    if (dtype == EP_FP8_E4M3) {
-        fp8_row(inputs, rank, token, row, scales);
-        return;
-    }
     for (uint32_t h = 0; h < inputs->hidden; h++) {
         if (h % 4 == 0)
-            bits = four(inputs, rank, token, h);
+            bits = bench_hash(inputs->seed, stream, rank, token, h / 4);
 
         uint32_t code = number_code[dtype][number_of(bits, h)];
 
@@ -101,6 +100,26 @@ void inputs_row(const struct inputs *inputs, uint32_t rank, uint32_t token, void
         else
             ((uint16_t *)row)[h] = (uint16_t)code;
     }
+}
+
+void inputs_row(const struct inputs *inputs, uint32_t rank, uint32_t token, void *row, void *scales)
+{
+    ep_dtype dtype = bench_dtypes[inputs->of.dtype].input;
+
+    if (dtype == EP_FP8_E4M3)
+        fp8_row(inputs, rank, token, row, scales);
+    else
+        number_row(inputs, stream_of(inputs), dtype, rank, token, row);
+}
+
+bool inputs_biased(const struct inputs *inputs)
+{
+    return inputs->config->bias && inputs->pass == BENCH_FORWARD;
+}
+
+void inputs_bias(const struct inputs *inputs, uint32_t rank, uint32_t token, void *row)
+{
+    number_row(inputs, STREAM_ROW_BIAS, bench_dtypes[inputs->of.dtype].combine, rank, token, row);
 }
 
 void inputs_values(const struct inputs *inputs, uint32_t rank, uint32_t token, double *values)

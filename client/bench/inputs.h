@@ -50,7 +50,11 @@ void inputs_close(struct inputs *inputs);
 /* Row of a token as it is dispatched; scales (fp8-given only) may be NULL otherwise. */
 void inputs_row(const struct inputs *inputs, uint32_t rank, uint32_t token, void *row, void *scales);
 
-/* The same row as numbers. */
+/* Is a bias added when the pass is combined?  And that of a token, in the combine's format: elements as of a dispatch. */
+bool inputs_biased(const struct inputs *inputs);
+void inputs_bias(const struct inputs *inputs, uint32_t rank, uint32_t token, void *row);
+
+/* The same row as inputs_row(), as numbers. */
 void inputs_values(const struct inputs *inputs, uint32_t rank, uint32_t token, double *values);
 
 double inputs_expert(uint32_t expert);

@@ -19,7 +19,6 @@ enum {
     KEY_SPAWN,
     KEY_BACKEND,
     KEY_EXECUTOR,
-    KEY_HT_SMS,
     KEY_MEMORY,
     KEY_RANKS,
     KEY_EXPERTS,
@@ -32,6 +31,7 @@ enum {
     KEY_PASSES,
     KEY_DTYPES,
     KEY_SCALES,
+    KEY_HT_SMS,
     KEY_ROUTING,
     KEY_ITERS,
     KEY_GRAPH,
@@ -42,6 +42,7 @@ enum {
     KEY_NO_VERIFY,
     KEY_ZERO_RANK,
     KEY_DROP,
+    KEY_BIAS,
     KEY_OUTPUT,
     KEY_RECORD,
     KEY_TIMEOUT,
@@ -72,8 +73,6 @@ static const struct argp_option flags[] = {
     { "executor", KEY_EXECUTOR, "NAME", 0,
       "auto, server or direct: who runs the ops, the server or the worker itself; or mixed: the server those of odd "
       "ranks (default auto)", 1 },
-    { "ht-sms", KEY_HT_SMS, "N", 0,
-      "multiprocessors of a GPU that an HT op fills, where the worker runs it (default: all)", 1 },
     { "memory", KEY_MEMORY, "NAME", 0,
       "arena or own: inputs and outputs are in the rank's window, or in GPU memory of the worker's own, registered; "
       "own is for GPUs (default arena)", 1 },
@@ -97,9 +96,13 @@ static const struct argp_option flags[] = {
       "bf16)",
       3 },
     { "scales", KEY_SCALES, "LIST", 0, "of fp32, ue8m0: what rows in fp8 are scaled with (default fp32)", 3 },
+    { "ht-sms", KEY_HT_SMS, "LIST", 0,
+      "cuda: multiprocessors that HT ops fill, 0 to 1024, 0: all that the rank may have (default 0); ranks join anew for "
+      "each, LL is there once", 3 },
     { "routing", KEY_ROUTING, "NAME", 0,
       "uniform, zipf:S, hot:E, deepseek-v3, text:FILE or trace:FILE (default uniform); see below", 3 },
     { "drop", KEY_DROP, "P", 0, "share of the choices that become -1, 0 to 1 (default 0)", 3 },
+    { "bias", KEY_BIAS, NULL, 0, "combines of forward passes add a bias to each token", 3 },
     { "zero-rank", KEY_ZERO_RANK, "RANK", 0, "this rank sends no tokens", 3 },
     { "seed", KEY_SEED, "S", 0, "of everything random (default 1)", 3 },
     { "record", KEY_RECORD, "FILE", 0, "write the routing as a trace", 3 },
@@ -159,6 +162,7 @@ struct parse {
     struct bench_config *config;
     struct ep_error *error;
     uint32_t tokens[64], n_tokens;
+    uint32_t ht_sms[64], n_ht_sms;
     uint32_t modes, layouts, passes, dtypes, scales; /* bits */
     bool bad;
 };
@@ -263,6 +267,13 @@ static ep_status tokens_item(struct parse *parse, const char *text)
         return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--tokens: at most %u numbers",
                             parse->n_tokens);
     return number32("tokens", text, 0, 1 << 20, &parse->tokens[parse->n_tokens++], parse->error);
+}
+
+static ep_status ht_sms_item(struct parse *parse, const char *text)
+{
+    if (parse->n_ht_sms == sizeof parse->ht_sms / sizeof *parse->ht_sms)
+        return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--ht-sms: at most %u numbers", parse->n_ht_sms);
+    return number32("ht-sms", text, 0, 1024, &parse->ht_sms[parse->n_ht_sms++], parse->error);
 }
 
 static ep_status modes_item(struct parse *parse, const char *text)
@@ -394,7 +405,6 @@ static ep_status take_flag(struct parse *parse, int key, const char *text)
     case KEY_SPAWN: config->spawn = true; return EP_OK;
     case KEY_BACKEND: return backend(text, &config->backend, error);
     case KEY_EXECUTOR: return executor(text, &config->executor, error);
-    case KEY_HT_SMS: return number32("ht-sms", text, 1, 1024, &config->ht_sms, error);
     case KEY_MEMORY: return memory(text, &config->own_memory, error);
     case KEY_RANKS: return number32("ranks", text, 1, BENCH_MAX_RANKS, &config->ranks, error);
     case KEY_EXPERTS: return number32("experts", text, 1, 65536, &config->experts, error);
@@ -407,6 +417,7 @@ static ep_status take_flag(struct parse *parse, int key, const char *text)
     case KEY_PASSES: return each("passes", text, parse, passes_item);
     case KEY_DTYPES: return each("dtypes", text, parse, dtypes_item);
     case KEY_SCALES: return each("scales", text, parse, scales_item);
+    case KEY_HT_SMS: return each("ht-sms", text, parse, ht_sms_item);
     case KEY_ROUTING: return routing(text, config, error);
     case KEY_ITERS: return number32("iters", text, 1, BENCH_MAX_ITERS, &config->iters, error);
     case KEY_GRAPH: return number32("graph", text, 1, 256, &config->graph, error);
@@ -419,6 +430,7 @@ static ep_status take_flag(struct parse *parse, int key, const char *text)
         status = number32("zero-rank", text, 0, BENCH_MAX_RANKS - 1, &rank, error);
         config->zero_rank = (int32_t)rank;
         return status;
+    case KEY_BIAS: config->bias = true; return EP_OK;
     case KEY_DROP: return share(text, &config->drop, error);
     case KEY_OUTPUT: return output(text, &config->output, error);
     case KEY_RECORD: return string("record", text, config->record, sizeof config->record, error);
@@ -457,28 +469,38 @@ static void add_scales(const struct parse *parse, struct bench_case of)
     struct bench_config *config = parse->config;
     uint32_t scales = bench_scaled(&of) ? parse->scales : 1u << EP_SCALE_FP32;
 
-    for (; of.scales <= EP_SCALE_UE8M0; of.scales++)
+    for (of.scales = EP_SCALE_FP32; of.scales <= EP_SCALE_UE8M0; of.scales++)
         if (scales & 1u << of.scales && config->n_cases < BENCH_MAX_CASES)
             config->cases[config->n_cases++] = of;
 }
 
-static void add_cases(const struct parse *parse, ep_mode mode, ep_layout layout, enum bench_dtype dtype,
-                      uint32_t tokens)
+static void add_passes(const struct parse *parse, struct bench_case of)
 {
-    for (enum bench_pass pass = BENCH_FORWARD; pass <= BENCH_BACKWARD; pass++)
-        if (parse->passes & 1u << pass && bench_pass_exists(mode, pass))
-            add_scales(parse, (struct bench_case){ mode, layout, dtype, tokens, EP_SCALE_FP32, pass });
+    for (of.pass = BENCH_FORWARD; of.pass <= BENCH_BACKWARD; of.pass++)
+        if (parse->passes & 1u << of.pass && bench_pass_exists(of.mode, of.pass))
+            add_scales(parse, of);
 }
 
+static void add_layouts(const struct parse *parse, struct bench_case of)
+{
+    for (of.layout = EP_LAYOUT_EXPERT_MAJOR; of.layout <= EP_LAYOUT_FLAT; of.layout++)
+        for (int dtype = 0; dtype < BENCH_DTYPES; dtype++)
+            for (uint32_t t = 0; t < parse->n_tokens; t++)
+                if (parse->layouts & 1u << of.layout && parse->dtypes & 1u << dtype &&
+                    bench_layout_exists(of.mode, of.layout)) {
+                    of.dtype = (enum bench_dtype)dtype;
+                    of.tokens = parse->tokens[t];
+                    add_passes(parse, of);
+                }
+}
+
+/* Cases for which ranks join alike stand together. */
 static void cross(const struct parse *parse)
 {
-    for (ep_mode mode = EP_MODE_LL; mode <= EP_MODE_HT; mode++)
-        for (ep_layout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_FLAT; layout++)
-            for (int dtype = 0; dtype < BENCH_DTYPES; dtype++)
-                for (uint32_t t = 0; t < parse->n_tokens; t++)
-                    if (parse->modes & 1u << mode && parse->layouts & 1u << layout &&
-                        parse->dtypes & 1u << dtype && bench_layout_exists(mode, layout))
-                        add_cases(parse, mode, layout, (enum bench_dtype)dtype, parse->tokens[t]);
+    if (parse->modes & 1u << EP_MODE_LL)
+        add_layouts(parse, (struct bench_case){ .mode = EP_MODE_LL, .ht_sms = parse->ht_sms[0] });
+    for (uint32_t i = 0; parse->modes & 1u << EP_MODE_HT && i < parse->n_ht_sms; i++)
+        add_layouts(parse, (struct bench_case){ .mode = EP_MODE_HT, .ht_sms = parse->ht_sms[i] });
 }
 
 static bool any_scaled(const struct parse *parse)
@@ -507,6 +529,8 @@ static ep_status finish_soak(struct parse *parse)
         return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--passes: a soak has forward ones only");
     if (!config->verify)
         return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--no-verify: a soak is there to verify");
+    if (parse->n_ht_sms > 1)
+        return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--ht-sms: the ranks of a soak join once, with one number");
     if (parse->dtypes == 0 && !config->group[0]) {
         parse->dtypes = (1u << BENCH_DTYPES) - 1;
         parse->scales = 1u << EP_SCALE_FP32 | 1u << EP_SCALE_UE8M0;
@@ -527,6 +551,9 @@ static ep_status finish(struct parse *parse)
         memcpy(parse->tokens, tokens, sizeof tokens);
         parse->n_tokens = sizeof tokens / sizeof *tokens;
     }
+    if (parse->n_ht_sms == 0)
+        parse->n_ht_sms = 1; /* all */
+    config->ht_sms = parse->ht_sms[0];
     if (parse->modes == 0)
         parse->modes = 1u << EP_MODE_LL | 1u << EP_MODE_HT;
     if (parse->layouts == 0)
@@ -546,7 +573,7 @@ static ep_status finish(struct parse *parse)
                             "--layouts, --passes: none exists in these modes (flat, backward: ht; packed, forward: "
                             "both; others: ll)");
     if (config->n_cases == BENCH_MAX_CASES)
-        return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--tokens: there would be more than %d cases",
+        return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--tokens, --ht-sms: there would be more than %d cases",
                             BENCH_MAX_CASES - 1);
     if (config->replays && !config->graph)
         return ep_error_set(parse->error, EP_INVALID_ARGUMENT, "--replays: of which graph? add --graph");

@@ -17,6 +17,8 @@ const char report_definitions[] =
     "  backward           of the pass: the dispatch of gradients with the routing of a forward one, and the combine "
     "of what\n"
     "                     experts made of them, with the gradients of the weights\n"
+    "  sms                cuda: multiprocessors that an HT op fills at most, at the rank that has the most\n"
+    "  nodes              on which the ranks are: 2x4, 2 nodes with 4 each; 5+3, as many on each\n"
     "  wire GB/s          bytes that a rank sends to other ranks in a pair, each (token, rank) once, per "
     "period\n"
     "  logical GB/s       T x k rows out and T x k rows back per period (how most READMEs count)\n"
@@ -47,16 +49,20 @@ static void print_failures(const struct sweep *sweep)
 static void csv_line(const struct sweep *sweep, const struct case_result *r)
 {
     const char *verified = !sweep->config.verify ? "unchecked" : r->verified ? "yes" : "no";
+    char nodes[BENCH_NODES_TEXT], sms[16] = "";
 
+    bench_nodes_text(&sweep->config, nodes);
+    if (r->sms > 0)
+        snprintf(sms, sizeof sms, "%u", r->sms);
     printf("%s,%s,%s,%s,%u,%s,%llu,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.4f,%.4f,%llu,%.9g,%."
-           "6f,%.3f,%s,%s,%s\n",
+           "6f,%.3f,%s,%s,%s,%s,%s,%s\n",
            bench_mode_name(r->of.mode), bench_layout_name(r->of.layout), bench_dtypes[r->of.dtype].name,
            bench_scaled(&r->of) ? bench_scales_name(r->of.scales) : "", r->of.tokens, verified,
            (unsigned long long)r->mismatches, r->dispatch.p50, r->dispatch.p90, r->dispatch.p99, r->combine.p50,
            r->combine.p90, r->combine.p99, r->pair.p50, r->pair.p90, r->pair.p99, r->pair_us, r->service_us, r->wire_gbps,
            r->logical_gbps, (unsigned long long)r->buffer_bytes, r->max_error, r->max_bound_ratio, r->graph_us,
            bench_backends[sweep->config.backend], bench_executor_name(sweep->executor),
-           bench_pass_name(r->of.pass));
+           bench_pass_name(r->of.pass), sweep->config.bias ? "yes" : "no", sms, nodes);
 }
 
 /* What is of the soak as a whole stands in each line. */
@@ -88,7 +94,8 @@ static ep_status report_csv(const struct sweep *sweep)
         return report_soak_csv(&sweep->soak);
     puts("mode,layout,dtype,scales,tokens,verified,mismatches,dispatch_p50_us,dispatch_p90_us,dispatch_p99_us,"
          "combine_p50_us,combine_p90_us,combine_p99_us,p50_us,p90_us,p99_us,pair_us,service_us,wire_gbps,"
-         "logical_gbps,buffer_bytes,max_error,max_bound_ratio,graph_pair_us,backend,executor,pass");
+         "logical_gbps,buffer_bytes,max_error,max_bound_ratio,graph_pair_us,backend,executor,pass,bias,sms,"
+         "nodes");
     for (uint32_t i = 0; i < sweep->n_results; i++)
         csv_line(sweep, &sweep->results[i]);
     return EP_OK;

@@ -41,6 +41,7 @@ static json_t *case_object(const struct bench_config *config, const struct case_
     json_object_set_new(object, "scales",
                         bench_scaled(&r->of) ? json_string(bench_scales_name(r->of.scales)) : json_null());
     json_object_set_new(object, "pass", json_string(bench_pass_name(r->of.pass)));
+    json_object_set_new(object, "sms", r->sms > 0 ? json_integer((json_int_t)r->sms) : json_null());
     json_object_set_new(object, "graph_pair_us", r->graph_us > 0 ? json_real(r->graph_us) : json_null());
     json_object_set_new(object, "buffer_bytes", json_integer((json_int_t)r->buffer_bytes));
     json_object_set_new(object, "hash", json_sprintf("%016llx", (unsigned long long)r->hash));
@@ -65,6 +66,7 @@ static json_t *config_object(const struct bench_config *config)
 
     json_object_set_new(object, "memory", json_string(config->own_memory ? "own" : "arena"));
     json_object_set_new(object, "drop", json_real(config->drop));
+    json_object_set_new(object, "bias", json_boolean(config->bias));
     json_object_set_new(object, "graph", json_integer((json_int_t)config->graph));
     json_object_set_new(object, "spawn", json_boolean(config->spawn));
     json_object_set_new(object, "zero_rank",
@@ -150,8 +152,10 @@ static json_t *figures_object(const struct figures *figures)
 ep_status report_json(const struct sweep *sweep, const struct figures *figures, struct ep_error *error)
 {
     json_t *cases = json_array(), *root;
+    char nodes[BENCH_NODES_TEXT];
     int failed;
 
+    bench_nodes_text(&sweep->config, nodes);
     for (uint32_t i = 0; i < sweep->n_results; i++)
         json_array_append_new(cases, case_object(&sweep->config, &sweep->results[i]));
     root = json_pack("{s:b, s:o, s:f, s:f, s:f, s:o}", "ok", sweep_verdict(sweep) == EP_OK, "config",
@@ -160,6 +164,7 @@ ep_status report_json(const struct sweep *sweep, const struct figures *figures, 
                      "cases", cases);
     if (root) {
         json_object_set_new(root, "backend", json_string(bench_backends[sweep->config.backend]));
+        json_object_set_new(root, "nodes", json_string(nodes));
         json_object_set_new(root, "executor", json_string(bench_executor_name(sweep->executor)));
     }
     if (root && sweep->config.kill_rank >= 0)

@@ -54,6 +54,7 @@ static const struct column case_columns[] = {
     { "DTYPE", true },
     { "PASS", true },
     { "T", false },
+    { "SMS", false },
     { "VERIFIED", true },
     { "DISPATCH p50/p90/p99", false },
     { "COMBINE p50/p90/p99", false },
@@ -86,6 +87,10 @@ static void case_line(struct libscols_table *table, const struct sweep *sweep, c
     put(line, &column, "%s", bench_case_dtype(&r->of));
     put(line, &column, "%s", bench_pass_name(r->of.pass));
     put(line, &column, "%u", r->of.tokens);
+    if (r->sms > 0)
+        put(line, &column, "%u", r->sms);
+    else
+        put(line, &column, "-");
     put(line, &column, "%s", verdict_word(sweep, r));
     put_quantiles(line, &column, &r->dispatch, r->measured);
     put_quantiles(line, &column, &r->combine, r->measured);
@@ -223,12 +228,14 @@ static ep_status print_figures(const struct figures *figures, struct ep_error *e
 static void print_setting(const struct sweep *sweep)
 {
     const struct bench_config *config = &sweep->config;
+    char nodes[BENCH_NODES_TEXT];
 
-    printf("group %s on %s, executor %s%s: %u ranks, %u experts, hidden %u, top-k %u, routing %s, seed %llu, "
+    bench_nodes_text(config, nodes);
+    printf("group %s on %s, nodes %s, executor %s%s: %u ranks, %u experts, hidden %u, top-k %u, routing %s%s, seed %llu, "
            "%u iterations\n\n",
-           config->group, bench_backends[config->backend], bench_executor_name(sweep->executor),
+           config->group, bench_backends[config->backend], nodes, bench_executor_name(sweep->executor),
            config->own_memory ? ", memory own" : "", config->ranks, config->experts, config->hidden,
-           config->top_k, config->routing_text,
+           config->top_k, config->routing_text, config->bias ? ", with bias" : "",
            (unsigned long long)config->seed, config->iters);
 }
 

@@ -46,11 +46,21 @@ static ep_status run_steps(struct crew *crew, struct sweep *sweep, uint32_t inde
     return status;
 }
 
+static uint32_t most_sms(const struct crew *crew, const struct bench_case *of)
+{
+    uint32_t most = 0;
+
+    for (uint32_t r = 0; of->mode == EP_MODE_HT && r < crew->ranks; r++)
+        most = crew_result(crew, r)->ht_sms > most ? crew_result(crew, r)->ht_sms : most;
+    return most;
+}
+
 static void run_case(struct crew *crew, struct sweep *sweep, uint32_t index)
 {
     struct case_result *result = &sweep->results[index];
 
     *result = (struct case_result){ .of = sweep->config.cases[index], .error = EP_ERROR_INIT };
+    result->sms = most_sms(crew, &result->of);
     if (run_steps(crew, sweep, index, &result->error) == EP_OK)
         summarise(crew, result);
     summarise_verdicts(crew, crew_all(crew), result);
@@ -78,11 +88,24 @@ ep_status sweep_attach(struct crew *crew, struct sweep *sweep, struct ep_error *
     return status;
 }
 
-/* Ops of ranks that failed at different places no longer belong together: everybody begins anew. */
-static ep_status begin_anew(struct crew *crew, struct sweep *sweep, struct ep_error *error)
+static ep_status attach_for(struct crew *crew, struct sweep *sweep, uint32_t index, struct ep_error *error)
+{
+    crew->shared->config.ht_sms = sweep->config.cases[index].ht_sms;
+    return sweep_attach(crew, sweep, error);
+}
+
+/* Ops of ranks that failed at different places no longer belong together; and what HT ops fill is said in joining. */
+static bool begins_anew(const struct sweep *sweep, uint32_t index)
+{
+    const struct bench_case *of = sweep->config.cases;
+
+    return index > 0 && (sweep->results[index - 1].error.status != EP_OK || of[index].ht_sms != of[index - 1].ht_sms);
+}
+
+static ep_status begin_anew(struct crew *crew, struct sweep *sweep, uint32_t index, struct ep_error *error)
 {
     crew_stop_all(crew);
-    return sweep_attach(crew, sweep, error);
+    return attach_for(crew, sweep, index, error);
 }
 
 static bool failed(const struct sweep *sweep, const struct case_result *result)
@@ -92,19 +115,19 @@ static bool failed(const struct sweep *sweep, const struct case_result *result)
 
 static ep_status run_cases(struct crew *crew, struct sweep *sweep, struct ep_error *error)
 {
-    ep_status status = sweep_attach(crew, sweep, error);
+    ep_status status = attach_for(crew, sweep, 0, error);
 
     for (uint32_t i = 0; status == EP_OK && i < sweep->config.n_cases; i++) {
         struct case_result *result = &sweep->results[i];
 
+        if (begins_anew(sweep, i) && begin_anew(crew, sweep, i, error) != EP_OK)
+            return error->status;
         run_case(crew, sweep, i);
         sweep->n_results = i + 1;
         if (result->error.status == EP_CANCELLED && crew_cancelled)
             return ep_error_set(error, EP_CANCELLED, "interrupted");
         if (failed(sweep, result) && !sweep->config.keep_going)
             break;
-        if (result->error.status != EP_OK && i + 1 < sweep->config.n_cases)
-            status = begin_anew(crew, sweep, error);
     }
     return status;
 }

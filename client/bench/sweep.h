@@ -33,6 +33,7 @@ struct case_result {
     double wire_gbps, logical_gbps;   /* per rank: those bytes per period */
     double copy_gbps;                 /* rank-major: all ranks' payload per time not spent waiting */
     uint64_t buffer_bytes;            /* window of a rank without its arena */
+    uint32_t sms;                     /* multiprocessors that HT ops fill at most, at the rank with the most; 0: no such */
 };
 
 struct kill_result {

@@ -273,20 +273,35 @@ static void check_token(struct verifier *verifier, ep_dtype dtype, const void *r
         check_element(verifier, token, h, ep_ref_decode(dtype, row + (size_t)h * bytes), value[h], bound[h]);
 }
 
+/* [T, H] of the verifier's rank; no memory for it: NULL. */
+static void *make_bias(const struct verifier *verifier)
+{
+    const struct inputs *inputs = verifier->inputs;
+    const uint32_t tokens = inputs->rank[verifier->rank].tokens;
+    const size_t row = (size_t)inputs->hidden * ep_ref_bytes(bench_dtypes[inputs->of.dtype].combine);
+    char *bias = malloc(tokens * row + 1);
+
+    for (uint32_t t = 0; bias && t < tokens; t++)
+        inputs_bias(inputs, verifier->rank, t, bias + t * row);
+    return bias;
+}
+
 ep_status verify_combine(struct verifier *verifier, const void *result, const uint64_t *arrived,
                          struct ep_error *error)
 {
     const struct inputs *inputs = verifier->inputs;
     bool from[BENCH_MAX_RANKS];
     struct experts_model model;
+    void *bias = inputs_biased(inputs) ? make_bias(verifier) : NULL;
     struct ep_ref_combine combine = { .dtype = bench_dtypes[inputs->of.dtype].combine,
                                       .hidden = inputs->hidden,
                                       .node = inputs->of.mode == EP_MODE_HT ? inputs->config->node_of : NULL,
                                       .arrived = from,
+                                      .bias = bias,
                                       .expert = experts_model_expert,
                                       .user = &model };
     double *value = malloc(inputs->hidden * 2 * sizeof *value);
-    bool ok = experts_model_init(&model, inputs) && value;
+    bool ok = experts_model_init(&model, inputs) && value && (bias || !inputs_biased(inputs));
 
     for (uint32_t r = 0; r < inputs->config->ranks; r++)
         from[r] = bit(arrived, r);
@@ -299,6 +314,7 @@ ep_status verify_combine(struct verifier *verifier, const void *result, const ui
     }
     experts_model_fini(&model);
     free(value);
+    free(bias);
     return ok ? EP_OK : ep_error_set(error, EP_NO_MEMORY, "no memory to verify a combine");
 }
 

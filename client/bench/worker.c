@@ -111,6 +111,7 @@ ep_status worker_describe(struct worker *worker, struct ep_error *error)
     worker->result->arena_bytes = worker->info.group.arena_bytes;
     worker->result->backend = worker->info.backend;
     worker->result->executor = worker->info.executor;
+    worker->result->ht_sms = worker->info.ht_sms;
     __atomic_store_n(&worker->result->epoch, worker->info.group.epoch, __ATOMIC_RELEASE); /* partner: the coordinator */
     return EP_OK;
 }

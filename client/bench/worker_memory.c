@@ -38,6 +38,7 @@ static void list(struct worker *worker, struct slot slots[WORKER_BUFFERS])
         { "sources", s->sources, &b->sources, &o->sources, false },
         { "rows", s->rows, &b->rows, &o->rows, false },
         { "result", s->result, &b->result, &o->result, false },
+        { "bias", s->bias, &b->bias, &o->bias, false },
         { "row_grads", s->row_grads, &b->row_grads, &o->row_grads, false },
         { "topk_grads", s->topk_grads, &b->topk_grads, &o->topk_grads, false },
     };
@@ -255,7 +256,9 @@ ep_status memory_push_inputs(struct worker *worker, uint32_t first, struct ep_er
         status = push_from(worker, b->x_scales, o->x_scales, s->x_scales, first, error);
     if (status == EP_OK)
         status = push_from(worker, b->topk, o->topk, s->topk, first, error);
-    return status == EP_OK ? push_from(worker, b->weights, o->weights, s->weights, first, error) : status;
+    if (status == EP_OK)
+        status = push_from(worker, b->weights, o->weights, s->weights, first, error);
+    return status == EP_OK ? push_from(worker, b->bias, o->bias, s->bias, first, error) : status;
 }
 
 ep_status memory_pull_result(struct worker *worker, struct ep_error *error)

@@ -24,6 +24,15 @@ static void fill_routes(struct worker *worker)
     }
 }
 
+static void fill_bias(struct worker *worker)
+{
+    const struct inputs *in = &worker->inputs;
+    size_t row = (size_t)in->hidden * ep_ref_bytes(bench_dtypes[worker->of.dtype].combine);
+
+    for (uint32_t t = 0; inputs_biased(in) && t < worker->tokens; t++)
+        inputs_bias(in, worker->rank, t, (char *)worker->own.bias + t * row);
+}
+
 ep_status worker_begin_pass(struct worker *worker, enum bench_pass pass, struct ep_error *error)
 {
     struct inputs *in = &worker->inputs;
@@ -36,6 +45,7 @@ ep_status worker_begin_pass(struct worker *worker, enum bench_pass pass, struct 
         inputs_row(in, worker->rank, t, (char *)b->x + t * row,
                    b->x_scales ? (char *)b->x_scales + t * in->scale_bytes : NULL);
     fill_routes(worker);
+    fill_bias(worker);
     return memory_push_inputs(worker, 0, error);
 }
 
@@ -100,6 +110,7 @@ ep_status worker_send_combine(struct worker *worker, const void *rows, struct ep
         .dtype = bench_dtypes[worker->of.dtype].combine,
         .rows = rows,
         .rows_bytes = rows == worker->buffers.out ? worker->sizes.out : worker->sizes.rows,
+        .bias = inputs_biased(&worker->inputs) ? worker->buffers.bias : NULL,
         .out = worker->buffers.result,
         .row_grads = backward ? worker->buffers.row_grads : NULL,
         .topk_grads = backward ? worker->buffers.topk_grads : NULL,

@@ -8,14 +8,14 @@
 #include "experts.h"
 #include "verify.h"
 
-enum { WORKER_BUFFERS = 15 };
+enum { WORKER_BUFFERS = 16 };
 
 /* Sizes of a case's buffers, bytes; 0: not needed. */
 struct buffer_sizes {
     size_t x, x_scales, topk, weights;
     size_t out, out_scales, counts, offsets, out_topk, out_weights, sources;
     size_t rows; /* a combine's input, where it cannot be `out` in place */
-    size_t result;
+    size_t result, bias;
     size_t row_grads, topk_grads;
 };
 
@@ -28,7 +28,7 @@ void buffer_sizes(const struct bench_config *config, const struct bench_case *of
 uint64_t buffer_total(const struct buffer_sizes *sizes);
 
 struct buffers {
-    void *x, *x_scales, *topk, *out, *out_scales, *rows, *result;
+    void *x, *x_scales, *topk, *out, *out_scales, *rows, *result, *bias;
     float *weights, *out_weights, *row_grads, *topk_grads;
     int32_t *counts, *offsets, *out_topk;
     ep_source_row *sources;

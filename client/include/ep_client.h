@@ -183,8 +183,9 @@ typedef struct ep_join_options {
     const char *group;
     int32_t rank;           /* EP_ANY_RANK: a free one */
     ep_executor executor;
-    uint32_t ht_sms;        /* multiprocessors that HT ops fill, where this process runs them (cuda, executor direct);
-                               0: all.  The others are free for what it computes meanwhile */
+    uint32_t ht_sms;        /* cuda: multiprocessors that HT ops fill; 0, or more than the rank may have: all of those.
+                               The others are free for what the program computes meanwhile.  For both executors; who
+                               follows its group keeps it */
     bool follow;            /* the program calls ep_advance() between its steps, see there */
     const char *token;      /* when the group wants one (ep-admin group create --attach-token-file), 1 to 256 bytes; NULL:
                                the first line of the file that EP_ATTACH_TOKEN_FILE in the environment names, if that is
@@ -208,9 +209,10 @@ typedef struct ep_join_options {
  * a step it begins, does what is left of that one, and calls ep_advance() after it for the first time.
  *
  * On cuda, the first join of a process starts the CUDA driver if nothing else has, and makes the GPU's
- * context: most of a second, against milliseconds of a process that has one.  A program that holds several
- * ranks of one GPU sets CUDA_DEVICE_MAX_CONNECTIONS=32 in its environment when it begins: with fewer hardware
- * queues, streams of ranks that share a GPU may stand in each other's way.
+ * context: most of a second, against milliseconds of a process that has one.  Where it takes longer than the rank is
+ * kept for it, 5 s, the rank is claimed again.  A program that holds several ranks of one GPU sets
+ * CUDA_DEVICE_MAX_CONNECTIONS=32 in its environment when it begins: with fewer hardware queues, streams of ranks that
+ * share a GPU may stand in each other's way.
  */
 EP_API ep_status ep_join(ep_client *client, const ep_join_options *options, ep_rank **rank);
 
@@ -273,6 +275,7 @@ typedef struct ep_rank_info {
     uint32_t n_homes;
     const ep_home *homes;        /* [n_homes] of all experts, in their order; valid while joined */
     uint64_t ll_begun, ht_begun; /* dispatches of the group in this epoch before the rank's first one, see ep_join() */
+    uint32_t ht_sms;             /* cuda: multiprocessors that HT ops fill at most, of ep_join_options.ht_sms */
 } ep_rank_info;
 
 EP_API ep_status ep_rank_describe(const ep_rank *rank, ep_rank_info *info);
@@ -405,7 +408,7 @@ typedef struct ep_combine_args {
     void *out;                /* [T, H] in the order of the dispatch's tokens */
     /* HT backward: gradients of the weights */
     const float *row_grads;   /* optional: flat [N, k], packed [rows] */
-    float *topk_grads;        /* with row_grads: [T, k] */
+    float *topk_grads;        /* with row_grads: [T, k]; without tokens NULL will do */
 } ep_combine_args;
 
 EP_API ep_status ep_combine(ep_handle *handle, const ep_combine_args *args, ep_stream stream);

@@ -247,6 +247,7 @@ ep_status follow_begin(struct ep_rank *rank, const struct joining *how, struct e
     s->how.options.token = ""; /* the server lets in who holds a rank of the group */
     s->how.options.rank = (int32_t)rank->rank;
     s->how.after = rank->epoch;
+    memcpy(s->how.after_ticket, rank->ticket, sizeof rank->ticket);
     s->settled = rank->epoch;
     s->held = rank->ahead;
     rank->successor = s;

@@ -6,6 +6,7 @@
 
 #include "client_private.h"
 #include "ep_address.h"
+#include "ep_descriptors.h"
 #include "ep/v1/admin.pb-c.h"
 
 #define DEFAULT_TIMEOUT_MS 5000
@@ -114,6 +115,7 @@ ep_status ep_client_open(const char *address, const ep_client_options *options, 
     client = calloc(1, sizeof *client);
     if (!client)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a client");
+    ep_descriptors_reserve(HIGH_FD); /* a rank that is joined must not wait for it: its peers do */
     if (set_path(client, address, error) != EP_OK || set_options(client, options, error) != EP_OK
         || connect_server(client, error) != EP_OK) {
         destroy(client);

@@ -41,6 +41,7 @@
 #define EVENT_QUEUE 64u
 #define NO_DEADLINE UINT64_MAX
 #define SPAN_ALIGN 16u /* of memory that ops use */
+#define HIGH_FD 1024u  /* ranks' connections have the highest descriptors below it, see join.c */
 
 /* ---- error.c ------------------------------------------------------------------ */
 
@@ -202,7 +203,8 @@ struct ep_rank {
     int socket;
     uint32_t rank;
     uint64_t epoch;
-    uint32_t ht_sms; /* ep_join_options */
+    uint8_t ticket[EP_ATTACH_TICKET_BYTES]; /* by which it attached */
+    uint32_t ht_sms, ht_sms_at_most; /* ep_join_options; ep_rank_info.ht_sms */
     uint64_t ll_begun, ht_begun; /* ep_rank_info */
     struct group_shape shape;
     uint32_t *local_to_expert;
@@ -453,6 +455,7 @@ void handles_free(struct ep_rank *rank);
 struct joining {
     ep_join_options options; /* its texts are only read during the call */
     uint64_t after;          /* epoch of the rank that this one succeeds; 0: of none */
+    uint8_t after_ticket[EP_ATTACH_TICKET_BYTES]; /* of that */
 };
 ep_status join_group(struct ep_client *client, const struct joining *how, struct ep_rank **rank, struct ep_error *error);
 

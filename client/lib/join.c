@@ -20,8 +20,10 @@
 #define CLAIM_PATIENCE_MS 500u
 #define CLAIM_AGAIN_MS 5u
 
-/* Connections have descriptors from HIGH_FD - HIGH_FDS on, above those that the process opens otherwise. */
-#define HIGH_FD 1024
+/* So often a rank is claimed whose ticket runs out before it is attached. */
+#define CLAIMS 3
+
+/* So many descriptors below HIGH_FD are for connections, above those that the process opens otherwise. */
 #define HIGH_FDS 64
 
 _Static_assert((int)EP_EXECUTOR_AUTO == EP__V1__EXECUTOR__EXECUTOR_AUTO
@@ -60,7 +62,10 @@ static ep_status fill_claim(const struct ep_client *client, const struct joining
     request->executor = (Ep__V1__Executor)options->executor;
     request->follow = options->follow;
     request->after = how->after;
+    if (how->after)
+        request->after_ticket = (ProtobufCBinaryData){ EP_ATTACH_TICKET_BYTES, (uint8_t *)(uintptr_t)how->after_ticket };
     request->group_token = (char *)how->options.token;
+    request->ht_sms = options->ht_sms;
     return EP_OK;
 }
 
@@ -152,12 +157,11 @@ static int try_neighbour(struct ep_client *client, int fd, const char *path)
 static int move_up(int fd)
 {
     struct rlimit limit;
-    int high = HIGH_FD;
+    int high;
 
     if (getrlimit(RLIMIT_NOFILE, &limit) != 0)
         return fd;
-    if (limit.rlim_cur < HIGH_FD)
-        high = (int)limit.rlim_cur;
+    high = (int)(limit.rlim_cur < HIGH_FD ? limit.rlim_cur : HIGH_FD);
     high = fcntl(fd, F_DUPFD_CLOEXEC, high - HIGH_FDS);
     if (high < 0)
         return fd; /* too many are there already: it is only slower */
@@ -329,6 +333,7 @@ static ep_status attach(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, s
     close(fd);
     if (status != EP_OK)
         return status;
+    memcpy(rank->ticket, reply->ticket.data, sizeof rank->ticket);
     rank->ll_begun = welcome.offset - welcome.ht;
     rank->ht_begun = welcome.ht;
     turn_begin(rank, welcome.offset);
@@ -345,6 +350,7 @@ static ep_status set_up(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, c
         return error->status;
     rank->rank = reply->rank;
     rank->epoch = reply->epoch;
+    rank->ht_sms_at_most = reply->ht_sms;
     rank->spin_ns = 1;
     if (rank->rank >= rank->shape.map.limits.ranks)
         return ep_error_set(error, EP_PROTOCOL, "the server gave rank %u of %u", rank->rank,
@@ -359,16 +365,22 @@ static ep_status set_up(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, c
 
 static void undo(struct ep_rank *rank)
 {
+    if (!rank)
+        return;
     follow_end(rank);
     rank_free(rank);
 }
 
-ep_status join_group(struct ep_client *client, const struct joining *how, struct ep_rank **out, struct ep_error *error)
+/* On failure too the rank is there, unless there is no memory; `expired`: it was its ticket that ran out. */
+static ep_status join_once(struct ep_client *client, const struct joining *how, struct ep_rank **out, bool *expired,
+                           struct ep_error *error)
 {
-    struct ep_rank *rank = rank_new(client);
+    const uint64_t begun = ep_clock_ns();
+    struct ep_rank *rank = *out = rank_new(client);
     Ep__V1__ClaimReply *reply = NULL;
     ep_status status;
 
+    *expired = false;
     if (!rank)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a rank");
     rank->ht_sms = how->options.ht_sms;
@@ -376,7 +388,26 @@ ep_status join_group(struct ep_client *client, const struct joining *how, struct
     status = claim(client, how, &reply, error);
     if (status == EP_OK) {
         status = set_up(rank, reply, how, error);
+        *expired = status == EP_UNAUTHENTICATED && ep_clock_ns() - begun >= reply->ticket_ms * EP_NS_PER_MS;
         protobuf_c_message_free_unpacked(&reply->base, NULL);
+    }
+    return status;
+}
+
+/*
+ * On a machine whose driver is asleep a process's first context takes seconds, longer than a ticket is good for: by the
+ * next claim it is there, kept by the rank that was too late.
+ */
+ep_status join_group(struct ep_client *client, const struct joining *how, struct ep_rank **out, struct ep_error *error)
+{
+    struct ep_rank *rank = NULL, *late = NULL;
+    bool expired = true;
+    ep_status status = EP_OK;
+
+    for (int claims = 0; expired && claims < CLAIMS; claims++) {
+        status = join_once(client, how, &rank, &expired, error);
+        undo(late);
+        late = rank;
     }
     if (status == EP_OK)
         *out = rank;

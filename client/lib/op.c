@@ -451,11 +451,12 @@ static ep_status combine_grads(const struct call *c, const ep_combine_args *args
         status = absent(c, "row_grads", args->row_grads, "gradients are for HT");
         return status != EP_OK ? status : absent(c, "topk_grads", args->topk_grads, "gradients are for HT");
     }
-    if (!args->topk_grads)
+    if (!args->topk_grads && (op->tokens > 0 || !args->row_grads))
         return absent(c, "row_grads", args->row_grads, "topk_grads must be given with it");
     status = span(c, "row_grads", args->row_grads, rows * per_row * sizeof(float), &op->row_grads);
-    return status != EP_OK ? status
-                           : span(c, "topk_grads", args->topk_grads,
+    return status != EP_OK || !args->topk_grads
+               ? status
+               : span(c, "topk_grads", args->topk_grads,
                                   (uint64_t)op->tokens * op->top_k * sizeof(float), &op->topk_grads);
 }
 

@@ -146,6 +146,7 @@ ep_status ep_rank_describe(const ep_rank *rank, ep_rank_info *info)
     full.executor = rank->executor->kind;
     full.ll_begun = rank->ll_begun;
     full.ht_begun = rank->ht_begun;
+    full.ht_sms = rank->ht_sms_at_most;
     if (rank->device)
         memcpy(full.device_uuid, rank->device->uuid, sizeof full.device_uuid);
     shape_info(&rank->shape, rank->epoch, &full.group);

@@ -73,6 +73,8 @@ ep_status ep_cuda_check_reach(const struct ep_op *op, struct ep_error *error);
 /* Multiprocessors for the rank, whose kernels have been asked for: `result` and `blocks` on each. */
 ep_status ep_cuda_rank_sms(const struct ep_cuda_rank_options *options, int result, uint32_t blocks, uint32_t *sms,
                            struct ep_error *error);
+/* And of these, for its HT ops. */
+uint32_t ep_cuda_rank_ht_sms(const struct ep_cuda_rank_options *options, uint32_t sms);
 
 /* ---- the functions of struct ep_cuda_api ------------------------------------------- */
 

@@ -36,7 +36,8 @@
  * There is one region for all ops.  A rank's own follow each other in its stream, so it has read what it reads before
  * its next op begins; what matters is what others write here, and when.
  *   begun, done, ceased   are compared with the tag, so older ones say nothing.  Their writer sets them for a later op
- *              when it is past this one, of which its `closed` has told.
+ *              when it is past this one, of which its `closed` has told.  A later `done` tells of this op's rows too, if
+ *              no `ceased` does (has_sent): a combine waits for nothing of a rank that had no tokens, which may still wait.
  *   closed     only grows, and is the last that a rank tells of an op: who finds it, and then looks once more, sees
  *              all that was to come.
  *   headers, rows   are written by whom this op has granted places, and nobody else has them.  The op ends when all

@@ -363,9 +363,9 @@ __device__ inline void take_grants(const ep_ht_args &a, const Op &op)
 #pragma unroll 1
     for (uint32_t i = 0; i < net->relaying; i++) {
         const uint32_t s = net->relays[i], box = box_of(a, s);
-        struct ep_net_grants *grants = net_table<struct ep_net_grants>(a, net->grants) + box;
-        const Taken taken = { s, net_table<struct ep_device_ht_grant>(a, net->taken) + box * EP_DEVICE_NODE_RANKS,
-                              net_table<uint32_t>(a, net->granted) + 2ull * box * net->nears * a.local_experts,
+        struct ep_net_grants *grants = net_table<struct ep_net_grants>(a, net->tables.grants) + box;
+        const Taken taken = { s, net_table<struct ep_device_ht_grant>(a, net->tables.taken) + box * EP_DEVICE_NODE_RANKS,
+                              net_table<uint32_t>(a, net->tables.granted) + 2ull * box * net->nears * a.local_experts,
                               &grants->mask };
 
         take_notes(a, op, taken);

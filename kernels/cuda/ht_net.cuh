@@ -116,23 +116,23 @@ template <class What> __device__ inline What *net_table(const ep_ht_args &a, uin
 /* Of a handle, [T_ht * K]. */
 __device__ inline uint32_t *node_slots(const ep_ht_args &a, uint32_t handle)
 {
-    return net_table<uint32_t>(a, net_of(a)->slots + handle * net_of(a)->slots_stride);
+    return net_table<uint32_t>(a, net_of(a)->tables.slots + handle * net_of(a)->tables.slots_stride);
 }
 /* Of a handle and a box, [T_ht][K]. */
 __device__ inline uint32_t *relayed_of(const ep_ht_args &a, uint32_t handle, uint32_t box)
 {
-    return net_table<uint32_t>(a, net_of(a)->relayed + handle * net_of(a)->relayed_stride)
+    return net_table<uint32_t>(a, net_of(a)->tables.relayed + handle * net_of(a)->tables.relayed_stride)
            + (uint64_t)box * a.max_tokens * a.max_top_k;
 }
 /* Of a handle, [R]. */
 __device__ inline struct ep_net_way *ways_of(const ep_ht_args &a, uint32_t handle)
 {
-    return net_table<struct ep_net_way>(a, net_of(a)->ways + handle * net_of(a)->ways_stride);
+    return net_table<struct ep_net_way>(a, net_of(a)->tables.ways + handle * net_of(a)->tables.ways_stride);
 }
 /* Of a rank, [EP_NET_PIECES]. */
 __device__ inline uint32_t *filled_of(const ep_ht_args &a, uint32_t rank)
 {
-    return net_table<uint32_t>(a, net_of(a)->filled) + rank * EP_NET_PIECES;
+    return net_table<uint32_t>(a, net_of(a)->tables.filled) + rank * EP_NET_PIECES;
 }
 
 /* ---- signals ------------------------------------------------------------------------ */

@@ -217,6 +217,16 @@ __device__ inline void receive_rows(const ep_ht_args &a, const Op &op, uint64_t 
     }
 }
 
+/* Is all there that comes of the rank that has these flags?  It may be past this op already, in a combine that waits for
+ * nothing of a rank without tokens, and `done` is that one's; then `ceased` would be this op's, or a later one's, if not all
+ * had come. */
+__device__ inline bool has_sent(const struct ep_ht_flags *flags, uint64_t tag)
+{
+    const uint64_t done = acquire_u64(&flags->done); /* partners: pushed, relayed */
+
+    return done == tag || (done > tag && load_u64(&flags->ceased) < tag);
+}
+
 /* Warp 0 of block 0: all that was announced. */
 __device__ inline void await_rows(const ep_ht_args &a, const Op &op)
 {
@@ -228,8 +238,7 @@ __device__ inline void await_rows(const ep_ht_args &a, const Op &op)
         if (a.from[s] == 0)
             return;
         const Wait end = wait_for(
-            a, op, via(a, s), [&] { return acquire_u64(&flags->done) == op.tag; }, /* partners: pushed, relayed */
-            [&] { return load_u64(&flags->ceased) == op.tag; });
+            a, op, via(a, s), [&] { return has_sent(flags, op.tag); }, [&] { return load_u64(&flags->ceased) == op.tag; });
 
         if (end != Wait::there)
             miss(a, s, end, EP_WAIT_ARRIVAL);

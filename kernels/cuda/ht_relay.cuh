@@ -36,15 +36,24 @@ __device__ inline const uint8_t *await_record(const ep_ht_args &a, const Op &op,
     return __shfl_sync(kAll, there, 0) ? at : nullptr;
 }
 
+/* Does it lead to an expert of this node?  What the network brings is not believed. */
+__device__ inline bool leads_here(const ep_ht_args &a, const Choice &c)
+{
+    return c.route >= 0 && rank_of(c.route) < a.ranks && !is_far(a, rank_of(c.route))
+           && (c.route & 0xffff) < a.local_experts && c.slot < a.max_tokens;
+}
+
 __device__ inline Choice choice_of(const ep_ht_args &a, const uint8_t *record)
 {
     const uint32_t lane = threadIdx.x % 32;
+    const Choice none = { -1, 0, 0, 0 };
 
     if (lane >= a.max_top_k)
-        return { -1, 0, 0, 0 };
+        return none;
     const Vec v = load_row(record + sizeof(struct ep_net_record) + lane * sizeof v);
+    const Choice c = { (int32_t)v.w[0], __uint_as_float(v.w[1]), v.w[2], v.w[3] };
 
-    return { (int32_t)v.w[0], __uint_as_float(v.w[1]), v.w[2], v.w[3] };
+    return leads_here(a, c) ? c : none;
 }
 
 /* For the combine. */
@@ -82,7 +91,7 @@ __device__ inline void push_record(const ep_ht_args &a, const Op &op, const Gran
 /* Record i of rank s. */
 __device__ inline void relay_record(const ep_ht_args &a, const Op &op, const Box &box, uint32_t s, uint32_t i)
 {
-    const Grants &g = net_table<struct ep_net_grants>(a, net_of(a)->grants)[box_of(a, s)];
+    const Grants &g = net_table<struct ep_net_grants>(a, net_of(a)->tables.grants)[box_of(a, s)];
     const uint8_t *record = await_record(a, op, box, s, i);
 
     if (!record) {

@@ -232,11 +232,11 @@ __device__ inline void announce(const Op &op, const Pushed &pushed)
     __syncwarp();
 }
 
-/* Where the number of a part of token t's partial from rank d is kept. */
-__device__ inline uint32_t *number_at(const ep_ll_args &a, uint32_t where, uint64_t bank, uint32_t d, uint32_t t,
+/* Where the number of a part of a partial from rank d is kept.  at: its token, or where nodes lie between its slot. */
+__device__ inline uint32_t *number_at(const ep_ll_args &a, uint32_t where, uint64_t bank, uint32_t d, uint32_t at,
                                uint32_t part)
 {
-    return (uint32_t *)item_at(a, where, bank, a.bank.combine_numbers, d, t, EP_COMBINE_PARTS * 4) + part;
+    return (uint32_t *)item_at(a, where, bank, a.bank.combine_numbers, d, at, EP_COMBINE_PARTS * 4) + part;
 }
 
 /* A block's share of the partials: the parts of a row together, all sources of a slot together, the next rank
@@ -256,27 +256,19 @@ __device__ inline void push_partial(const ep_ll_args &a, const Op &op, const Ite
 {
     if (terms.token == kAll)
         return;
+    const uint32_t at = is_far(a, item.s) ? item.slot : terms.token, region = region_at(a, item.s);
+
     sum_rows<T, true>(terms, range_of(a, item.part), nullptr,
-                      item_at(a, item.s, op.bank, a.bank.combine_rows, region_at(a, item.s), terms.token,
-                              a.combine_row_bytes));
+                      item_at(a, item.s, op.bank, a.bank.combine_rows, region, at, a.combine_row_bytes));
     if (threadIdx.x == 0)
-        pushed->number[pushed->n++] =
-            number_at(a, item.s, op.bank, region_at(a, item.s), terms.token, item.part);
+        pushed->number[pushed->n++] = number_at(a, item.s, op.bank, region, at, item.part);
 }
 
-/* One thread: the partials of s's `rows` tokens, and the numbers that are beside them, from the first token to the last;
- * those between that did not come here have old numbers. */
+/* One thread: the partials of s's `rows` tokens, and the numbers that are beside them. */
 __device__ inline void put_partials(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t rows)
 {
-    const uint32_t first = load_u32((const uint32_t *)item_at(a, a.rank, op.bank, a.bank.headers, s, 0,
-                                                              a.header_bytes));
-    const uint32_t last = load_u32((const uint32_t *)item_at(a, a.rank, op.bank, a.bank.headers, s, rows - 1,
-                                                             a.header_bytes));
-
-    if (first > last || last >= a.max_tokens)
-        return; /* the worker has written there: nothing is a partial of s's */
-    put_items(a, op.bank, a.bank.combine_rows, s, a.combine_row_bytes, first, last - first + 1);
-    put_items(a, op.bank, a.bank.combine_numbers, s, EP_COMBINE_PARTS * 4, first, last - first + 1);
+    put_items(a, op.bank, a.bank.combine_rows, s, a.combine_row_bytes, rows);
+    put_items(a, op.bank, a.bank.combine_numbers, s, EP_COMBINE_PARTS * 4, rows);
 }
 
 /* The last warp, when all have pushed: warp 0 looks for peers' partials already.  The last block's gives the credit,
@@ -414,11 +406,13 @@ __device__ inline void find_partials(const ep_ll_args &a, Op *op, uint32_t t, ui
     const uint32_t peer = peer_of_lane(route);
     bool comes = peer != kNobody && has(op->members, peer) && !has(op->missed, peer);
 
+    const bool far = comes && is_far(a, peer);
+    const uint32_t place = far ? kept_slot(a, t * a.top_k + threadIdx.x) : t;
+
     if (comes) {
-        const uint32_t *number = number_at(a, a.rank, op->bank, peer, t, part);
+        const uint32_t *number = number_at(a, a.rank, op->bank, peer, place, part);
         /* A rank that has given the credit without a partial will send none. */
         const uint64_t *credit = credit_at(a, a.rank, peer, bank_of(a, op->number));
-        const bool far = is_far(a, peer);
         const auto released = [&] { return released_by(a, bank_of(a, op->number), peer) >= op->number; };
         const Wait end = wait_for(
             a, *op, peer,
@@ -436,7 +430,7 @@ __device__ inline void find_partials(const ep_ll_args &a, Op *op, uint32_t t, ui
     const uint32_t all = __ballot_sync(kAll, comes), at = term_of_lane(peer, all);
 
     if (comes)
-        terms->row[at] = item_at(a, a.rank, op->bank, a.bank.combine_rows, peer, t, a.combine_row_bytes);
+        terms->row[at] = item_at(a, a.rank, op->bank, a.bank.combine_rows, peer, place, a.combine_row_bytes);
     if (threadIdx.x == 0)
         terms->n = __popc(all);
     __syncwarp();

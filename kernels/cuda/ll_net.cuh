@@ -6,6 +6,9 @@
  * (device_net.h), so pushing is the same for all ranks.  The last block that has pushed puts what is for d, one piece of
  * each kind, as a put costs as much as a small kernel; then it raises a signal at d.
  *
+ * The partial of row (s, slot) lies in region s by its slot when s is far, and not by its token, as beside each other
+ * are the few of s's tokens that came here.  s has kept which slot it gave to which choice (keep_slot).
+ *
  * ## Signals
  * A signal is seen after all puts that its raiser put to the same rank before; puts themselves may land in any order,
  * and an early one after a late one.  Each signal carries a number of LL and only grows, as whoever raises it remembers
@@ -125,15 +128,25 @@ __device__ inline void catch_up(const ep_ll_args &a, uint32_t rank)
 
 /* ---- puts ----------------------------------------------------------------------------- */
 
-/* Items [first, first + n) of a region, of those that are for rank d. */
+/* The first n items of a region, of those that are for rank d. */
 __device__ inline void put_items(const ep_ll_args &a, uint64_t bank, uint64_t region, uint32_t d, uint32_t item_bytes,
-                                 uint32_t first, uint32_t n)
+                                 uint32_t n)
 {
-    const uint64_t share = (uint64_t)a.max_tokens * item_bytes, at = bank + region + (uint64_t)first * item_bytes;
+    const uint64_t share = (uint64_t)a.max_tokens * item_bytes, at = bank + region;
 
     if (n)
         gin_put(net_of(a), d, net_of(a)->window, at + a.rank * share, at - a.ll + d * share, (uint64_t)n * item_bytes);
 }
+
+/* Which slot choice i of the batch has at its rank, for the combine. */
+__device__ inline uint32_t *kept_slots(const ep_ll_args &a)
+{
+    const struct ep_net_tables &tables = net_of(a)->tables;
+
+    return (uint32_t *)((uint8_t *)net_of(a) + tables.ll_slots + a.handle * tables.ll_slots_stride);
+}
+__device__ inline void keep_slot(const ep_ll_args &a, uint32_t i, uint32_t slot) { kept_slots(a)[i] = slot; }
+__device__ inline uint32_t kept_slot(const ep_ll_args &a, uint32_t i) { return kept_slots(a)[i]; }
 
 /* All that is for rank d, `share` bytes; and then SENT is n, which it was not. */
 __device__ inline void put_and_tell(const ep_ll_args &a, uint64_t bank_at, uint64_t region, uint32_t d, uint64_t share,
@@ -173,7 +186,9 @@ __device__ inline uint64_t released_by(const ep_ll_args &, uint32_t, uint32_t) {
 __device__ inline bool has_room(const ep_ll_args &, uint64_t, uint32_t, uint32_t) { return true; }
 __device__ inline void release_to(const ep_ll_args &, uint32_t, uint32_t, uint64_t) {}
 __device__ inline void catch_up(const ep_ll_args &, uint32_t) {}
-__device__ inline void put_items(const ep_ll_args &, uint64_t, uint64_t, uint32_t, uint32_t, uint32_t, uint32_t) {}
+__device__ inline void put_items(const ep_ll_args &, uint64_t, uint64_t, uint32_t, uint32_t, uint32_t) {}
+__device__ inline void keep_slot(const ep_ll_args &, uint32_t, uint32_t) {}
+__device__ inline uint32_t kept_slot(const ep_ll_args &, uint32_t) { return 0; }
 __device__ inline void put_and_tell(const ep_ll_args &, uint64_t, uint64_t, uint32_t, uint64_t, uint32_t, uint64_t) {}
 __device__ inline void begin_held(const ep_ll_args &, uint64_t) {}
 enum { EP_NET_SENT, EP_NET_CREDIT, EP_NET_ACK };

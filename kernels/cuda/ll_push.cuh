@@ -146,6 +146,19 @@ __device__ inline void place_token(const ep_ll_args &a, const Op &op, const Batc
     }
 }
 
+/* For the combine, where ranks are on other nodes; the last warp has the least to do with headers. */
+__device__ inline void keep_slots(const ep_ll_args &a, const Batch &b, uint32_t t)
+{
+    const uint32_t k = threadIdx.x - (kThreads - 32);
+
+    if (threadIdx.x < kThreads - 32 || k >= a.top_k)
+        return;
+    const uint32_t i = t * a.top_k + k;
+
+    if (b.route[i] >= 0)
+        keep_slot(a, i, b.slot[rank_of(b.route[i])]);
+}
+
 /* The headers of token t for the ranks in `to`, after the rows: a thread per 16 bytes. */
 __device__ inline void push_headers(const ep_ll_args &a, const Op &op, const Batch &b, uint32_t t, uint32_t to)
 {
@@ -392,6 +405,8 @@ __device__ bool send(const ep_ll_args &a, Op *op, const Batch &b, Part<C> &part,
         push_row<C>(a, *op, b, part.row, t == part.t0, t, to);
         __syncthreads();
         push_headers(a, *op, b, t, to);
+        if (kNet)
+            keep_slots(a, b, t);
         __syncthreads();
     }
     return part.t0 < a.tokens;
@@ -407,10 +422,10 @@ __device__ inline void put_dispatch(const ep_ll_args &a, const Op &op, uint32_t 
 
     if (counts.w[3] != op.wire)
         return;
-    put_items(a, op.bank, a.bank.rows, d, a.row_bytes, 0, rows);
+    put_items(a, op.bank, a.bank.rows, d, a.row_bytes, rows);
     if (a.row_scales)
-        put_items(a, op.bank, a.bank.scales, d, a.scales_bytes, 0, rows);
-    put_items(a, op.bank, a.bank.headers, d, a.header_bytes, 0, rows);
+        put_items(a, op.bank, a.bank.scales, d, a.scales_bytes, rows);
+    put_items(a, op.bank, a.bank.headers, d, a.header_bytes, rows);
     put_and_tell(a, op.bank, a.bank.counts, d, a.counts_bytes, bank_of(a, op.number), op.number);
 }
 

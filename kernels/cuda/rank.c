@@ -34,6 +34,11 @@ ep_status ep_cuda_rank_sms(const struct ep_cuda_rank_options *o, int result, uin
     return EP_OK;
 }
 
+uint32_t ep_cuda_rank_ht_sms(const struct ep_cuda_rank_options *o, uint32_t sms)
+{
+    return o->max_ht_sms && o->max_ht_sms < sms ? o->max_ht_sms : sms;
+}
+
 /* Occupancy asks the runtime, which works in the context that is current. */
 static ep_status size_grids(const struct ep_cuda_rank_options *o, struct ep_cuda_rank *rank, struct ep_error *error)
 {
@@ -50,7 +55,7 @@ static ep_status size_grids(const struct ep_cuda_rank_options *o, struct ep_cuda
     status = ep_cuda_rank_sms(o, result, ll[0] && ll[1] && ht[0] && ht[1], &rank->ll.sms, error);
     rank->ll.dispatch_blocks = rank->ll.sms * ll[0];
     rank->ll.combine_blocks = rank->ll.sms * ll[1];
-    rank->ht.sms = o->max_ht_sms && o->max_ht_sms < rank->ll.sms ? o->max_ht_sms : rank->ll.sms;
+    rank->ht.sms = ep_cuda_rank_ht_sms(o, rank->ll.sms);
     rank->ht.dispatch_blocks = rank->ht.sms * ht[0];
     rank->ht.combine_blocks = rank->ht.sms * ht[1];
     return status;

@@ -206,7 +206,7 @@ static ep_status size_grid(const struct ep_cuda_rank_options *o, struct ep_cuda_
     return status;
 }
 
-/* And of the one for HT ops, on as many multiprocessors.  None, if the group has no HT. */
+/* And of the one for HT ops, on as many multiprocessors or on less.  None, if the group has no HT. */
 static ep_status size_ht_grid(const struct ep_cuda_rank_options *o, struct ep_cuda_serve *serve, struct ep_error *error)
 {
     struct ep_ht_rank *ht = &serve->ht;
@@ -219,7 +219,7 @@ static ep_status size_ht_grid(const struct ep_cuda_rank_options *o, struct ep_cu
                                   : ep_ht_serve_prepare(serve->ht_shared_bytes, &blocks);
 
     status = ep_cuda_rank_sms(o, result, blocks, &ht->sms, error);
-    ht->sms = serve->rank.sms;
+    ht->sms = ep_cuda_rank_ht_sms(o, serve->rank.sms);
     ht->dispatch_blocks = ht->combine_blocks = ht->sms * blocks;
     return status;
 }

@@ -13,14 +13,20 @@ static bool has_some(const struct ht *h, const uint64_t *mask, uint32_t node)
     return false;
 }
 
-/* Whom a frame to the node is for, when it is for all of its ranks: whoever is waited for when there is no room. */
+/* Whom a frame to the node is for, when it is for all of its ranks: whoever is waited for, and named, when there is no room;
+ * so one that takes part, where one does. */
 static uint32_t first_on(const struct ht *h, uint32_t node)
 {
-    uint32_t r = 0;
+    uint32_t first = ht_ranks(h);
 
-    while (h->call->team->node[r] != node)
-        r++;
-    return r;
+    for (uint32_t r = 0; r < ht_ranks(h); r++) {
+        if (h->call->team->node[r] != node)
+            continue;
+        if (ep_mask_test(h->expected, r))
+            return r;
+        first = r < first ? r : first;
+    }
+    return first;
 }
 
 static ep_status begin(struct ht *h, uint32_t node, uint64_t payload_bytes, struct ep_host_frame **frame)

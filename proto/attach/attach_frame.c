@@ -56,6 +56,10 @@ static ep_status check_turn(const struct ep_attach_frame *frame, struct ep_error
     if (frame->type == EP_ATTACH_PROMISE && frame->status != EP_OK && frame->status != EP_ABORTED)
         return ep_error_set(error, EP_PROTOCOL, "frame status is %u: of PROMISE it must be %d or %d", frame->status,
                             EP_OK, EP_ABORTED);
+    if (frame->type == EP_ATTACH_PROMISE && (frame->offset > EP_ATTACH_FURTHEST || frame->value > frame->offset + 1))
+        return ep_error_set(error, EP_PROTOCOL, "frame offset is %llu, its value %llu: a position is at most %llu, and what "
+                            "was passed is at most 1 more than it", (unsigned long long)frame->offset,
+                            (unsigned long long)frame->value, (unsigned long long)EP_ATTACH_FURTHEST);
     return EP_OK;
 }
 

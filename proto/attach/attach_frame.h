@@ -37,6 +37,7 @@
 #define EP_ATTACH_TICKET_BYTES 16u
 #define EP_ATTACH_TEXT_BYTES 256u
 #define EP_ATTACH_NO_TURN UINT64_MAX /* ASK: promises nothing; what was promised is withdrawn */
+#define EP_ATTACH_FURTHEST (1ull << 56) /* no position is beyond: ops have no higher numbers */
 
 enum ep_attach_type {
     EP_ATTACH_HELLO = 1,   /* worker: ticket */

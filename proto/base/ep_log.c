@@ -258,12 +258,9 @@ static void write_all(const char *data, size_t n)
     }
 }
 
-void ep_log_write(enum ep_log_level level, const char *module, const char *message,
-                  const struct ep_log_field *fields, size_t n)
+static void write_line(enum ep_log_level level, const char *module, const char *message,
+                       const struct ep_log_field *fields, size_t n)
 {
-    if (level < ep_log_level() || level >= EP_LOG_OFF)
-        return;
-
     int saved = errno; /* a log line between a call and its check must not change what it finds */
     enum ep_log_format format =
         (enum ep_log_format)atomic_load_explicit(&current_format, memory_order_relaxed);
@@ -285,4 +282,16 @@ void ep_log_write(enum ep_log_level level, const char *module, const char *messa
     write_all(line.data, line.length);
     line_fini(&line);
     errno = saved;
+}
+
+void ep_log_write(enum ep_log_level level, const char *module, const char *message,
+                  const struct ep_log_field *fields, size_t n)
+{
+    if (level >= ep_log_level() && level < EP_LOG_OFF)
+        write_line(level, module, message, fields, n);
+}
+
+void ep_log_audit(const char *message, const struct ep_log_field *fields, size_t n)
+{
+    write_line(EP_LOG_INFO, "audit", message, fields, n);
 }

@@ -50,4 +50,13 @@ void ep_log_write(enum ep_log_level level, const char *module, const char *messa
 #define EP_WARN(module, message, ...)  EP_LOG(EP_LOG_WARN,  module, message, ##__VA_ARGS__)
 #define EP_ERROR(module, message, ...) EP_LOG(EP_LOG_ERROR, module, message, ##__VA_ARGS__)
 
+/* Who changed what, and who was not let: written whatever the level, also with EP_LOG_OFF. */
+void ep_log_audit(const char *message, const struct ep_log_field *fields, size_t n);
+
+#define EP_AUDIT(message, ...)                                                                               \
+    do {                                                                                                     \
+        const struct ep_log_field ep_fields_[] = { { .key = NULL }, ##__VA_ARGS__ };                         \
+        ep_log_audit((message), ep_fields_ + 1, sizeof ep_fields_ / sizeof *ep_fields_ - 1);                 \
+    } while (0)
+
 #endif

@@ -15,6 +15,9 @@
 #define EP_CONTROL_NICE    5
 #define EP_BACKGROUND_NICE 10
 
+/* Of the pool that libuv has for what takes long: main() asks for so many. */
+#define EP_POOL_THREADS 16
+
 /* Ops wait for what the calling thread does.  False, and nothing done: this process may not (root, CAP_SYS_NICE or
  * RLIMIT_NICE). */
 static inline bool ep_thread_runs_ops(void)

@@ -181,20 +181,62 @@ static void read_next(struct ep_rpc_call *c)
 }
 
 /* The audit has who tried; the others are the handlers' to note. */
-static void refuse_viewer(struct ep_rpc_call *c)
+static void refuse_viewer(struct ep_rpc_call *c, bool by_certificate)
 {
-    char text[300];
+    const char *operators = c->server->options.operators;
+    char text[400];
 
-    snprintf(text, sizeof text, "%.120s is for operators, and the certificate of \"%.80s\" is a viewer's (OU=viewer)",
-             c->method->path, ep_rpc_call_identity(c));
-    EP_INFO("audit", "call refused", EP_S("method", c->method->path), EP_S("by", ep_rpc_call_identity(c)),
-            EP_S("role", "viewer"));
+    if (by_certificate)
+        snprintf(text, sizeof text,
+                 "%.120s is for operators, and the certificate of \"%.80s\" is a viewer's (OU=viewer)",
+                 c->method->path, ep_rpc_call_identity(c));
+    else
+        snprintf(text, sizeof text,
+                 "%.120s is for operators, and \"%.80s\" may only look: operators are %.140s",
+                 c->method->path, ep_rpc_call_identity(c), operators ? operators : "others");
+    EP_AUDIT("call refused", EP_S("method", c->method->path), EP_S("by", ep_rpc_call_identity(c)),
+             EP_S("role", "viewer"));
+    end(c, EP_PERMISSION_DENIED, text);
+}
+
+static void refuse_other(struct ep_rpc_call *c)
+{
+    char text[400];
+
+    snprintf(text, sizeof text,
+             "%.120s is for servers of the cluster, and the certificate of \"%.80s\" is no server's (OU=%.80s)",
+             c->method->path, ep_rpc_call_identity(c), c->server->options.peer_unit);
+    EP_AUDIT("call refused", EP_S("method", c->method->path), EP_S("by", ep_rpc_call_identity(c)),
+             EP_S("role", "operator"));
     end(c, EP_PERMISSION_DENIED, text);
 }
 
 static bool is_for_viewers(const struct ep_rpc_handler *handler, const ProtobufCMessage *request)
 {
     return handler->for_viewers || (handler->is_for_viewers && handler->is_for_viewers(request));
+}
+
+static bool is_operator(const struct ep_rpc_call *c)
+{
+    const struct ep_rpc_server_options *options = &c->server->options;
+
+    return !options->is_operator || options->is_operator(c->local ? &c->peer : NULL, options->user);
+}
+
+/* False: it is refused. */
+static bool admit(struct ep_rpc_call *c, const ProtobufCMessage *request)
+{
+    const char *peers = c->server->options.peer_unit;
+    bool is_viewers;
+
+    if (is_for_viewers(&c->method->handler, request))
+        return true;
+    is_viewers = rpc_certificate_has_unit(c->call, "viewer");
+    if (is_viewers || !is_operator(c))
+        refuse_viewer(c, is_viewers);
+    else if (c->method->handler.for_peers && peers && !rpc_certificate_has_unit(c->call, peers))
+        refuse_other(c);
+    return !c->over;
 }
 
 static void deliver(struct ep_rpc_call *c)
@@ -209,9 +251,7 @@ static void deliver(struct ep_rpc_call *c)
         end(c, EP_INVALID_ARGUMENT, text);
         return;
     }
-    if (!is_for_viewers(&c->method->handler, request) && rpc_certificate_is_viewers(c->call)) {
-        refuse_viewer(c);
-    } else {
+    if (admit(c, request)) {
         c->seen = true;
         c->method->handler.on_request(c, request, c->method->user);
     }

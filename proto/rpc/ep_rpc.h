@@ -74,17 +74,24 @@ struct ep_rpc_call;
  *                (finished, cancelled, deadline, connection lost, shutdown); free
  *                what ep_rpc_call_set_user holds.
  *
- * Who may call: a certificate whose subject has the unit (OU) "viewer" is good for methods that are for viewers, and for
- * requests that are, which are to change nothing; the runtime refuses it all others.  Every other caller that was let in
- * may call all.
+ * Who may call: operators all, and viewers the methods that are for viewers, and requests that are; the runtime refuses
+ * them all others.  Viewers are those whose certificate has the unit (OU) "viewer" in its subject, and whoever is_operator
+ * of the server's options does not know.  Where peer_unit of these says which certificates other servers have, methods for
+ * peers are for nobody else.
  */
 struct ep_rpc_handler {
     const char *method; /* "CreateGroup" */
-    bool for_viewers;
+    bool for_viewers, for_peers;
     bool (*is_for_viewers)(const ProtobufCMessage *request); /* this request; may be NULL: none is */
     void (*on_request)(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
     void (*on_writable)(struct ep_rpc_call *call, void *user);
     void (*on_closed)(struct ep_rpc_call *call, void *user);
+};
+
+struct ep_rpc_peer {
+    pid_t pid;
+    uid_t uid;
+    gid_t gid;
 };
 
 struct ep_rpc_server_options {
@@ -95,6 +102,11 @@ struct ep_rpc_server_options {
     uint32_t handshake_timeout_ms; /* a connection that says nothing is dropped; 0: 10000.  When all
                                       places are taken, the oldest silent one goes first */
     bool reflection;              /* serve grpc.reflection.v1 and v1alpha */
+    /* Of those that were let in and show no viewer's certificate; peer NULL: it came over no unix socket.  NULL: all are */
+    bool (*is_operator)(const struct ep_rpc_peer *peer, void *user);
+    void *user;
+    const char *operators; /* who they are, for whoever is refused: "those that ..." */
+    const char *peer_unit; /* OU of other servers' certificates; NULL: any operator's will do */
 };
 
 ep_status ep_rpc_server_create(struct ep_rpc *rpc, const struct ep_rpc_server_options *options,
@@ -116,7 +128,6 @@ ep_status ep_rpc_server_listen_tcp(struct ep_rpc_server *server, const char *add
  * are let in).  A live socket of another process at `path` is an error, a dead
  * one is replaced; the file gets `mode` and goes away with the server.
  */
-struct ep_rpc_peer { pid_t pid; uid_t uid; gid_t gid; };
 ep_status ep_rpc_server_listen_unix(struct ep_rpc_server *server, const char *path, mode_t mode,
                                     bool (*accept_peer)(const struct ep_rpc_peer *peer, void *user),
                                     void *user, struct ep_error *error);

@@ -123,7 +123,8 @@ void rpc_server_tls_free_all(struct ep_rpc *rpc);
 
 /* The caller's common name or, without one, its first other name; malloc'ed, NULL: it has shown no certificate. */
 char *rpc_certificate_name(grpc_call *call);
-bool rpc_certificate_is_viewers(grpc_call *call);
+/* Has its subject this unit (OU)? */
+bool rpc_certificate_has_unit(grpc_call *call, const char *unit);
 
 /* ---- server.c, methods.c, call.c ----------------------------------------------------- */
 
@@ -182,7 +183,8 @@ bool rpc_call_is_writing(const struct ep_rpc_call *call);
 
 /* ---- gate.c: connections that we accept ourselves; listen_unix.c, listen_tcp.c ------- */
 
-#define RPC_BACKLOG 512
+/* gRPC takes a unix socket's connect() that found no room for one that goes on, and fails: who is silent leaves room. */
+#define RPC_BACKLOG SOMAXCONN
 
 struct rpc_listener {
     uv_poll_t poll;

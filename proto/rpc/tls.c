@@ -258,15 +258,29 @@ char *rpc_certificate_name(grpc_call *call)
     return name ? name : property_of(call, GRPC_X509_SAN_PROPERTY_NAME);
 }
 
-/* The subject is written as in RFC 2253: "OU=viewer,CN=alice". */
-bool rpc_certificate_is_viewers(grpc_call *call)
+/* A ',' or '+' that belongs to a value has a backslash before it, and so has a backslash. */
+static bool is_separated(const char *subject, const char *at)
 {
-    static const char unit[] = "OU=viewer";
+    size_t escapes = 0;
+
+    if (at == subject)
+        return true;
+    if (at[-1] != ',' && at[-1] != '+')
+        return false;
+    while (at - 1 - escapes > subject && at[-2 - (ptrdiff_t)escapes] == '\\')
+        escapes++;
+    return escapes % 2 == 0;
+}
+
+/* The subject is written as in RFC 2253: "OU=viewer,CN=alice". */
+bool rpc_certificate_has_unit(grpc_call *call, const char *unit)
+{
     char *subject = property_of(call, GRPC_X509_SUBJECT_PROPERTY_NAME);
+    const size_t n = strlen(unit);
     bool found = false;
 
-    for (const char *at = subject; at && !found && (at = strstr(at, unit)); at++)
-        found = (at == subject || at[-1] == ',' || at[-1] == '+') && strchr(",+", at[sizeof unit - 1]);
+    for (const char *at = subject; at && !found && (at = strstr(at, "OU=")); at++)
+        found = is_separated(subject, at) && !strncmp(at + 3, unit, n) && strchr(",+", at[3 + n]);
     free(subject);
     return found;
 }

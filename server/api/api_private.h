@@ -12,6 +12,7 @@ struct ep_api {
     struct api_watch *watches;     /* WatchGroups */
     struct api_stats_stream *streams; /* WatchStats */
     struct api_claim *claims;      /* Claims that wait for a rank */
+    uint32_t n_claims;
     struct ep_cluster_watch *nodes;
     bool told_to_leave;            /* this node is drained, and its workers were told */
     bool ending;                   /* no new streams */

@@ -1,4 +1,5 @@
 /* Attach: claims of local workers.  Served on unix sockets only. */
+#include <inttypes.h>
 #include <stdlib.h>
 
 #include "api_private.h"
@@ -26,9 +27,9 @@ struct api_claim {
 static void audit(const struct ep_rpc_call *call, const Ep__V1__ClaimRequest *request, const struct ep_error *error)
 {
     if (error->status == EP_PERMISSION_DENIED || error->status == EP_UNAUTHENTICATED)
-        EP_INFO("audit", "claim refused", EP_S("action", "attach.claim"), EP_S("target", request->group),
-                EP_S("by", ep_rpc_call_identity(call)), EP_S("status", ep_status_name(error->status)),
-                EP_S("reason", error->text));
+        EP_AUDIT("claim refused", EP_S("action", "attach.claim"), EP_S("target", request->group),
+                 EP_S("by", ep_rpc_call_identity(call)), EP_S("status", ep_status_name(error->status)),
+                 EP_S("reason", error->text));
 }
 
 /* False: not yet, and it may still wait. */
@@ -68,6 +69,7 @@ static void forget(struct api_claim *waiting)
     while (*at != waiting)
         at = &(*at)->next;
     *at = waiting->next;
+    waiting->api->n_claims--;
     uv_close((uv_handle_t *)&waiting->timer, on_timer_closed);
 }
 
@@ -115,11 +117,21 @@ static bool wait_for_rank(struct ep_api *api, struct ep_rpc_call *call, const Ep
     waiting->until = uv_now(api->options.loop) + wait_ms(call);
     waiting->next = api->claims;
     api->claims = waiting;
+    api->n_claims++;
     uv_timer_init(api->options.loop, &waiting->timer); /* cannot fail */
     waiting->timer.data = waiting;
     uv_timer_start(&waiting->timer, on_look, CLAIM_LOOK_MS, CLAIM_LOOK_MS);
     ep_rpc_call_set_user(call, waiting);
     return true;
+}
+
+static bool has_place(const struct ep_api *api, struct ep_error *error)
+{
+    if (api->n_claims < api->options.max_claims)
+        return true;
+    ep_error_set(error, EP_RESOURCE_EXHAUSTED,
+                 "%" PRIu32 " claims wait for a rank here, as many as max-watches allows: try again", api->n_claims);
+    return false;
 }
 
 static void claim(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
@@ -135,7 +147,11 @@ static void claim(struct ep_rpc_call *call, const ProtobufCMessage *message, voi
         ep_rpc_fail(call, &error);
         return;
     }
-    if (!try_claim(api, call, request, &peer, !api->ending) && !wait_for_rank(api, call, request, &peer))
+    if (try_claim(api, call, request, &peer, !api->ending))
+        return;
+    if (!has_place(api, &error))
+        ep_rpc_fail(call, &error);
+    else if (!wait_for_rank(api, call, request, &peer))
         (void)try_claim(api, call, request, &peer, false);
 }
 
@@ -194,8 +210,9 @@ static void describe(struct ep_rpc_call *call, const ProtobufCMessage *message, 
     free(reply.free_ranks);
 }
 
+/* Workers need not be operators: a rank is claimed by whoever was let in, and shows the group's token. */
 const struct ep_rpc_handler api_attach_handlers[] = {
-    { .method = "Claim", .on_request = claim, .on_closed = claim_closed },
-    { .method = "Describe", .on_request = describe },
+    { .method = "Claim", .for_viewers = true, .on_request = claim, .on_closed = claim_closed },
+    { .method = "Describe", .for_viewers = true, .on_request = describe },
 };
 const size_t api_attach_handlers_count = sizeof api_attach_handlers / sizeof *api_attach_handlers;

@@ -20,6 +20,7 @@ struct ep_api_options {
     struct ep_attach *attach;
     struct ep_store *store;
     struct ep_cluster *cluster;
+    uint32_t max_claims; /* that wait for a rank, at a time */
 };
 
 ep_status ep_api_create(const struct ep_api_options *options, struct ep_api **out, struct ep_error *error);

@@ -97,18 +97,18 @@ GROUP_HANDLER(on_left, ep_groups_left, Ep__V1__LeaveRequest)
 GROUP_HANDLER(on_turn, ep_groups_turn, Ep__V1__TurnRequest)
 
 static const struct ep_rpc_handler handlers[] = {
-    { .method = "Ping", .on_request = on_ping },
-    { .method = "Prepare", .on_request = on_prepare, .on_closed = on_closed },
-    { .method = "Connect", .on_request = on_connect, .on_closed = on_closed },
-    { .method = "Abort", .on_request = on_abort, .on_closed = on_closed },
-    { .method = "Hold", .on_request = on_hold, .on_closed = on_closed },
-    { .method = "Admit", .on_request = on_admit, .on_closed = on_closed },
-    { .method = "Leave", .on_request = on_left, .on_closed = on_closed },
-    { .method = "Turn", .on_request = on_turn, .on_closed = on_closed },
-    { .method = "GetStats", .on_request = api_get_stats_here },
-    { .method = "CreateGroup", .on_request = api_create_group_here, .on_closed = api_pending_closed },
-    { .method = "UpdateGroup", .on_request = api_update_group_here, .on_closed = api_pending_closed },
-    { .method = "DeleteGroup", .on_request = api_delete_group_here, .on_closed = api_pending_closed },
+    { .method = "Ping", .for_peers = true, .on_request = on_ping },
+    { .method = "Prepare", .for_peers = true, .on_request = on_prepare, .on_closed = on_closed },
+    { .method = "Connect", .for_peers = true, .on_request = on_connect, .on_closed = on_closed },
+    { .method = "Abort", .for_peers = true, .on_request = on_abort, .on_closed = on_closed },
+    { .method = "Hold", .for_peers = true, .on_request = on_hold, .on_closed = on_closed },
+    { .method = "Admit", .for_peers = true, .on_request = on_admit, .on_closed = on_closed },
+    { .method = "Leave", .for_peers = true, .on_request = on_left, .on_closed = on_closed },
+    { .method = "Turn", .for_peers = true, .on_request = on_turn, .on_closed = on_closed },
+    { .method = "GetStats", .for_peers = true, .on_request = api_get_stats_here },
+    { .method = "CreateGroup", .for_peers = true, .on_request = api_create_group_here, .on_closed = api_pending_closed },
+    { .method = "UpdateGroup", .for_peers = true, .on_request = api_update_group_here, .on_closed = api_pending_closed },
+    { .method = "DeleteGroup", .for_peers = true, .on_request = api_delete_group_here, .on_closed = api_pending_closed },
 };
 
 ep_status ep_api_add_node(struct ep_api *api, struct ep_rpc_server *server, struct ep_error *error)

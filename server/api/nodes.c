@@ -7,7 +7,8 @@
 #include "ep_log.h"
 #include "ep/v1/node.pb-c.h"
 
-#define PING_MS 2000
+#define PING_MS    2000
+#define REASON_MAX 1024 /* bytes, of a cordon: all servers keep it */
 
 #define NODE_STATE(x) EP__V1__NODE_STATE__NODE_STATE_##x
 
@@ -329,6 +330,15 @@ static void on_changed(const struct ep_error *error, void *user)
     free(change);
 }
 
+static ep_status check_cordon(struct ep_api *api, const char *name, const char *reason,
+                              struct ep_error *error)
+{
+    if (reason && strlen(reason) > REASON_MAX)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "reason has %zu bytes: it may have %d",
+                            strlen(reason), REASON_MAX);
+    return is_own(api, name) || look_up(api, name, error) ? EP_OK : error->status;
+}
+
 static void change_cordon(struct ep_api *api, struct ep_rpc_call *call, const char *asked, const char *reason,
                           bool workers_stay)
 {
@@ -340,7 +350,7 @@ static void change_cordon(struct ep_api *api, struct ep_rpc_call *call, const ch
 
     if (!pending)
         return;
-    if (!change || (!is_own(api, name) && !look_up(api, name, &error))) {
+    if (!change || check_cordon(api, name, reason, &error)) {
         ep_rpc_fail(api_pending_finish(pending, &error), &error);
         free(change);
         return;

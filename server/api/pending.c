@@ -71,10 +71,10 @@ static void audit(const struct api_pending *pending, const struct ep_error *erro
 
     if (pending->dry_run)
         return;
-    EP_INFO("audit", failed ? "change refused" : "change made", EP_S("action", pending->action),
-            EP_S("target", pending->target), EP_S("by", pending->identity),
-            EP_S("status", ep_status_name(failed ? error->status : EP_OK)),
-            EP_S("reason", failed ? error->text : ""));
+    EP_AUDIT(failed ? "change refused" : "change made", EP_S("action", pending->action),
+             EP_S("target", pending->target), EP_S("by", pending->identity),
+             EP_S("status", ep_status_name(failed ? error->status : EP_OK)),
+             EP_S("reason", failed ? error->text : ""));
 }
 
 struct ep_rpc_call *api_pending_finish(struct api_pending *pending, const struct ep_error *error)

@@ -181,6 +181,10 @@ void api_watch_groups(struct ep_rpc_call *call, const ProtobufCMessage *message,
         ep_rpc_fail(call, &error);
         return;
     }
+    if (*request->name && ep_group_name_check(request->name, &error)) {
+        ep_rpc_fail(call, &error);
+        return;
+    }
     watch = create(api, call, request->name);
     if (!watch) {
         ep_rpc_fail(call, &error);

@@ -3,7 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
-#include <unistd.h>
 
 #include "ep_log.h"
 
@@ -11,17 +10,6 @@
 #define DEFAULT_HELLO_MS 2000u
 #define DEFAULT_CONNECTIONS 1024u
 #define DEFAULT_MODE 0660
-
-bool ep_attach_allowed(const struct ep_attach *attach, uid_t uid, gid_t gid)
-{
-    for (size_t i = 0; i < attach->n_uids; i++)
-        if (attach->uids[i] == uid)
-            return true;
-    for (size_t i = 0; i < attach->n_gids; i++)
-        if (attach->gids[i] == gid)
-            return true;
-    return attach->n_uids == 0 && attach->n_gids == 0 && (uid == 0 || uid == geteuid());
-}
 
 const struct ep_attach_counters *ep_attach_counters(const struct ep_attach *attach)
 {
@@ -32,8 +20,6 @@ const struct ep_attach_counters *ep_attach_counters(const struct ep_attach *atta
 
 static void destroy(struct ep_attach *attach)
 {
-    free(attach->uids);
-    free(attach->gids);
     free(attach->token);
     free(attach);
 }
@@ -84,16 +70,6 @@ static uint32_t bounded_connections(uint32_t asked)
     return (uint32_t)(limit.rlim_cur / 2);
 }
 
-static bool copy_list(void *to, const void *from, size_t n, size_t each)
-{
-    void **list = to;
-
-    *list = n ? malloc(n * each) : NULL;
-    if (n && *list)
-        memcpy(*list, from, n * each);
-    return n == 0 || *list;
-}
-
 static bool copy_options(struct ep_attach *attach, const struct ep_attach_options *options)
 {
     attach->mode = options->mode ? options->mode : DEFAULT_MODE;
@@ -101,12 +77,10 @@ static bool copy_options(struct ep_attach *attach, const struct ep_attach_option
     attach->hello_timeout_ms = options->hello_timeout_ms ? options->hello_timeout_ms : DEFAULT_HELLO_MS;
     attach->max_connections =
         bounded_connections(options->max_connections ? options->max_connections : DEFAULT_CONNECTIONS);
-    attach->n_uids = options->n_uids;
-    attach->n_gids = options->n_gids;
+    attach->is_allowed = options->is_allowed;
+    attach->user = options->user;
     attach->token = options->token ? strdup(options->token) : NULL;
-    return copy_list(&attach->uids, options->uids, options->n_uids, sizeof *options->uids)
-           && copy_list(&attach->gids, options->gids, options->n_gids, sizeof *options->gids)
-           && (attach->token || !options->token);
+    return attach->token || !options->token;
 }
 
 ep_status ep_attach_open(uv_loop_t *loop, struct ep_groups *groups, struct ep_node *node,

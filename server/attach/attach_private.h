@@ -44,10 +44,8 @@ struct ep_attach {
     struct ep_node *node;
     struct listener listener;
     mode_t mode;
-    uid_t *uids;
-    size_t n_uids;
-    gid_t *gids;
-    size_t n_gids;
+    bool (*is_allowed)(uid_t uid, gid_t gid, void *user);
+    void *user;
     char *token;
     uint32_t ticket_ms, hello_timeout_ms, max_connections;
     uint32_t n_connections;
@@ -136,6 +134,7 @@ struct claim {
     pid_t pid;
     uid_t uid;
     Ep__V1__Executor executor; /* asked for */
+    uint32_t ht_sms;           /* asked for */
     bool follow;
     uint64_t after; /* as in struct ep_worker */
     struct ep_membership *membership;

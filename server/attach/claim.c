@@ -24,6 +24,7 @@ static struct ep_worker worker_of(const struct claim *claim)
                                .uid = claim->uid,
                                .name = claim->worker,
                                .executor = claim->executor,
+                               .ht_sms = claim->ht_sms,
                                .on_turn = claim->follow ? on_group_turn : NULL,
                                .after = claim->after };
 }
@@ -391,6 +392,22 @@ static ep_status check_request(const struct ep_attach *attach, const Ep__V1__Cla
     return EP_OK;
 }
 
+/* Does the ticket belong to the rank that the claim says is held? */
+static bool shows_held(const struct ep_attach *attach, const Ep__V1__ClaimRequest *request, uid_t uid)
+{
+    struct ep_membership_info info;
+
+    if (!request->after || request->after_ticket.len != EP_ATTACH_TICKET_BYTES)
+        return false;
+    for (const struct claim *c = attach->claims; c; c = c->next) {
+        if (c->state != CLAIM_ATTACHED || c->uid != uid || !same_secret(c->ticket, request->after_ticket.data, sizeof c->ticket))
+            continue;
+        ep_membership_info(c->membership, &info);
+        return info.epoch == request->after && info.rank == request->rank && !strcmp(info.group, request->group);
+    }
+    return false;
+}
+
 static struct claim *make_claim(struct ep_attach *attach, const Ep__V1__ClaimRequest *request, pid_t pid,
                                 uid_t uid, struct ep_error *error)
 {
@@ -404,6 +421,7 @@ static struct claim *make_claim(struct ep_attach *attach, const Ep__V1__ClaimReq
     claim->pid = pid;
     claim->uid = uid;
     claim->executor = request->executor;
+    claim->ht_sms = request->ht_sms;
     claim->follow = request->follow;
     claim->after = request->after;
     claim->process.pidfd = -1;
@@ -447,6 +465,7 @@ static ep_status claim_rank(struct ep_attach *attach, const Ep__V1__ClaimRequest
         return error->status;
     worker = worker_of(claim);
     worker.token = request->group_token;
+    worker.holds = shows_held(attach, request, uid);
     start_claim(claim); /* first: the group may have something to say before it returns */
     if (ep_groups_claim(attach->groups, request->group, given ? (int32_t)request->rank : -1, &worker,
                         on_group_event, claim, &claim->membership, error) != EP_OK) {
@@ -480,6 +499,7 @@ ep_status ep_attach_claim(struct ep_attach *attach, const Ep__V1__ClaimRequest *
     reply->executor = info.executor;
     reply->state_bytes = info.state_bytes;
     reply->sms = info.sms;
+    reply->ht_sms = info.ht_sms;
     reply->mps = info.mps;
     if (info.device_uuid)
         reply->device_uuid = (ProtobufCBinaryData){ .data = (uint8_t *)(uintptr_t)info.device_uuid,

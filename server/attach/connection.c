@@ -497,7 +497,7 @@ static ep_status admit(struct ep_attach *attach, int fd, struct ucred *peer, str
 
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, peer, &size) < 0)
         return ep_error_errno(error, EP_IO, "credentials of the worker");
-    if (!ep_attach_allowed(attach, peer->uid, peer->gid))
+    if (attach->is_allowed && !attach->is_allowed(peer->uid, peer->gid, attach->user))
         return ep_error_set(error, EP_PERMISSION_DENIED, "uid %u, gid %u may not attach to this server",
                             peer->uid, peer->gid);
     if (!make_room(attach))

@@ -24,8 +24,8 @@ struct ep_attach;
 struct ep_attach_options {
     const char *socket;            /* path of the side socket */
     mode_t mode;
-    const uid_t *uids; size_t n_uids; /* who may attach; none listed: the server's own uid and root */
-    const gid_t *gids; size_t n_gids; /* or by group */
+    bool (*is_allowed)(uid_t uid, gid_t gid, void *user); /* who may attach; NULL: whoever can connect */
+    void *user;
     const char *token;             /* workers must show it; NULL: none */
     uint32_t ticket_ms;            /* 0: 5000 */
     uint32_t max_connections;      /* side socket; 0: 1024 */
@@ -39,9 +39,6 @@ ep_status ep_attach_open(uv_loop_t *loop, struct ep_groups *groups, struct ep_no
                          struct ep_error *error);
 /* Closes the listener and every attachment (their ranks are released), then on_closed. */
 void ep_attach_close(struct ep_attach *attach, void (*on_closed)(void *user), void *user);
-
-/* May this peer talk to us at all?  Also used by the unix RPC listener. */
-bool ep_attach_allowed(const struct ep_attach *attach, uid_t uid, gid_t gid);
 
 /* Reserves a rank and a ticket; *reply's pointers are valid until the loop runs again. */
 ep_status ep_attach_claim(struct ep_attach *attach, const Ep__V1__ClaimRequest *request, pid_t pid, uid_t uid,

@@ -10,7 +10,6 @@
 
 #include "ep_log.h"
 
-#define BACKLOG 512
 /* Accepts per turn of the loop, so that a flood does not starve the rest. */
 #define ACCEPT_BATCH 32
 /* Without descriptors the listener rests: it would be readable all the time. */
@@ -64,7 +63,7 @@ static ep_status bind_path(int fd, const struct sockaddr_un *address, mode_t mod
 
     if (bind(fd, (const struct sockaddr *)address, sizeof *address) < 0)
         return ep_error_errno(error, EP_IO, "bind %s", path);
-    if (chmod(path, mode) < 0 || lstat(path, st) < 0 || listen(fd, BACKLOG) < 0) {
+    if (chmod(path, mode) < 0 || lstat(path, st) < 0 || listen(fd, SOMAXCONN) < 0) {
         ep_error_errno(error, EP_IO, "socket %s", path);
         unlink(path);
         return EP_IO;

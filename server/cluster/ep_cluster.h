@@ -11,7 +11,8 @@
  *                       operator takes it away.  The node watches it and does what it says.  Behind a NUL there may be
  *                       "stay": its workers are not asked to leave yet.
  *   nodes/.mark         nothing; written with each cordon, and so that a watch comes to that revision (ep_cluster_mark()).
- *   leader              the name of the node that leads.
+ *   leader              the name of the node that leads; behind a NUL the number of its session.  Its revision is the
+ *                       leader's term.
  *
  * The table of nodes follows from that: nodes with a server, and those without one that are cordoned, which an
  * operator knows.  While the store is out of reach it stays as it was.  When this server's own session was lost, the
@@ -49,6 +50,8 @@ struct ep_cluster_options {
      * is waited for, some time.
      */
     void (*on_ready)(const struct ep_error *error, void *user);
+    /* After that: another server has taken the name while this one was away, and keeps it.  The error names it. */
+    void (*on_replaced)(const struct ep_error *error, void *user);
     void *user;
 };
 
@@ -115,6 +118,11 @@ void ep_cluster_cordon(struct ep_cluster *cluster, const char *name, const char 
 
 bool ep_cluster_leads(const struct ep_cluster *cluster);         /* right now, by the clock */
 const char *ep_cluster_leader(const struct ep_cluster *cluster); /* its name; NULL: nobody known */
+/* The last leader's term that this server knows of by its watch; 0: none. */
+uint64_t ep_cluster_term(const struct ep_cluster *cluster);
+/* The term of whoever leads by what the store has now; 0: nobody does.  done is called once, and later. */
+typedef void (*ep_cluster_term_fn)(const struct ep_error *error, uint64_t term, void *user);
+void ep_cluster_ask_term(struct ep_cluster *cluster, ep_cluster_term_fn done, void *user);
 /* For a leader's commits, at once: holds only while it is still the one. */
 struct ep_store_write ep_cluster_guard(const struct ep_cluster *cluster);
 /* For records that go with this server; NULL: it is not registered at present. */

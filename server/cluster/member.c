@@ -127,6 +127,12 @@ static void be_in(struct ep_cluster *c, uint64_t revision)
 
 /* ---- the name ------------------------------------------------------------------------------- */
 
+/* The record of this server, not of another one or of what it was before a restart? */
+static bool is_own(const struct ep_cluster *c, const struct entry *e)
+{
+    return e && e->server && e->node.boot == ep_node_boot(c->options.node);
+}
+
 static void say_clash(const struct ep_cluster *c, struct ep_error *error)
 {
     const struct entry *e = table_self(c);
@@ -140,17 +146,28 @@ static void say_clash(const struct ep_cluster *c, struct ep_error *error)
 }
 
 /* A server that died leaves its record for as long as its lease lasts; one that lives keeps it. */
+static bool has_waited(const struct ep_cluster *c)
+{
+    return ep_clock_ns() >= c->waits_since + 2 * ep_cluster_lost_ms(c) * EP_NS_PER_MS;
+}
+
+/*
+ * The store has just said that the name is taken.  One that was in before ends as well as one that begins: its node's
+ * place is the other's now, and as it is not registered it would take no server for gone any more (grace_begin()).
+ */
 static void check_clash(struct ep_cluster *c)
 {
+    const struct entry *e = table_self(c);
     struct ep_error error;
 
-    if (c->told_clash || ep_clock_ns() < c->waits_since + 2 * ep_cluster_lost_ms(c) * EP_NS_PER_MS)
+    if (c->told_clash || !has_waited(c) || !e || !e->server || is_own(c, e))
         return;
     c->told_clash = true;
     say_clash(c, &error);
-    if (c->told_ready)
-        EP_ERROR(CLUSTER_MODULE, "not registered", EP_S("error", error.text));
-    cluster_fail(c, &error);
+    if (!c->told_ready)
+        cluster_fail(c, &error);
+    else if (c->options.on_replaced)
+        c->options.on_replaced(&error, c->options.user);
 }
 
 static void wait_for_name(struct ep_cluster *c)
@@ -161,6 +178,7 @@ static void wait_for_name(struct ep_cluster *c)
         EP_INFO(CLUSTER_MODULE, "waiting for the name: a server of old has it, or another one",
                 EP_S("node", ep_node_name(c->options.node)));
     }
+    check_clash(c);
 }
 
 static void on_claimed(const struct ep_error *error, uint64_t revision, void *user)
@@ -176,12 +194,6 @@ static void on_claimed(const struct ep_error *error, uint64_t revision, void *us
             fall_apart(c, error);
     }
     cluster_release(c);
-}
-
-/* The record of this server, not of another one or of what it was before a restart? */
-static bool is_own(const struct ep_cluster *c, const struct entry *e)
-{
-    return e && e->server && e->node.boot == ep_node_boot(c->options.node);
 }
 
 /* Its own record, of a session that was lost, is taken over. */
@@ -258,15 +270,13 @@ void ep_cluster_refresh(struct ep_cluster *c)
 
 /* ---- what the others call ------------------------------------------------------------------- */
 
-/* While the name is another's: is it free now, or will it never be? */
+/* While the name is another's: is it free now, or will it never be?  The store has to say, as the table may be old. */
 static void look_for_name(struct ep_cluster *c)
 {
     const struct entry *e = table_self(c);
 
-    if (!e || !e->server || revision_to_claim(c) != c->claimed)
+    if (!e || !e->server || revision_to_claim(c) != c->claimed || (has_waited(c) && !c->told_clash))
         claim(c);
-    else
-        check_clash(c);
 }
 
 /* While it is this one's: somebody may have deleted it, or a renewal be there whose answer was lost. */
@@ -333,6 +343,39 @@ bool ep_cluster_leads(const struct ep_cluster *c)
 const char *ep_cluster_leader(const struct ep_cluster *c)
 {
     return c->election ? ep_election_leader(c->election) : NULL;
+}
+
+uint64_t ep_cluster_term(const struct ep_cluster *c)
+{
+    return c->election ? ep_election_term(c->election) : 0;
+}
+
+struct term_asked {
+    struct ep_cluster *cluster;
+    ep_cluster_term_fn done;
+    void *user;
+};
+
+static void on_term(const struct ep_error *error, const struct ep_record *records, size_t n, void *user)
+{
+    struct term_asked asked = *(struct term_asked *)user;
+    uint64_t term = 0;
+
+    free(user);
+    for (size_t i = 0; i < n; i++)
+        if (!strcmp(records[i].key, LEADER_KEY))
+            term = records[i].revision;
+    asked.done(error, term, asked.user);
+    cluster_release(asked.cluster);
+}
+
+void ep_cluster_ask_term(struct ep_cluster *c, ep_cluster_term_fn done, void *user)
+{
+    struct term_asked *asked = cluster_allocate(sizeof *asked);
+
+    *asked = (struct term_asked){ .cluster = c, .done = done, .user = user };
+    cluster_hold(c);
+    ep_store_list(c->options.store, LEADER_KEY, on_term, asked);
 }
 
 struct ep_store_write ep_cluster_guard(const struct ep_cluster *c)

@@ -37,6 +37,11 @@ static bool has_parts(const struct change *change)
     return change->plan.n_nodes > 0;
 }
 
+static bool is_own(const struct agreed *member)
+{
+    return !strcmp(member->change->plan.name[member->node], nodes_self(groups_of(member->change)));
+}
+
 /* How long the last step took goes into the history; the two after the commit are one to whoever reads it. */
 static void enter(struct change *change, int step)
 {
@@ -53,6 +58,68 @@ static void enter(struct change *change, int step)
     }
     change->step = step;
     change->step_ns = now;
+}
+
+/* ---- progress -------------------------------------------------------------------------------- */
+
+#define SHOWN_NAMES 3
+
+static void begin_asking(struct change *change, int step)
+{
+    enter(change, step);
+    change->waiting = change->plan.n_nodes;
+    for (uint32_t i = 0; i < change->plan.n_nodes; i++)
+        change->members[i].answered = false;
+}
+
+static size_t append_names(const struct change *change, char *text, size_t used)
+{
+    uint32_t shown = 0;
+
+    for (uint32_t i = 0; i < change->plan.n_nodes && shown < SHOWN_NAMES && used < REASON_MAX; i++)
+        if (!change->members[i].answered)
+            used += (size_t)snprintf(text + used, REASON_MAX - used, "%s%s", shown++ ? ", " : "", change->plan.name[i]);
+    return used;
+}
+
+static size_t describe(const struct change *change, char text[static REASON_MAX])
+{
+    return (size_t)snprintf(text, REASON_MAX, "epoch %llu is being formed%s", (unsigned long long)change->status->epoch,
+                            change->kind == CHANGE_RENEWAL ? " anew" : "");
+}
+
+static void enter_phase(const struct change *change)
+{
+    char text[REASON_MAX];
+
+    describe(change, text);
+    if (change->group->phase != EP_PHASE(FORMING))
+        group_phase(change->group, EP_PHASE_CHANGE, text);
+}
+
+/* For whoever watches: the step, and whose answer is missing. */
+static void show_progress(const struct change *change)
+{
+    struct group *group = change->group;
+    size_t used = describe(change, group->reason);
+
+    if (change->step == AGREE_COMMIT) {
+        snprintf(group->reason + used, REASON_MAX - used, ": COMMIT is in the store's hands");
+    } else {
+        used += (size_t)snprintf(group->reason + used, REASON_MAX - used, ": %s waits for %u of %u nodes: ",
+                                 change->step == AGREE_PREPARE ? "PREPARE" : "CONNECT", change->waiting,
+                                 change->plan.n_nodes);
+        used = append_names(change, group->reason, used);
+        if (change->waiting > SHOWN_NAMES && used < REASON_MAX)
+            snprintf(group->reason + used, REASON_MAX - used, " and %u more", change->waiting - SHOWN_NAMES);
+    }
+    status_changed(group);
+}
+
+/* Seldom enough for a group of hundreds of nodes: each time that half of those who were missing have answered. */
+static bool is_worth_showing(uint32_t waiting)
+{
+    return waiting && !(waiting & (waiting - 1));
 }
 
 static void finish(struct change *change, const struct ep_error *error)
@@ -92,7 +159,10 @@ static void abort_parts(const struct change *change, const char *why)
     request.reason = (char *)(uintptr_t)why;
     request.fence = change->fence;
     for (uint32_t i = 0; i < change->plan.n_nodes; i++)
-        abort_at(groups_of(change), change->plan.name[i], &request);
+        if (is_own(&change->members[i]))
+            part_give_up(change->group, change->fence, why);
+        else
+            abort_at(groups_of(change), change->plan.name[i], &request);
 }
 
 static void give_up(struct change *change, const struct ep_error *error)
@@ -156,6 +226,8 @@ static void commit(struct change *change)
     struct group *group = change->group;
 
     enter(change, AGREE_COMMIT);
+    if (has_parts(change))
+        show_progress(change);
     switch (change->kind) {
     case CHANGE_DELETION: records_delete(group, on_committed, change); break;
     case CHANGE_RENEWAL: records_renew(group, change->status, on_committed, change); break;
@@ -198,12 +270,17 @@ static void look_at_offers(struct change *change)
 static void ask_all_to_connect(struct change *change);
 
 /* The step is over when all have answered, well or not: nobody is left in the middle of something. */
-static void answered(struct change *change)
+static void answered(struct agreed *member)
 {
+    struct change *change = member->change;
     struct ep_error lost = EP_ERROR_INIT;
 
-    if (--change->waiting)
+    member->answered = true;
+    if (--change->waiting) {
+        if (is_worth_showing(change->waiting))
+            show_progress(change);
         return;
+    }
     if (check_term(change, &lost) != EP_OK)
         change->failure = lost;
     if (is_out_of_date(change))
@@ -228,11 +305,6 @@ static void note_failure(struct agreed *member, const struct ep_error *error)
         ep_error_prefix(&change->failure, change->plan.name[member->node]);
 }
 
-static bool is_own(const struct agreed *member)
-{
-    return !strcmp(member->change->plan.name[member->node], nodes_self(groups_of(member->change)));
-}
-
 static void end_call(const struct agreed *member)
 {
     if (is_own(member))
@@ -250,7 +322,7 @@ static void on_prepared(const struct ep_error *error, const ProtobufCMessage *me
     note_failure(member, error);
     if (!error->status && reply->card.len == sizeof member->card.bytes)
         memcpy(member->card.bytes, reply->card.data, sizeof member->card.bytes);
-    answered(member->change);
+    answered(member);
 }
 
 static void on_connected(const struct ep_error *error, const ProtobufCMessage *reply, void *user)
@@ -260,7 +332,7 @@ static void on_connected(const struct ep_error *error, const ProtobufCMessage *r
     (void)reply;
     end_call(member);
     note_failure(member, error);
-    answered(member->change);
+    answered(member);
 }
 
 static void call(struct agreed *member, const char *method, const ProtobufCMessage *request, uint32_t timeout_ms,
@@ -281,8 +353,8 @@ static void ask_all_to_prepare(struct change *change)
     Ep__V1__Version release = EP__V1__VERSION__INIT;
     struct agreed *own = NULL;
 
-    enter(change, AGREE_PREPARE);
-    change->waiting = n;
+    begin_asking(change, AGREE_PREPARE);
+    show_progress(change);
     request.group = change->group->name;
     request.status = change->status;
     request.leader = (char *)(uintptr_t)nodes_self(groups_of(change));
@@ -321,8 +393,8 @@ static void ask_all_to_connect(struct change *change)
     Ep__V1__ConnectRequest request = EP__V1__CONNECT_REQUEST__INIT;
     struct ep_team_card *cards = group_allocate(n, sizeof *cards);
 
-    enter(change, AGREE_CONNECT);
-    change->waiting = n;
+    begin_asking(change, AGREE_CONNECT);
+    show_progress(change);
     for (uint32_t i = 0; i < n; i++)
         cards[i] = change->members[i].card;
     request.group = change->group->name;
@@ -349,6 +421,7 @@ void agree_begin(struct change *change)
         change->members[i] = (struct agreed){ .change = change, .node = i };
     if (change->status->epoch > change->group->tried)
         change->group->tried = change->status->epoch;
+    enter_phase(change);
     ask_all_to_prepare(change);
 }
 

@@ -84,6 +84,7 @@ struct copy {
 struct bin {
     uint32_t slots, used;
     uint32_t most; /* copies of one expert */
+    uint32_t own;  /* of the expert that is being placed */
     double load;
 };
 
@@ -97,30 +98,20 @@ static int by_share(const void *x, const void *y)
     return a->expert < b->expert ? -1 : a->expert > b->expert;
 }
 
+/* Copies of one expert are placed one after the other: bins count those of the expert whose turn it is. */
 struct packing {
     const struct copy *copies;
     uint32_t n;
     struct bin *bins;
     uint32_t n_bins;
     uint32_t *bin; /* [n] of each copy */
+    uint64_t steps;
+    /* Of make_room(): the bin with room, how many copies it has of each expert, and who may have to go there. */
+    uint32_t experts, with_room;
+    uint32_t *has;    /* [experts]; NULL: no room was to be made yet */
+    uint32_t *before; /* [n] of those that may, the one before; NOWHERE: none */
+    uint32_t last, linked;
 };
-
-/* Copies of the same expert as copy `i` that are in the bin. */
-static uint32_t count_in(const struct packing *p, uint32_t i, uint32_t bin)
-{
-    uint32_t first = i, n = 0;
-
-    while (first > 0 && p->copies[first - 1].expert == p->copies[i].expert)
-        first--;
-    for (; first < p->n && p->copies[first].expert == p->copies[i].expert; first++)
-        n += p->bin[first] == bin;
-    return n;
-}
-
-static bool may_have(const struct packing *p, uint32_t i, uint32_t bin)
-{
-    return count_in(p, i, bin) < p->bins[bin].most;
-}
 
 /* Bins may be of different sizes: what counts is the load for each slot. */
 static bool is_emptier(const struct bin *a, const struct bin *b)
@@ -128,13 +119,19 @@ static bool is_emptier(const struct bin *a, const struct bin *b)
     return a->load * b->slots < b->load * a->slots;
 }
 
-static uint32_t emptiest(const struct packing *p, uint32_t i)
+static bool has_room(const struct bin *bin)
+{
+    return bin->used < bin->slots;
+}
+
+static uint32_t emptiest(struct packing *p)
 {
     uint32_t found = NOWHERE;
 
+    p->steps += p->n_bins;
     for (uint32_t bin = 0; bin < p->n_bins; bin++)
-        if (p->bins[bin].used < p->bins[bin].slots &&
-            (found == NOWHERE || is_emptier(&p->bins[bin], &p->bins[found])) && may_have(p, i, bin))
+        if (has_room(&p->bins[bin]) && p->bins[bin].own < p->bins[bin].most &&
+            (found == NOWHERE || is_emptier(&p->bins[bin], &p->bins[found])))
             found = bin;
     return found;
 }
@@ -144,6 +141,8 @@ static void put(struct packing *p, uint32_t i, uint32_t bin)
     p->bin[i] = bin;
     p->bins[bin].used++;
     p->bins[bin].load += p->copies[i].share;
+    if (p->has && bin == p->with_room)
+        p->has[p->copies[i].expert]++;
 }
 
 static void take(struct packing *p, uint32_t i)
@@ -153,48 +152,90 @@ static void take(struct packing *p, uint32_t i)
     p->bin[i] = NOWHERE;
 }
 
-static uint32_t bin_with_room(const struct packing *p)
-{
-    uint32_t bin = 0;
+/* ---- where there is room for other experts only --------------------------------------------------- */
 
-    while (p->bins[bin].used == p->bins[bin].slots)
-        bin++;
-    return bin;
+static void link_up_to(struct packing *p, uint32_t i)
+{
+    for (; p->linked < i; p->linked++, p->steps++) {
+        p->before[p->linked] = p->last;
+        p->last = p->linked;
+    }
+}
+
+/* The first bin that has room; no bin that is full comes to have room. */
+static void find_room(struct packing *p, uint32_t i)
+{
+    const uint32_t was = p->with_room;
+
+    for (; !has_room(&p->bins[p->with_room]); p->steps++)
+        p->with_room++;
+    if (p->has && p->with_room == was)
+        return;
+    if (!p->has) {
+        p->has = allocate(p->experts, sizeof *p->has);
+        p->before = allocate(p->n, sizeof *p->before);
+    }
+    memset(p->has, 0, p->experts * sizeof *p->has);
+    for (uint32_t j = 0; j < i; j++, p->steps++)
+        p->has[p->copies[j].expert] += p->bin[j] == p->with_room;
+    p->last = NOWHERE;
+    p->linked = 0;
+}
+
+static bool may_go(const struct packing *p, uint32_t i)
+{
+    return p->bin[i] != p->with_room && p->has[p->copies[i].expert] < p->bins[p->with_room].most;
 }
 
 /*
  * All bins with room have the expert as often as they may.  Another copy, the lightest so far, goes there from
  * a bin that may have this one.  There is one: were all in that bin in the other as often as they may be, the other,
  * which has this expert too, would be larger by more than the one slot for each rank that sizes differ by.
+ *
+ * Who may not go there now may not later either, as long as that bin has room: it is not looked at again.
  */
-static void make_room(struct packing *p, uint32_t i)
+static uint32_t make_room(struct packing *p, uint32_t i)
 {
-    const uint32_t with_room = bin_with_room(p);
-
-    for (uint32_t j = i; j-- > 0;) {
+    find_room(p, i);
+    link_up_to(p, i);
+    for (uint32_t j, *link = &p->last; (j = *link) != NOWHERE; p->steps++) {
         const uint32_t from = p->bin[j];
 
-        if (from == with_room || !may_have(p, i, from) || !may_have(p, j, with_room))
-            continue;
-        take(p, j);
-        put(p, j, with_room);
-        put(p, i, from);
-        return;
+        if (!may_go(p, j)) {
+            *link = p->before[j];
+        } else if (p->bins[from].own < p->bins[from].most) {
+            take(p, j);
+            put(p, j, p->with_room);
+            return from;
+        } else {
+            link = &p->before[j];
+        }
     }
+    return NOWHERE;
+}
+
+static bool begins_expert(const struct packing *p, uint32_t i)
+{
+    return i && p->copies[i].expert != p->copies[i - 1].expert;
 }
 
 static void pack(struct packing *p)
 {
     for (uint32_t i = 0; i < p->n; i++)
         p->bin[i] = NOWHERE;
-    for (uint32_t i = 0; i < p->n; i++) {
-        const uint32_t bin = emptiest(p, i);
+    for (uint32_t i = 0, first = 0; i < p->n; i++) {
+        uint32_t bin;
 
-        if (bin != NOWHERE)
-            put(p, i, bin);
-        else
-            make_room(p, i);
+        for (; begins_expert(p, i) && first < i; first++)
+            p->bins[p->bin[first]].own = 0;
+        bin = emptiest(p);
+        if (bin == NOWHERE)
+            bin = make_room(p, i);
+        put(p, i, bin);
+        p->bins[bin].own++;
     }
+    free(p->has);
+    free(p->before);
 }
 
 /* ---- nodes, then ranks -------------------------------------------------------------------------- */
@@ -204,6 +245,7 @@ struct work {
     struct copy *copies;
     uint32_t n;
     uint32_t nodes;
+    uint64_t steps;
 };
 
 static uint32_t node_of(const struct ep_balance *b, uint32_t rank)
@@ -218,7 +260,7 @@ static uint32_t slots_of(const struct work *w, uint32_t rank)
 
 static void pack_nodes(struct work *w)
 {
-    struct packing p = { .copies = w->copies, .n = w->n, .n_bins = w->nodes };
+    struct packing p = { .copies = w->copies, .n = w->n, .n_bins = w->nodes, .experts = w->b->experts };
 
     p.bins = allocate(w->nodes, sizeof *p.bins);
     p.bin = allocate(w->n, sizeof *p.bin);
@@ -229,23 +271,28 @@ static void pack_nodes(struct work *w)
         bin->most += slots_of(w, r) > 0;
     }
     pack(&p);
+    w->steps += p.steps;
     for (uint32_t i = 0; i < w->n; i++)
         w->copies[i].node = p.bin[i];
     free(p.bins);
     free(p.bin);
 }
 
-/* The copies of a node, in their order. */
-static uint32_t copies_of(const struct work *w, uint32_t node, struct copy *own, uint32_t *where)
+/* The copies of each node together, in their order; first: [nodes + 1] where each node's begin. */
+static void sort_by_node(struct work *w, uint32_t *first)
 {
-    uint32_t n = 0;
+    struct copy *sorted = allocate(w->n, sizeof *sorted);
+    uint32_t *next = allocate(w->nodes, sizeof *next);
 
     for (uint32_t i = 0; i < w->n; i++)
-        if (w->copies[i].node == node) {
-            where[n] = i;
-            own[n++] = w->copies[i];
-        }
-    return n;
+        first[w->copies[i].node + 1]++;
+    for (uint32_t node = 0; node < w->nodes; node++)
+        first[node + 1] += next[node] = first[node];
+    for (uint32_t i = 0; i < w->n; i++)
+        sorted[next[w->copies[i].node]++] = w->copies[i];
+    free(next);
+    free(w->copies);
+    w->copies = sorted;
 }
 
 static uint32_t ranks_of(const struct work *w, uint32_t node, uint32_t *ranks, struct bin *bins)
@@ -260,24 +307,31 @@ static uint32_t ranks_of(const struct work *w, uint32_t node, uint32_t *ranks, s
     return n;
 }
 
-static void pack_ranks(struct work *w, uint32_t node)
+static void pack_ranks(struct work *w, uint32_t node, struct copy *own, uint32_t n)
 {
-    struct copy *own = allocate(w->n, sizeof *own);
-    uint32_t *where = allocate(w->n, sizeof *where), *ranks = allocate(w->b->ranks, sizeof *ranks);
-    struct packing p = { .copies = own };
+    struct packing p = { .copies = own, .n = n, .experts = w->b->experts };
+    uint32_t *ranks = allocate(w->b->ranks, sizeof *ranks);
 
     p.bins = allocate(w->b->ranks, sizeof *p.bins);
-    p.bin = allocate(w->n, sizeof *p.bin);
-    p.n = copies_of(w, node, own, where);
+    p.bin = allocate(n, sizeof *p.bin);
     p.n_bins = ranks_of(w, node, ranks, p.bins);
     pack(&p);
-    for (uint32_t i = 0; i < p.n; i++)
-        w->copies[where[i]].rank = ranks[p.bin[i]];
+    w->steps += p.steps;
+    for (uint32_t i = 0; i < n; i++)
+        own[i].rank = ranks[p.bin[i]];
     free(p.bins);
     free(p.bin);
-    free(own);
-    free(where);
     free(ranks);
+}
+
+static void pack_all_ranks(struct work *w)
+{
+    uint32_t *first = allocate(w->nodes + 1, sizeof *first);
+
+    sort_by_node(w, first);
+    for (uint32_t node = 0; node < w->nodes; node++)
+        pack_ranks(w, node, w->copies + first[node], first[node + 1] - first[node]);
+    free(first);
 }
 
 static void fill_copies(struct work *w)
@@ -325,12 +379,13 @@ ep_status ep_balance_homes(const struct ep_balance *b, struct ep_expert_home *ho
     w.copies = allocate(w.n, sizeof *w.copies);
     fill_copies(&w);
     pack_nodes(&w);
-    for (uint32_t node = 0; node < w.nodes; node++)
-        pack_ranks(&w, node);
+    pack_all_ranks(&w);
     for (uint32_t i = 0; i < w.n; i++)
         homes[i] = (struct ep_expert_home){ .expert = w.copies[i].expert, .rank = w.copies[i].rank };
     qsort(homes, w.n, sizeof *homes, by_expert);
     free(w.copies);
+    if (b->steps)
+        *b->steps = w.steps;
     return EP_OK;
 }
 

@@ -21,6 +21,7 @@ struct ep_balance {
     uint32_t redundant;   /* homes beyond one for each expert; at most experts * (ranks - 1) */
     const uint64_t *load; /* [experts] */
     const uint32_t *node; /* [ranks] which one, from 0; NULL: all are on one */
+    uint64_t *steps;      /* gets how many it took: it is run where nothing may take long; NULL: nobody counts */
 };
 
 /* homes: room for experts + redundant; by expert, then rank. */

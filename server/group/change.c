@@ -89,7 +89,7 @@ void change_finish(struct change *change, const struct ep_error *error)
     if (change->kind == CHANGE_RENEWAL)
         note_renewal(group, error->status != EP_OK);
     if (error->status && change->kind == CHANGE_CREATION && !group->visible)
-        group->dead = true;
+        group->dead = !group->prepared; /* by whoever leads now: it is that one's */
     else if (error->status)
         keep(group, error);
     if (change->done && error->status)
@@ -146,7 +146,7 @@ static void mark_absent(const struct group *group, Ep__V1__GroupStatus *record)
         follow += is_attached && epoch->ranks[i].follows;
     }
     for (uint32_t i = 0; attached && attached == follow && i < epoch->n_ranks; i++)
-        if (epoch->ranks[i].state == EP_RANK_STATE(ABSENT) || epoch->ranks[i].state == EP_RANK_STATE(QUARANTINED))
+        if (rank_is_lost(epoch->ranks[i].state))
             status_begin_absent(record, i);
 }
 
@@ -228,7 +228,8 @@ static ep_status check_new(struct ep_groups *groups, const char *name, struct ep
 static void create(struct group *group, const Ep__V1__GroupSpec *spec, struct ep_settled *settled,
                    struct ep_plan *plan, const Ep__V1__Asker *asker, ep_group_done_fn done, void *user)
 {
-    group_phase(group, EP_PHASE_FORM, NULL);
+    if (group->phase != EP_PHASE(FORMING)) /* what another leader began here, perhaps */
+        group_phase(group, EP_PHASE_FORM, NULL);
     agree_begin(change_new_epoch(group, CHANGE_CREATION, ep_message_copy(&spec->base), settled, plan, asker, done,
                                  user));
 }
@@ -438,13 +439,8 @@ static void update_epoch(struct group *group, struct outlook *to, const Ep__V1__
 {
     struct change *change =
         change_new_epoch(group, CHANGE_UPDATE, to->asked, &to->settled, &to->plan, asker, done, user);
-    char text[64];
 
     to->asked = NULL;
-    snprintf(text, sizeof text, "epoch %llu is being formed", (unsigned long long)change->status->epoch);
-    if (group->phase != EP_PHASE(FORMING))
-        group_phase(group, EP_PHASE_CHANGE, text);
-    status_changed(group);
     agree_begin(change);
 }
 

@@ -76,6 +76,9 @@ void ep_groups_update(struct ep_groups *groups, const char *name, uint64_t revis
 void ep_groups_delete(struct ep_groups *groups, const char *name, bool force, const Ep__V1__Asker *asker,
                       ep_group_done_fn done, void *user);
 
+/* [a-z0-9]([-a-z0-9]{0,61}[a-z0-9])? */
+ep_status ep_group_name_check(const char *name, struct ep_error *error);
+
 /*
  * Of a spec that was asked for: takes a token out of it and puts its hash there, which is all that these functions know.
  * To be called first.  by_server: another server asks, and may have done that already; nobody else may give a hash.
@@ -188,8 +191,10 @@ struct ep_worker {
     uid_t uid;
     const char *name;
     Ep__V1__Executor executor; /* asked for */
+    uint32_t ht_sms;           /* asked for: multiprocessors that HT ops are to fill; 0: all that its ops may */
     ep_group_turn_fn on_turn;  /* it follows its group; NULL: it does not */
     uint64_t after;            /* it claims the successor of the rank that it holds in this older epoch; 0: of none */
+    bool holds;                /* it has shown that it does; else its pid tells, and pid 0, which several may have, does not */
     const char *token;         /* of the group, as it gave it; NULL, "": none; read by a claim alone */
 };
 
@@ -204,6 +209,7 @@ struct ep_membership_info {
     bool mps;                   /* the server's work on that GPU goes through an MPS server */
     uint64_t state_bytes;       /* direct: of the rank's state */
     uint32_t sms;               /* direct: multiprocessors that its kernels may fill; 0: all */
+    uint32_t ht_sms;            /* cuda: settled, that HT ops fill at most */
     uint32_t memories;          /* that the worker gets: its window; direct: its state, its peers' windows */
     uint64_t position, ht;      /* attached: at which it began; dispatches of that which are HT */
 };

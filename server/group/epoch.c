@@ -10,6 +10,8 @@
 
 #define CONNECT_MS      8000u
 #define CONNECT_GPUS_MS 25000u /* NCCL takes some 5 s for a communicator, and more on a busy machine */
+/* Each may wait so long for a silent node, on a thread of the pool: the others are for what is quick (ep_thread.h). */
+#define CONNECTS_AT_ONCE (EP_POOL_THREADS - 4)
 #define RENEW_MS   3000u /* so long claims wait for the leader to form anew what all have left */
 
 /* ---- windows ----------------------------------------------------------------------- */
@@ -19,7 +21,7 @@ static ep_status create_window(struct epoch *epoch, struct rank *rank, struct ep
     struct ep_node *node = epoch->group->groups->node;
     char name[128];
 
-    const uint64_t beside = epoch_beside(&epoch->settled, &epoch->plan).rank;
+    const uint64_t beside = epoch_beside(&epoch->settled, &epoch->plan).window;
     ep_status status;
 
     snprintf(name, sizeof name, "%s/%llu/%u", epoch->group->name, (unsigned long long)epoch->number,
@@ -419,7 +421,9 @@ static ep_status make_windows_known(struct epoch *epoch, struct ep_error *error)
 
 struct connecting {
     uv_work_t work;
+    struct connecting *next; /* waits for one of CONNECTS_AT_ONCE to be over */
     struct epoch *epoch;
+    bool given_up;
     struct ep_team_card *cards;
     struct ep_error error;
     epoch_done_fn done;
@@ -431,8 +435,22 @@ static void connect_net(uv_work_t *work)
 {
     struct connecting *c = work->data;
 
+    if (c->given_up)
+        return;
     (void)ep_team_net_connect(c->epoch->net, c->cards, c->epoch->plan.n_nodes, c->epoch->own,
                               is_on_gpus(c->epoch) ? CONNECT_GPUS_MS : CONNECT_MS, &c->error);
+}
+
+static void begin_connecting(struct connecting *c);
+
+static void connect_next(struct ep_groups *groups)
+{
+    struct connecting *c = groups->connects_due;
+
+    if (!c)
+        return;
+    groups->connects_due = c->next;
+    begin_connecting(c);
 }
 
 static void on_connected(uv_work_t *work, int status)
@@ -445,8 +463,10 @@ static void on_connected(uv_work_t *work, int status)
     free(c.cards);
     free(work->data);
     epoch->group->groups->calls--;
+    epoch->group->groups->connects--;
     epoch->connecting = NULL;
     epoch->part = EPOCH_PREPARED;
+    connect_next(epoch->group->groups);
     if (dropped)
         (void)ep_error_set(&c.error, EP_ABORTED, "the change was given up");
     else if (!c.error.status)
@@ -456,9 +476,21 @@ static void on_connected(uv_work_t *work, int status)
         epoch_free(epoch);
 }
 
+static void begin_connecting(struct connecting *c)
+{
+    struct ep_groups *groups = c->epoch->group->groups;
+
+    groups->connects++;
+    c->given_up = c->epoch->dropped;
+    if (uv_queue_work(groups->loop, &c->work, connect_net, on_connected) == 0)
+        return;
+    (void)ep_error_set(&c->error, EP_INTERNAL, "no thread to connect with"); /* cannot be */
+    on_connected(&c->work, 0);
+}
+
 static void start_connecting(struct epoch *epoch, const struct ep_team_card *cards, epoch_done_fn done, void *user)
 {
-    struct connecting *c = group_allocate(1, sizeof *c);
+    struct connecting *c = group_allocate(1, sizeof *c), **due;
 
     *c = (struct connecting){ .epoch = epoch, .error = EP_ERROR_INIT, .done = done, .user = user };
     c->cards = group_allocate(epoch->plan.n_nodes, sizeof *c->cards);
@@ -467,10 +499,13 @@ static void start_connecting(struct epoch *epoch, const struct ep_team_card *car
     epoch->connecting = c;
     epoch->part = EPOCH_CONNECTING;
     epoch->group->groups->calls++;
-    if (uv_queue_work(epoch->group->groups->loop, &c->work, connect_net, on_connected) == 0)
+    if (epoch->group->groups->connects < CONNECTS_AT_ONCE) {
+        begin_connecting(c);
         return;
-    (void)ep_error_set(&c->error, EP_INTERNAL, "no thread to connect with"); /* cannot be */
-    on_connected(&c->work, 0);
+    }
+    for (due = &epoch->group->groups->connects_due; *due; due = &(*due)->next)
+        ;
+    *due = c;
 }
 
 void epoch_connect(struct epoch *epoch, const struct ep_team_card *cards, epoch_done_fn done, void *user)

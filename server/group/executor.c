@@ -58,6 +58,8 @@ ep_status executor_settle(const struct group *group, const struct ep_worker *wor
         status = check_direct(group, worker, error);
     if (status)
         return status;
+    /* That GPUs of one node reach each other's memory suffices for AUTO to be direct, over NVLink or PCIe; whose do
+     * not has no group on them (check_reach() in server/node/team_cuda.c). */
     *out = asked != EXECUTOR(AUTO)                               ? asked
            : cuda && !epoch_spans(group->epoch) && check_direct(group, worker, NULL) == EP_OK ? EXECUTOR(DIRECT)
                                                                  : EXECUTOR(SERVER);
@@ -212,6 +214,14 @@ ep_status executor_fits(const struct rank *rank, const struct rank *before, Ep__
 void executor_take(struct rank *rank, Ep__V1__Executor executor)
 {
     rank->own->sms = takes_share(rank, executor) ? share_of(rank) : 0;
+}
+
+uint32_t executor_ht_sms(const struct rank *rank, Ep__V1__Executor executor, uint32_t asked)
+{
+    const uint32_t part = executor == EXECUTOR(SERVER) ? rank->own->sms : executor_direct_sms(rank);
+    const uint32_t most = part ? part : ep_node_sms(rank->epoch->group->groups->node, rank->own->device);
+
+    return asked && asked < most ? asked : most;
 }
 
 uint32_t executor_sms(const struct group *group, uint32_t device)

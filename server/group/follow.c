@@ -203,6 +203,7 @@ static void finish(struct group *group, const struct ep_error *error)
     reply.passed = ask->passed;
     reply.position = ask->position;
     reply.promised = ask->given;
+    reply.furthest = ask->fars.any ? 1 + ask->fars.most.rank : 0;
     EP_DEBUG("group", "workers were asked for a turn", EP_S("group", group->name), EP_U("from", ask->from->number),
              EP_U("passed", reply.passed), EP_U("position", reply.position), EP_B("promised", reply.promised),
              EP_S("error", error ? error->text : ""));
@@ -217,12 +218,28 @@ static void fail(struct group *group, ep_status status, const char *why)
     finish(group, &error);
 }
 
+static void refuse_apart(struct group *group)
+{
+    const struct ask *ask = &group->ask;
+    const struct how_far *most = &ask->fars.most, *least = &ask->fars.least;
+    char text[REASON_MAX];
+
+    snprintf(text, sizeof text, "rank %u on node %s (pid %d) says that it is at position %" PRIu64 ", and rank %u that it is "
+             "at %" PRIu64 ": they cannot be so far apart", most->rank, nodes_self(group->groups),
+             (int)ask->from->ranks[most->rank].worker.pid, most->position, least->rank, least->position);
+    fail(group, EP_FAILED_PRECONDITION, text);
+}
+
 static void answered(struct ep_membership *member)
 {
     struct group *group = member->rank->epoch->group;
 
     member->asked = 0;
-    if (--group->ask.waiting == 0)
+    if (--group->ask.waiting != 0)
+        return;
+    if (group->ask.done && turn_apart(&group->ask.fars))
+        refuse_apart(group);
+    else
         finish(group, NULL);
 }
 
@@ -236,6 +253,7 @@ void ep_membership_promise(struct ep_membership *member, uint32_t number, bool g
     ask->given &= given;
     ask->passed = passed > ask->passed ? passed : ask->passed;
     ask->position = position > ask->position ? position : ask->position;
+    turn_note(&ask->fars, member->rank->number, passed > position ? passed : position);
     answered(member);
 }
 
@@ -283,6 +301,7 @@ static void ask_all(struct epoch *from, const Ep__V1__TurnRequest *request, ep_c
     ask->until = group_now(from->group->groups) + ANSWER_MS;
     ask->given = request->at != EP_GROUP_NO_TURN;
     ask->passed = ask->position = 0;
+    ask->fars.any = false;
     from->promised = ask->given ? request->to : 0;
     for (uint32_t i = 0; (rank = rank_here(from, i)); i++) /* the last answer may come before this is over */
         if (follows(rank))
@@ -338,8 +357,10 @@ static struct epoch *hear(struct group *group, const Ep__V1__TurnRequest *reques
     return from;
 }
 
-void ep_groups_turn(struct ep_groups *groups, const Ep__V1__TurnRequest *request, ep_cluster_done_fn done, void *user)
+static void serve_turn(struct ep_groups *groups, const ProtobufCMessage *message, ep_cluster_done_fn done,
+                       void *user)
 {
+    const Ep__V1__TurnRequest *request = (const Ep__V1__TurnRequest *)message;
     struct group *group = group_find(groups, request->group);
     Ep__V1__TurnReply reply = EP__V1__TURN_REPLY__INIT;
     struct ep_error error = EP_ERROR_INIT;
@@ -352,6 +373,12 @@ void ep_groups_turn(struct ep_groups *groups, const Ep__V1__TurnRequest *request
         ask_all(from, request, done, user);
     else
         done(&error, error.status ? NULL : &reply.base, user);
+}
+
+void ep_groups_turn(struct ep_groups *groups, const Ep__V1__TurnRequest *request, ep_cluster_done_fn done,
+                    void *user)
+{
+    term_serve(groups, request->fence, &request->base, serve_turn, done, user);
 }
 
 /* ---- decided ------------------------------------------------------------------------------------------------ */
@@ -417,8 +444,7 @@ static bool goes_on(const struct epoch *from)
     for (uint32_t i = 0; i < from->n_ranks; i++) {
         const struct rank *rank = &from->ranks[i];
 
-        if (rank->here ? rank->own->member && rank->own->member->attached
-                       : !rank->away && rank->state != EP_RANK_STATE(ABSENT) && rank->state != EP_RANK_STATE(QUARANTINED))
+        if (rank->here ? rank->own->member && rank->own->member->attached : !rank->away && !rank_is_lost(rank->state))
             return true;
     }
     return false;

@@ -152,19 +152,12 @@ void group_formed(struct group *group)
     group_phase(group, EP_PHASE_FORMED, NULL);
 }
 
-static bool is_lost(const struct rank *rank)
+/* There is one.  Who looks again does not begin anew: that is done for each report of each node. */
+static const struct rank *first_lost(struct epoch *epoch)
 {
-    return rank->state == EP_RANK_STATE(ABSENT) || rank->state == EP_RANK_STATE(QUARANTINED);
-}
-
-/* There is one. */
-static const struct rank *first_lost(const struct epoch *epoch)
-{
-    uint32_t i = 0;
-
-    while (!is_lost(&epoch->ranks[i]))
-        i++;
-    return &epoch->ranks[i];
+    while (!rank_is_lost(epoch->ranks[epoch->lost_from].state))
+        epoch->lost_from++;
+    return &epoch->ranks[epoch->lost_from];
 }
 
 static void describe_lost(const struct epoch *epoch, const struct rank *first, uint32_t lost, char *text,

@@ -57,6 +57,7 @@ struct ep_membership {
     uint64_t turned_to;       /* it has gone over to that epoch, and finished what it began here; 0: it has not */
     bool tell_epoch;         /* it attached to an epoch that had been replaced meanwhile */
     Ep__V1__Executor executor; /* settled */
+    uint32_t ht_sms;           /* settled: multiprocessors that HT ops fill; 0: there are none */
     ep_group_event_fn on_event;
     ep_membership_attached_fn on_attached;
     void *user;
@@ -134,6 +135,7 @@ struct epoch {
     uint32_t n_ranks;
     uint32_t *by_node, *first_of; /* numbers of the ranks, by node of the plan; where those of a node begin */
     uint32_t in_state[RANK_STATES]; /* so many ranks */
+    uint32_t lost_from; /* no rank before it is lost; 0 where the epoch begins */
     uint32_t members; /* claimed, attached or not */
     uint32_t attached;
     uint32_t executors; /* running or stopping */
@@ -159,6 +161,10 @@ static inline struct ranks epoch_ranks_of(const struct epoch *epoch, uint32_t no
 {
     return (struct ranks){ epoch->by_node + epoch->first_of[node], epoch->first_of[node + 1] - epoch->first_of[node] };
 }
+static inline bool rank_is_lost(ep_rank_state state)
+{
+    return state == EP_RANK_STATE(ABSENT) || state == EP_RANK_STATE(QUARANTINED);
+}
 static inline uint32_t epoch_lost_ranks(const struct epoch *epoch)
 {
     return epoch->in_state[EP_RANK_STATE(ABSENT)] + epoch->in_state[EP_RANK_STATE(QUARANTINED)];
@@ -176,6 +182,37 @@ struct report {
 };
 
 /* What the workers here were asked for the leader.  One at a time. */
+/*
+ * How far a rank is, as its worker says: nobody else counts what a program has put on a GPU's streams.  Ranks wait for each
+ * other, so they are no further apart than these streams hold dispatches: a stream takes some 1000 launches, of graphs
+ * with 100 of them at most.  Who is further has not counted right, and a turn by its word would never come.
+ */
+#define TURN_APART    (1ull << 17)
+#define TURN_FURTHEST (1ull << 56) /* as far as ops are numbered */
+struct how_far {
+    uint32_t rank;
+    uint64_t position; /* or one more than it has passed */
+};
+/* The two that are furthest apart. */
+struct how_fars {
+    struct how_far most, least;
+    bool any;
+};
+static inline void turn_note(struct how_fars *all, uint32_t rank, uint64_t position)
+{
+    const struct how_far far = { rank, position };
+
+    if (!all->any || position > all->most.position)
+        all->most = far;
+    if (!all->any || position < all->least.position)
+        all->least = far;
+    all->any = true;
+}
+static inline bool turn_apart(const struct how_fars *all)
+{
+    return all->any && (all->most.position > TURN_FURTHEST || all->most.position - all->least.position > TURN_APART);
+}
+
 struct ask {
     uint64_t fence, number;  /* of the last request about this group */
     ep_cluster_done_fn done; /* NULL: it is answered */
@@ -186,6 +223,7 @@ struct ask {
     uint64_t until;          /* loop time, ms */
     bool given;              /* by all so far */
     uint64_t passed, position; /* the highest so far */
+    struct how_fars fars;
 };
 
 enum turn_step { TURN_NONE, TURN_PROVE, TURN_WITHDRAW, TURN_LOOK, TURN_LOOK_AGAIN, TURN_ASK, TURN_DECIDE, TURN_SETTLE };
@@ -201,6 +239,7 @@ struct turn {
     uint32_t waiting; /* answers that are missing; the group is not freed before */
     bool promised;    /* by all so far */
     uint64_t passed, position, first; /* the highest; at the first look */
+    struct how_fars fars;             /* of the furthest of each node */
     struct ep_error failure;          /* the first of this step */
     uint32_t failures;                /* in a row */
     uint64_t until, since;            /* loop time, ms: when to look again; when it was begun */
@@ -279,7 +318,7 @@ struct ep_groups {
     struct ep_cluster_watch *cluster_watch;
     struct ep_watch *watch;
     uint64_t view;  /* revision until which all records of groups are known */
-    uint64_t fence; /* the highest term that a leader has shown */
+    uint64_t fence; /* the latest term of a leader that is known (term.c) */
     uint32_t asks;  /* numbers of what workers were asked */
     struct join *joins;
     struct wait *waits;
@@ -295,7 +334,9 @@ struct ep_groups {
     uv_timer_t soon;  /* on_tick() once, earlier than that */
     uint32_t open_handles;
     uint32_t commits; /* asked of the store and not answered */
-    uint32_t calls;   /* asked of other nodes and not answered; threads that connect */
+    uint32_t calls;   /* asked of other nodes and not answered; epochs that connect */
+    uint32_t connects; /* of these: with a thread of the pool */
+    struct connecting *connects_due; /* and without: in their order */
     struct token_guesses guesses;
     uint64_t opened;  /* loop time, ms */
     bool loaded;      /* the first view of the records is there */
@@ -382,6 +423,7 @@ enum change_kind { CHANGE_CREATION, CHANGE_UPDATE, CHANGE_LIVE, CHANGE_DELETION,
 struct agreed {               /* what is asked of a member, and what it said */
     struct change *change;
     uint32_t node;            /* of the plan */
+    bool answered;            /* in this step */
     struct ep_team_card card;
 };
 
@@ -430,13 +472,27 @@ bool agree_waits_for_others(const struct group *group);
 /* This server has begun to lead: what leaders before it have left is aborted. */
 void agree_clear_field(struct ep_groups *groups);
 
+/* ---- term.c ------------------------------------------------------------------------ */
+
+typedef void (*term_serve_fn)(struct ep_groups *groups, const ProtobufCMessage *request,
+                              ep_cluster_done_fn done, void *user);
+/*
+ * Serves the request of a leader of that term: at once where the term, or a later one, is known here, else, with a copy,
+ * once the store has told of it.  A term that no leader has is refused.
+ */
+void term_serve(struct ep_groups *groups, uint64_t fence, const ProtobufCMessage *request,
+                term_serve_fn serve, ep_cluster_done_fn done, void *user);
+/* For those that are served: is there no later leader? */
+ep_status term_check(const struct ep_groups *groups, uint64_t fence, struct ep_error *error);
+
 /* ---- part.c (and what ep_group.h has for the Node service) ------------------------ */
 
-/* May a request of a leader of that term be heard?  Later ones of lower terms may not. */
-ep_status part_heed(struct ep_groups *groups, uint64_t fence, struct ep_error *error);
+/* May a request of a leader of that term be heard? */
+ep_status part_heed(const struct ep_groups *groups, uint64_t fence, struct ep_error *error);
 /* The part of the record's epoch, if it is there and formed; it is the caller's then. */
 struct epoch *part_take(struct group *group, const Ep__V1__GroupStatus *agreed);
 void part_drop(struct group *group, const char *why);
+void part_give_up(struct group *group, uint64_t fence, const char *why);
 void part_sweep(struct group *group);
 
 /* ---- heal.c ------------------------------------------------------------------------ */
@@ -672,6 +728,8 @@ void executor_take(struct rank *rank, Ep__V1__Executor executor);
 /* Multiprocessors for a rank whose worker launches its ops; 0: all.  Ranks of a group that share a GPU have equal
  * parts: with MPS their kernels run at once, and all blocks of each have to, as they wait for the others'. */
 uint32_t executor_direct_sms(const struct rank *rank);
+/* Of what the rank may fill, when it has taken it: what HT ops fill, if so many are asked for, 0: all.  Host: 0. */
+uint32_t executor_ht_sms(const struct rank *rank, Ep__V1__Executor executor, uint32_t asked);
 /* Multiprocessors of a GPU here that the group's ranks hold. */
 uint32_t executor_sms(const struct group *group, uint32_t device);
 

@@ -64,14 +64,7 @@ static void fail(struct group *group, const struct ep_error *error)
 
 static void begin(struct group *group, struct ep_settled *settled, struct ep_plan *plan)
 {
-    struct change *change = change_new_epoch(group, CHANGE_RENEWAL, NULL, settled, plan, NULL, NULL, NULL);
-    char text[80];
-
-    snprintf(text, sizeof text, "epoch %llu is being formed anew", (unsigned long long)change->status->epoch);
-    if (group->phase != EP_PHASE(FORMING))
-        group_phase(group, EP_PHASE_CHANGE, text);
-    status_changed(group);
-    agree_begin(change);
+    agree_begin(change_new_epoch(group, CHANGE_RENEWAL, NULL, settled, plan, NULL, NULL, NULL));
 }
 
 void heal_look(struct group *group)

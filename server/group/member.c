@@ -43,6 +43,8 @@ void rank_put_state(struct rank *rank, ep_rank_state state)
     epoch->in_state[rank->state]--;
     epoch->in_state[state]++;
     rank->state = state;
+    if (rank_is_lost(state) && rank->number < epoch->lost_from)
+        epoch->lost_from = rank->number;
     if (epoch->in_state[EP_RANK_STATE(ATTACHED)])
         epoch->empty_since = 0;
     else if (!epoch->empty_since)
@@ -258,8 +260,14 @@ static struct rank *find_held(const struct group *group, int32_t number, const s
         struct rank *rank = &epoch->ranks[number];
 
         if (rank->own->member && rank->own->member->attached && rank->worker.pid == worker->pid &&
-            rank->worker.uid == worker->uid)
+            rank->worker.uid == worker->uid && (worker->pid || worker->holds))
             return rank;
+    }
+    if (!worker->pid && !worker->holds) {
+        ep_error_set(error, EP_PERMISSION_DENIED, "after is %" PRIu64 ": the server cannot see this process (it is in another pid "
+                     "namespace), and the ticket of rank %d of group %s in that epoch was not given: after_ticket",
+                     worker->after, number, group->name);
+        return NULL;
     }
     ep_error_set(error, EP_FAILED_PRECONDITION, "after is %" PRIu64 ": pid %d does not hold rank %d of group %s in that epoch, "
                  "or there is none after it; the newest is %" PRIu64, worker->after, (int)worker->pid, number, group->name,
@@ -320,6 +328,7 @@ ep_status ep_groups_claim(struct ep_groups *groups, const char *name, int32_t nu
     *member = (struct ep_membership){ .rank = rank, .executor = executor, .on_event = on_event, .user = user,
                                       .on_turn = worker->on_turn, .after = worker->after };
     executor_take(rank, executor);
+    member->ht_sms = executor_ht_sms(rank, executor, worker->ht_sms);
     worker_set(&rank->own->claimant, worker);
     rank->own->claimed_us = ep_clock_wall_us();
     rank->own->member = member;
@@ -351,6 +360,7 @@ void ep_membership_info(const struct ep_membership *member, struct ep_membership
     info->spec = rank->epoch->settled.spec;
     info->window_bytes = rank->epoch->settled.map.total_bytes;
     info->executor = member->executor;
+    info->ht_sms = member->ht_sms;
     info->device_uuid = ep_node_device_uuid(rank->epoch->group->groups->node, rank->own->device);
     info->mps = ep_node_device_mps(rank->epoch->group->groups->node, rank->own->device);
     if (member->attached)
@@ -410,6 +420,7 @@ static ep_status start_executor(struct rank *rank, struct ep_error *error)
         .rank = rank->number,
         .direct = rank->own->member->executor == EP__V1__EXECUTOR__EXECUTOR_DIRECT,
         .max_sms = rank->own->sms,
+        .max_ht_sms = rank->own->member->ht_sms,
         .counters = rank->own->counters,
         .on_timeout = on_timeout,
         .on_failed = on_failed,

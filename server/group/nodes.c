@@ -61,18 +61,29 @@ static void fill_offer(struct ep_plan_node *node, const Ep__V1__NodeInfo *info)
         abort(); /* as in arena.c */
 }
 
+static uint64_t apart_of(const Ep__V1__Device *device)
+{
+    uint64_t bits = 0;
+
+    for (size_t i = 0; i < device->n_apart; i++)
+        bits |= device->apart[i] < 64 ? 1ull << device->apart[i] : 0;
+    return bits;
+}
+
 /* What it has of devices, as it and its reports said last; this node is asked itself. */
 static void fill_told(struct ep_plan_node *node, const Ep__V1__NodeInfo *info, const struct share_told *told)
 {
     const char **names = group_allocate(info->n_devices, sizeof *names);
-    uint64_t *left = group_allocate(info->n_devices, sizeof *left);
+    uint64_t *left = group_allocate(info->n_devices, sizeof *left), *apart = group_allocate(info->n_devices, sizeof *apart);
 
     for (size_t i = 0; i < info->n_devices; i++) {
+        apart[i] = apart_of(info->devices[i]);
         names[i] = info->devices[i]->name;
         left[i] = left_of(info->devices[i]->memory_bytes, info->devices[i]->used_bytes + told->device[i]);
         node->has.backend = info->devices[i]->backend;
     }
     node->device = names;
+    node->apart = apart;
     node->has.devices = (uint32_t)info->n_devices;
     node->has.memory_left = left_of(info->memory_budget_bytes, info->memory_used_bytes + told->all);
     node->has.device_left = left;
@@ -83,13 +94,15 @@ static void fill_own(struct ep_plan_node *node, const struct ep_groups *groups)
     const uint32_t n = ep_node_devices(groups->node);
     const uint64_t *left = ep_node_device_memory_left(groups->node);
     const char **names = group_allocate(n, sizeof *names);
-    uint64_t *copy = group_allocate(n, sizeof *copy);
+    uint64_t *copy = group_allocate(n, sizeof *copy), *apart = group_allocate(n, sizeof *apart);
 
     for (uint32_t i = 0; i < n; i++) {
+        apart[i] = ep_node_device_apart(groups->node, i);
         names[i] = ep_node_device_name(groups->node, i);
         copy[i] = left ? left[i] : 0;
     }
     node->device = names;
+    node->apart = apart;
     node->nccl_version = ep_node_nccl(groups->node, &node->nccl);
     node->has.granule = ep_node_granule(groups->node);
     node->has.backend = ep_node_backend(groups->node);
@@ -161,6 +174,7 @@ void nodes_clear(struct node_table *table)
     for (size_t i = 0; i < table->n; i++) {
         free((void *)(uintptr_t)table->nodes[i].device);
         free((void *)(uintptr_t)table->nodes[i].has.device_left);
+        free((void *)(uintptr_t)table->nodes[i].apart);
         free((void *)(uintptr_t)table->nodes[i].release);
     }
     free(table->nodes);

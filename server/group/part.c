@@ -17,30 +17,11 @@
 
 /* ---- what all requests have -------------------------------------------------------------- */
 
-static ep_status check_fence(struct ep_groups *groups, uint64_t fence, struct ep_error *error)
+ep_status part_heed(const struct ep_groups *groups, uint64_t fence, struct ep_error *error)
 {
-    if (fence < groups->fence)
-        return ep_error_set(error, EP_FAILED_PRECONDITION,
-                            "fence is %llu: a leader of the later term %llu has spoken", (unsigned long long)fence,
-                            (unsigned long long)groups->fence);
-    groups->fence = fence;
-    return EP_OK;
-}
-
-static ep_status check_ready(const struct ep_groups *groups, struct ep_error *error)
-{
-    if (groups->closing)
-        return ep_error_set(error, EP_UNAVAILABLE, "the server is stopping");
-    if (!groups->loaded)
+    if (!groups->closing && !groups->loaded)
         return ep_error_set(error, EP_UNAVAILABLE, "the server is starting");
-    return EP_OK;
-}
-
-ep_status part_heed(struct ep_groups *groups, uint64_t fence, struct ep_error *error)
-{
-    ep_status status = check_ready(groups, error);
-
-    return status ? status : check_fence(groups, fence, error);
+    return term_check(groups, fence, error);
 }
 
 /* ---- the part ------------------------------------------------------------------------------ */
@@ -70,6 +51,13 @@ struct epoch *part_take(struct group *group, const Ep__V1__GroupStatus *agreed)
         return NULL;
     group->prepared = NULL;
     return part;
+}
+
+/* What this server has prepared for itself as a leader; whether it still leads is all the same. */
+void part_give_up(struct group *group, uint64_t fence, const char *why)
+{
+    if (group->prepared && group->prepared->fence == fence)
+        part_drop(group, why);
 }
 
 void part_sweep(struct group *group)
@@ -160,9 +148,10 @@ static ep_status make_part(struct group *group, const Ep__V1__PrepareRequest *re
     return EP_OK;
 }
 
-void ep_groups_prepare(struct ep_groups *groups, const Ep__V1__PrepareRequest *request, ep_cluster_done_fn done,
-                       void *user)
+static void serve_prepare(struct ep_groups *groups, const ProtobufCMessage *message, ep_cluster_done_fn done,
+                          void *user)
 {
+    const Ep__V1__PrepareRequest *request = (const Ep__V1__PrepareRequest *)message;
     Ep__V1__PrepareReply reply = EP__V1__PREPARE_REPLY__INIT;
     struct ep_error error = EP_ERROR_INIT;
     struct ep_team_card card = { { 0 } };
@@ -180,6 +169,12 @@ void ep_groups_prepare(struct ep_groups *groups, const Ep__V1__PrepareRequest *r
     }
     reply.card = (ProtobufCBinaryData){ .data = card.bytes, .len = sizeof card.bytes };
     done(&error, error.status ? NULL : &reply.base, user);
+}
+
+void ep_groups_prepare(struct ep_groups *groups, const Ep__V1__PrepareRequest *request,
+                       ep_cluster_done_fn done, void *user)
+{
+    term_serve(groups, request->fence, &request->base, serve_prepare, done, user);
 }
 
 /* ---- Connect ----------------------------------------------------------------------------------- */
@@ -221,9 +216,10 @@ static ep_status check_connect(struct ep_groups *groups, const Ep__V1__ConnectRe
     return status ? status : check_cards(*part, request, error);
 }
 
-void ep_groups_connect(struct ep_groups *groups, const Ep__V1__ConnectRequest *request, ep_cluster_done_fn done,
-                       void *user)
+static void serve_connect(struct ep_groups *groups, const ProtobufCMessage *message, ep_cluster_done_fn done,
+                          void *user)
 {
+    const Ep__V1__ConnectRequest *request = (const Ep__V1__ConnectRequest *)message;
     struct ep_error error = EP_ERROR_INIT;
     struct epoch *part = NULL;
     struct asked *asked;
@@ -237,6 +233,12 @@ void ep_groups_connect(struct ep_groups *groups, const Ep__V1__ConnectRequest *r
     epoch_connect(part, (const struct ep_team_card *)request->cards.data, on_connected, asked);
 }
 
+void ep_groups_connect(struct ep_groups *groups, const Ep__V1__ConnectRequest *request,
+                       ep_cluster_done_fn done, void *user)
+{
+    term_serve(groups, request->fence, &request->base, serve_connect, done, user);
+}
+
 /* ---- Abort --------------------------------------------------------------------------------------- */
 
 static void drop_older(struct ep_groups *groups, uint64_t fence)
@@ -246,17 +248,25 @@ static void drop_older(struct ep_groups *groups, uint64_t fence)
             part_drop(groups->list[i], "another leader has nothing to do with it");
 }
 
-void ep_groups_abort(struct ep_groups *groups, const Ep__V1__AbortRequest *request, ep_cluster_done_fn done, void *user)
+static void serve_abort(struct ep_groups *groups, const ProtobufCMessage *message, ep_cluster_done_fn done,
+                        void *user)
 {
+    const Ep__V1__AbortRequest *request = (const Ep__V1__AbortRequest *)message;
     static const Ep__V1__AbortReply reply = EP__V1__ABORT_REPLY__INIT;
     struct ep_error error = EP_ERROR_INIT;
     struct epoch *part;
 
-    if (!check_fence(groups, request->fence, &error)) {
+    if (!term_check(groups, request->fence, &error)) {
         if (!*request->group)
             drop_older(groups, request->fence);
         else if ((part = find_part(groups, request->group, request->epoch, NULL)))
             part_drop(part->group, request->reason);
     }
     done(&error, error.status ? NULL : &reply.base, user);
+}
+
+void ep_groups_abort(struct ep_groups *groups, const Ep__V1__AbortRequest *request, ep_cluster_done_fn done,
+                     void *user)
+{
+    term_serve(groups, request->fence, &request->base, serve_abort, done, user);
 }

@@ -618,13 +618,69 @@ static ep_status check_devices(const struct ep_plan *plan, const struct ep_plan_
     return status;
 }
 
+/* ---- do ranks of a node reach each other ------------------------------------------------------ */
+
+static uint32_t place_of_device(const struct ep_plan_node *node, const char *device)
+{
+    uint32_t i = 0;
+
+    while (i < node->has.devices && strcmp(node->device[i], device) != 0)
+        i++;
+    return i;
+}
+
+static ep_status refuse_apart(const struct ep_plan *plan, uint32_t first, uint32_t second, struct ep_error *error)
+{
+    return ep_error_set(error, EP_FAILED_PRECONDITION,
+                        "rank %u would be on %.80s and rank %u on %.80s of node %.63s, which do not reach each other's memory: "
+                        "ask for fewer ranks, place them on GPUs that do (placement.nodes explicit), or give the server "
+                        "GPUs of one NVLink domain", first, plan->device[first], second, plan->device[second],
+                        plan->name[plan->node[first]]);
+}
+
+/* before: ranks of the node with lower numbers, n of them. */
+static ep_status check_rank_reach(const struct ep_plan *plan, const struct ep_plan_node *node, const uint32_t *before,
+                                  uint32_t n, uint32_t rank, struct ep_error *error)
+{
+    const uint32_t own = place_of_device(node, plan->device[rank]);
+
+    for (uint32_t i = 0; own < node->has.devices && i < n; i++) {
+        const uint32_t other = place_of_device(node, plan->device[before[i]]);
+
+        if (other < 64 && node->apart[own] >> other & 1)
+            return refuse_apart(plan, before[i], rank, error);
+    }
+    return EP_OK;
+}
+
+/* After check_devices(): so many ranks of a node at most. */
+static ep_status check_reach(const struct ep_plan *plan, const struct ep_plan_node *nodes, size_t n, struct ep_error *error)
+{
+    uint32_t (*ranks)[EP_DEVICE_NODE_RANKS] = allocate(plan->n_nodes, sizeof *ranks);
+    uint32_t *have = allocate(plan->n_nodes, sizeof *have);
+    ep_status status = EP_OK;
+
+    for (uint32_t r = 0; !status && r < plan->n_ranks; r++) {
+        const uint32_t at = plan->node[r];
+        const struct ep_plan_node *node = find_node(nodes, n, plan->name[at]);
+
+        if (!node->apart || node->has.backend != EP__V1__BACKEND__BACKEND_CUDA)
+            continue;
+        status = check_rank_reach(plan, node, ranks[at], have[at], r, error);
+        ranks[at][have[at]++] = r;
+    }
+    free(ranks);
+    free(have);
+    return status;
+}
+
 static ep_status fit(const Ep__V1__GroupSpec *asked, const struct ep_settled *settled, const struct ep_plan_node *nodes,
                      size_t n, const struct ep_plan *plan, struct ep_error *error)
 {
     ep_status status = check_devices(plan, nodes, n, error);
     struct pools pools;
 
-    if (status)
+    if (status || (status = check_reach(plan, nodes, n, error)))
         return status;
     pools = pools_of(settled, nodes, n, plan);
     status = ep_spec_fit(asked, settled, pools.list, pools.n, error);

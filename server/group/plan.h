@@ -2,6 +2,10 @@
  * plan: which rank of a group is on which node and device.  Decides; does no I/O.
  *
  * The leader plans; what it planned is stored with the epoch, so that all servers know the same.
+ *
+ * Kernels reach ranks of their node by loads and stores, and others through NCCL: to the plan a node is one NVLink domain, and
+ * packing fills one before it takes another.  Where GPUs of a node do not reach each other, ranks on such two are refused: what
+ * the plan places there, the node could not form.  It does not look for those that do; an explicit placement may name them.
  */
 #ifndef EP_GROUP_PLAN_H
 #define EP_GROUP_PLAN_H
@@ -15,6 +19,7 @@
 struct ep_plan_node {
     struct ep_spec_bounds has;
     const char *const *device; /* [has.devices] names */
+    const uint64_t *apart;     /* [has.devices] bit d: it and device d do not reach each other's memory; NULL: all do */
     bool cordoned;
     uint32_t modes, dtypes;    /* bits: what it has; 0: everything */
     uint32_t nccl_version;     /* and nccl: as NodeInfo has them */

@@ -151,7 +151,7 @@ bool report_rank(struct rank *rank, ep_rank_state state, uint64_t change, const 
     if (rank->here || !is_news(rank, change))
         return false;
     rank->away = false;
-    if (state == EP_RANK_STATE(ABSENT) || state == EP_RANK_STATE(QUARANTINED))
+    if (rank_is_lost(state))
         leave_team(rank);
     rank_put_state(rank, state);
     rank->since_us = change;
@@ -370,13 +370,15 @@ void report_torn(struct epoch *epoch, uint32_t node, const char *why)
     const struct ranks there = epoch_ranks_of(epoch, node);
     char reason[REASON_MAX];
 
+    if (epoch->dropped)
+        return; /* nobody is in it, and another thread gives back its team */
     snprintf(reason, sizeof reason, "node %.80s is lost: %.120s", epoch->plan.name[node], why);
     if (!*epoch->torn && epoch->team)
         tear(epoch, node, reason);
     for (uint32_t i = 0; i < there.n; i++)
         if (!epoch->ranks[there.number[i]].away)
             take_away(&epoch->ranks[there.number[i]], reason);
-    if (epoch->team && !epoch->dropped) /* else it is being given back, on another thread */
+    if (epoch->team)
         ep_team_cut(epoch->team, node);
     if (epoch != epoch->group->epoch)
         return; /* nobody is told of older ones */

@@ -7,6 +7,7 @@
 #include <stdbool.h>
 
 #include "ep_error.h"
+#include "ep_group.h"
 #include "ep_kernels.h"
 #include "ep_message.h"
 #include "ep/v1/common.pb-c.h"
@@ -93,9 +94,6 @@ uint64_t ep_spec_rank_bytes(const struct ep_layout_map *map, const struct ep_pla
 /* Sizes for other token counts than the settled ones; the arena follows if it was not asked for. */
 ep_status ep_spec_layout(const struct ep_limits *limits, bool default_arena, struct ep_layout_map *map,
                          struct ep_error *error);
-
-/* [a-z0-9]([-a-z0-9]{0,61}[a-z0-9])? */
-ep_status ep_group_name_check(const char *name, struct ep_error *error);
 
 /* ---- messages (spec_message.c) ---------------------------------------------------- */
 

@@ -2,6 +2,7 @@
 #include <stdlib.h>
 
 #include "balance.h"
+#include "device_state.h"
 #include "spec.h"
 
 #define MAX_HOMES 65536u /* they fit into one message */
@@ -90,7 +91,32 @@ static ep_status check_nodes(const Ep__V1__Placement *placement, struct ep_error
 
 /* ---- by load --------------------------------------------------------------------- */
 
-static ep_status check_loads(const Ep__V1__GroupSpec *spec, struct ep_error *error)
+/* Homes that all ranks have room for. */
+static uint32_t most_homes(const Ep__V1__GroupSpec *spec, const struct ep_spec_bounds *bounds)
+{
+    const uint64_t most = (uint64_t)ep_device_max_local(spec->ranks) * spec->ranks;
+
+    return bounds->backend == EP__V1__BACKEND__BACKEND_CUDA && most < MAX_HOMES ? (uint32_t)most : MAX_HOMES;
+}
+
+/* Before any work: it grows with the homes. */
+static ep_status check_redundant(const Ep__V1__GroupSpec *spec, const struct ep_spec_bounds *bounds, struct ep_error *error)
+{
+    const uint64_t everywhere = (uint64_t)spec->experts * (spec->ranks - 1); /* a second one on a rank is of no use */
+    const uint32_t homes = most_homes(spec, bounds), room = homes > spec->experts ? homes - spec->experts : 0;
+    const uint32_t redundant = spec->placement->redundant;
+
+    if (redundant > everywhere)
+        return ep_error_set(error, EP_INVALID_ARGUMENT,
+                            "placement.redundant is %u: must be at most %llu, when each of %u experts is on all %u ranks",
+                            redundant, (unsigned long long)everywhere, spec->experts, spec->ranks);
+    if (redundant > room)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "placement.redundant is %u: must be at most %u with %u experts, as "
+                            "a group of %u ranks has at most %u homes", redundant, room, spec->experts, spec->ranks, homes);
+    return EP_OK;
+}
+
+static ep_status check_loads(const Ep__V1__GroupSpec *spec, const struct ep_spec_bounds *bounds, struct ep_error *error)
 {
     const Ep__V1__Placement *placement = spec->placement;
 
@@ -102,10 +128,7 @@ static ep_status check_loads(const Ep__V1__GroupSpec *spec, struct ep_error *err
         return ep_error_set(error, EP_INVALID_ARGUMENT,
                             "placement.loads has %zu entries: by_load needs one for each of %u experts",
                             placement->n_loads, spec->experts);
-    if (placement->redundant > MAX_HOMES - spec->experts)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "placement.redundant is %u: must be at most %u with %u experts",
-                            placement->redundant, MAX_HOMES - spec->experts, spec->experts);
-    return EP_OK;
+    return check_redundant(spec, bounds, error);
 }
 
 static void note_balance(struct ep_settled *settled, const uint64_t *loads)
@@ -138,7 +161,7 @@ static ep_status place_by_load(struct ep_settled *settled, const struct ep_spec_
                                   .redundant = spec->placement->redundant,
                                   .node = bounds->placed == spec->ranks ? bounds->rank_node : NULL };
     struct ep_expert_home *homes;
-    ep_status status = check_loads(spec, error);
+    ep_status status = check_loads(spec, bounds, error);
 
     if (status)
         return status;

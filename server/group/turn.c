@@ -176,6 +176,11 @@ static void drop(struct group *group)
     turn->failures = 0;
 }
 
+static uint64_t further_of(uint64_t passed, uint64_t position)
+{
+    return passed > position ? passed : position;
+}
+
 /* ---- asking all nodes -------------------------------------------------------------------------------------- */
 
 static void all_answered(struct group *group);
@@ -198,6 +203,8 @@ static void on_answer(const struct ep_error *error, const ProtobufCMessage *mess
         turn->promised &= reply->promised;
         turn->passed = reply->passed > turn->passed ? reply->passed : turn->passed;
         turn->position = reply->position > turn->position ? reply->position : turn->position;
+        if (reply->furthest)
+            turn_note(&turn->fars, reply->furthest - 1, further_of(reply->passed, reply->position));
     }
     end_answer(group);
 }
@@ -235,6 +242,7 @@ static void ask_all(struct group *group, enum turn_step step, uint64_t at)
     turn->failure = (struct ep_error)EP_ERROR_INIT;
     turn->promised = true;
     turn->passed = turn->position = 0;
+    turn->fars.any = false;
     request.group = group->name;
     request.from = step == TURN_WITHDRAW ? 0 : turn->from;
     request.to = turn->to;
@@ -312,14 +320,32 @@ static void on_decided(const struct ep_error *error, uint64_t revision, void *us
 
 /* ---- steps -------------------------------------------------------------------------------------------------------- */
 
+static uint64_t lesser(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+
 /* Nobody is to come to it before the decision is there: as far ahead as they go between two looks, twice. */
 static uint64_t choose(const struct turn *turn)
 {
-    const uint64_t now = turn->passed > turn->position ? turn->passed : turn->position;
-    const uint64_t growth = now > turn->first ? now - turn->first : 0;
+    const uint64_t now = lesser(further_of(turn->passed, turn->position), TURN_FURTHEST);
+    const uint64_t growth = lesser(now > turn->first ? now - turn->first : 0, TURN_APART);
     const uint32_t more = turn->failures < 8 ? turn->failures : 8;
 
-    return now + ((2 * growth) << more) + (more ? 1u << more : 0);
+    return now + lesser((2 * growth) << more, 2 * TURN_APART) + (more ? 1u << more : 0);
+}
+
+/* Those of one node are no further apart: that node has seen to it. */
+static bool are_together(struct turn *turn)
+{
+    const struct how_far *most = &turn->fars.most, *least = &turn->fars.least;
+
+    if (!turn_apart(&turn->fars))
+        return true;
+    (void)ep_error_set(&turn->failure, EP_FAILED_PRECONDITION, "rank %u says that it is at position %" PRIu64 ", and rank %u "
+                       "that it is at %" PRIu64 ": they cannot be so far apart", most->rank, most->position, least->rank,
+                       least->position);
+    return false;
 }
 
 static bool may_go_on(struct group *group)
@@ -346,12 +372,12 @@ static void all_looked(struct group *group)
 {
     struct turn *turn = &group->turn;
 
-    if (!may_go_on(group)) {
+    if (!may_go_on(group) || !are_together(turn)) {
         fail(group);
         return;
     }
     if (turn->step == TURN_LOOK) {
-        turn->first = turn->passed > turn->position ? turn->passed : turn->position;
+        turn->first = further_of(turn->passed, turn->position);
         turn->until = group_now(group->groups) + BETWEEN_MS;
         enter(group, TURN_LOOK_AGAIN);
         group_after(group->groups, BETWEEN_MS);

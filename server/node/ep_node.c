@@ -371,6 +371,26 @@ static void fill_offer(const struct ep_node *node, Ep__V1__NodeInfo *info)
     info->granule = ep_node_granule(node);
 }
 
+uint64_t ep_node_device_apart(const struct ep_node *node, uint32_t device)
+{
+    uint64_t apart = 0;
+
+    for (uint32_t i = 0; node->cuda && i < node->n_devices && i < 64; i++)
+        if (!ep_node_gpus_reach(node, device, i))
+            apart |= 1ull << i;
+    return apart;
+}
+
+static void fill_apart(const struct ep_node *node, uint32_t number, Ep__V1__Device *device)
+{
+    const uint64_t apart = ep_node_device_apart(node, number);
+
+    device->apart = zeroed(64, sizeof *device->apart);
+    for (uint32_t i = 0; i < 64; i++)
+        if (apart >> i & 1)
+            device->apart[device->n_apart++] = i;
+}
+
 static Ep__V1__Device *device_info(const struct ep_node *node, uint32_t number)
 {
     Ep__V1__Device *device = zeroed(1, sizeof *device);
@@ -382,6 +402,9 @@ static Ep__V1__Device *device_info(const struct ep_node *node, uint32_t number)
     device->memory_bytes = node->cuda ? from->budget : node->budget; /* host devices share the node's memory */
     device->used_bytes = from->used;
     device->sms = ep_node_sms(node, number);
+    if (node->cuda)
+        ep_node_fill_links(&from->links, device);
+    fill_apart(node, number, device);
     device->detail = node->cuda ? ep_node_gpu_detail(node, number) : own("CPU threads and shared memory");
     if (!device->detail)
         abort();

@@ -45,6 +45,8 @@ uint64_t ep_node_boot(const struct ep_node *node);
 Ep__V1__Backend ep_node_backend(const struct ep_node *node);
 uint32_t ep_node_devices(const struct ep_node *node);
 const char *ep_node_device_name(const struct ep_node *node, uint32_t device);
+/* Bit d: loads and stores of this GPU and the node's d-th do not reach each other's memory. */
+uint64_t ep_node_device_apart(const struct ep_node *node, uint32_t device);
 /* EP_CUDA_UUID_BYTES bytes; NULL on the host backend. */
 const uint8_t *ep_node_device_uuid(const struct ep_node *node, uint32_t device);
 /* As NodeInfo.nccl_version and nccl. */

@@ -63,10 +63,10 @@ struct ep_team_span {
     void *user;
 };
 
-/* Memory that a span takes beside windows: of each node, and of each rank, as ep_node_window_extend() wants it.
+/* Memory that a span takes beside windows: of each node, and of each rank, of that what ep_node_window_extend() wants.
  * where: [R] which node each rank is on.  None with one node. */
 struct ep_team_beside {
-    uint64_t node, rank;
+    uint64_t node, rank, window;
 };
 struct ep_team_beside ep_team_beside(Ep__V1__Backend backend, const struct ep_layout_map *map, const uint32_t *where);
 
@@ -167,7 +167,8 @@ struct ep_executor;
 struct ep_executor_options {
     uint32_t rank;
     bool direct;      /* the worker runs its own ops */
-    uint32_t max_sms; /* cuda, where it does not: multiprocessors that its kernels may fill */
+    /* cuda, where it does not: multiprocessors that its kernels may fill, and of these, those that HT ops fill; 0: all */
+    uint32_t max_sms, max_ht_sms;
     struct ep_rank_counters *counters; /* outlive the executor; several may use them in turn */
     /* On the loop's thread, after an op timed out (coalesced). */
     void (*on_timeout)(const struct ep_engine_timeout *timeout, void *user);

@@ -168,11 +168,14 @@ static void tell_gpus(const struct ep_node *node)
 {
     for (uint32_t i = 0; i < node->n_devices; i++) {
         const struct device *device = &node->devices[i];
+        const struct ep_links_text reach = ep_node_reach_text(node, i);
+        const struct ep_links_text nvlinks = ep_node_nvlinks_text(&device->links);
 
         EP_INFO("node", "GPU", EP_S("gpu", device->name), EP_S("model", device->gpu.name),
                 EP_S("pci", device->gpu.pci), EP_U("memory_bytes", device->gpu.memory_bytes),
                 EP_U("free_bytes", device->gpu.memory_free), EP_U("budget_bytes", device->budget),
-                EP_B("mps", device->gpu.mps));
+                EP_B("mps", device->gpu.mps), EP_S("reaches", reach.text), EP_S("nvlinks", nvlinks.text),
+                EP_S("fabric", ep_node_fabric_text(&device->links)));
     }
 }
 
@@ -201,6 +204,7 @@ ep_status ep_node_choose_backend(struct ep_node *node, const struct ep_node_opti
         return check_mps(node, options->mps, error);
     if (open_cuda(node, options, &why) == EP_OK) {
         set_budgets(node, options->memory_budget);
+        ep_node_look_at_links(node);
         tell_gpus(node);
         tell_mps(node);
         return check_mps(node, options->mps, error);
@@ -227,23 +231,14 @@ bool ep_node_gpus_reach(const struct ep_node *node, uint32_t a, uint32_t b)
     return reaches(x, y) && reaches(y, x);
 }
 
-static uint32_t count_reached(const struct ep_node *node, uint32_t device)
-{
-    uint32_t n = 0;
-
-    for (uint32_t i = 0; i < node->n_devices; i++)
-        n += i != device && ep_node_gpus_reach(node, device, i);
-    return n;
-}
-
 char *ep_node_gpu_detail(const struct ep_node *node, uint32_t device)
 {
     const struct ep_cuda_device *gpu = &node->devices[device].gpu;
     char *text = NULL;
 
-    if (asprintf(&text, "%s, %.1f GiB, %u SMs, sm_%u%u, %s, reaches %u of %u other GPUs, %s", gpu->name,
+    if (asprintf(&text, "%s, %.1f GiB, %u SMs, sm_%u%u, %s, reaches %s, %s", gpu->name,
                  (double)gpu->memory_bytes / (1ull << 30), gpu->sms, gpu->major, gpu->minor, gpu->pci,
-                 count_reached(node, device), node->n_devices - 1, gpu->mps ? "MPS" : "no MPS") < 0)
+                 ep_node_reach_text(node, device).text, gpu->mps ? "MPS" : "no MPS") < 0)
         return NULL;
     return text;
 }

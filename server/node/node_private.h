@@ -2,7 +2,7 @@
  * node_private: what the files of this folder share.
  *
  *   ep_node.c    name, cordon, memory budget, what operators see
- *   gpus.c       the GPUs of a node, and MPS
+ *   gpus.c       the GPUs of a node, and MPS; links.c how they reach each other
  *   window.c     windows, and who has how much memory in them
  *   team.c       teams: what both backends have in common; team_host.c, team_cuda.c the backends
  *   lost.c       nodes that a team over several of them has lost
@@ -21,6 +21,16 @@
 
 #include "ep_cuda.h"
 #include "ep_node.h"
+#include "ep_nvml.h"
+
+/* What is between a GPU and the others of the node; nothing of it changes after the start. */
+struct links {
+    uint32_t peers;                  /* GPUs that it reaches, and they it */
+    bool has_nvlinks, has_ways;      /* false: what follows is not known */
+    uint32_t nvlinks;                /* that are up */
+    uint32_t over_nvlink, over_pcie; /* peers */
+    enum ep_nvml_fabric fabric;
+};
 
 struct device {
     char name[sizeof ((struct ep_cuda_device *)NULL)->uuid_text];
@@ -28,6 +38,7 @@ struct device {
     uint64_t budget; /* of a GPU */
     uint32_t ordinal; /* of a GPU in this process */
     struct ep_cuda_device gpu;
+    struct links links;
 };
 
 /* Listed, so that a refusal can say who has the memory. */
@@ -82,5 +93,19 @@ ep_status ep_node_choose_backend(struct ep_node *node, const struct ep_node_opti
 char *ep_node_gpu_detail(const struct ep_node *node, uint32_t device);
 /* Do loads and stores of each reach the other? */
 bool ep_node_gpus_reach(const struct ep_node *node, uint32_t a, uint32_t b);
+
+/* ---- links.c ------------------------------------------------------------------ */
+
+/* When the node has its GPUs: fills their links. */
+void ep_node_look_at_links(struct ep_node *node);
+
+/* "7 of 7 other GPUs over NVLink"; "18"; "completed".  What is not known they call so. */
+struct ep_links_text {
+    char text[80];
+};
+struct ep_links_text ep_node_reach_text(const struct ep_node *node, uint32_t device);
+struct ep_links_text ep_node_nvlinks_text(const struct links *links);
+const char *ep_node_fabric_text(const struct links *links);
+void ep_node_fill_links(const struct links *links, Ep__V1__Device *device);
 
 #endif

@@ -252,6 +252,7 @@ static ep_status open_serve(struct serve *serve, struct cuda_team *team, const s
         .windows = windows,
         .state = cuda_state(team, options->rank),
         .max_sms = options->max_sms,
+        .max_ht_sms = options->max_ht_sms,
         .net = team->span != NULL,
     };
 

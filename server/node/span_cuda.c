@@ -224,7 +224,7 @@ ep_status cuda_span_make_net(struct cuda_team *team, uint32_t rank, struct ep_er
     net->window = nccl->memory[NCCL_WINDOW].window;
     net->beside = nccl->memory[NCCL_BESIDE].window;
     memcpy(net->wire, nccl->wire, sizeof net->wire);
-    status = team->api->memory_create(r->ordinal, net->bytes, &r->net, error);
+    status = team->api->memory_create(r->ordinal, net->tables.bytes, &r->net, error);
     if (!status)
         status = cuda_write(team, rank, team->api->memory_at(r->net), net, sizeof *net, error);
     free(net);

@@ -118,8 +118,11 @@ struct ep_team_beside ep_team_beside(Ep__V1__Backend backend, const struct ep_la
 
     if (shape.nodes < 2)
         return (struct ep_team_beside){ 0 };
-    if (backend == EP__V1__BACKEND__BACKEND_CUDA)
-        return (struct ep_team_beside){ .rank = ep_net_beside_bytes(map, &shape) };
+    if (backend == EP__V1__BACKEND__BACKEND_CUDA) {
+        const uint64_t window = ep_net_beside_bytes(map, &shape);
+
+        return (struct ep_team_beside){ .rank = window + ep_net_bytes(map, &shape), .window = window };
+    }
     return (struct ep_team_beside){ .node = ep_host_net_bytes(shape.nodes) };
 }
 

@@ -454,7 +454,7 @@ static ep_status check_number(const struct ep_team_options *options, struct ep_e
     return EP_OK;
 }
 
-/* Kernels write into their peers' windows. */
+/* Kernels write into their peers' windows, whether over NVLink or PCIe: that they can is all that is asked for. */
 static ep_status check_reach(const struct ep_team_options *options, struct ep_error *error)
 {
     for (uint32_t a = 0; a < options->map->limits.ranks; a++)
@@ -462,7 +462,7 @@ static ep_status check_reach(const struct ep_team_options *options, struct ep_er
             if (is_here(options, b) && !ep_node_gpus_reach(options->node, options->devices[a], options->devices[b]))
                 return ep_error_set(error, EP_FAILED_PRECONDITION,
                                     "rank %u is on %s and rank %u on %s, which do not reach each other's memory: "
-                                    "ask for fewer ranks, or give the server GPUs of one NVLink domain",
+                                    "ask for fewer ranks, or give the server GPUs that do",
                                     b, ep_node_device_name(options->node, options->devices[b]), a,
                                     ep_node_device_name(options->node, options->devices[a]));
     return EP_OK;

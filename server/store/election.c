@@ -1,9 +1,19 @@
 /*
  * Elections, for both stores: the record of the key is written only where there is none, and goes with the
  * session of whoever wrote it.  Its revision is the term: commits of the leader ask for it.
+ *
+ * Who leads is read off the record, not off the answer to a campaign, which may be lost: the record would live on
+ * with its session and let nobody else lead.  So its value is the name and, behind a NUL, the number of the session,
+ * which no other session that lives has: what a server of old with the same name has left is another's.
+ *
+ * Two sides never lead by one record: it is of one campaign, which found none there, and only the side whose session
+ * that campaign named takes it for its own, however it comes to know of it.  Nor by two: when the later one was
+ * written the earlier one was gone, and no commit that asks for the earlier one's revision is done any more.
  */
 #include "ep_store.h"
 
+#include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,14 +26,18 @@ struct ep_election {
     struct ep_store *store;
     struct ep_session *session;
     char *key, *name;
+    char *value; /* of its record; NULL: it has not run yet */
+    size_t n_value;
     ep_election_fn fn;
     void *user;
     struct ep_watch *watch;
     uv_timer_t retry;
     char *leader;  /* NULL: nobody */
     uint64_t held; /* revision of the record, 0: there is none */
+    bool own;      /* and this side wrote it */
     uint64_t seen; /* what the watch has told is true of this revision */
-    uint64_t won;  /* revision at which this side wrote it, 0: it did not */
+    uint64_t won;  /* revision of the record by which this side leads, 0: it does not */
+    uint64_t term; /* the latest of all that were held */
     bool campaigning, closed, told_leading;
     unsigned references; /* the handle, a commit under way */
 };
@@ -36,27 +50,32 @@ static void release(struct ep_election *e)
         return;
     free(e->key);
     free(e->name);
+    free(e->value);
     free(e->leader);
     free(e);
 }
 
-static void set_leader(struct ep_election *e, const void *name, size_t size, uint64_t revision)
+static bool is_own(const struct ep_election *e, const void *value, size_t size)
+{
+    return value && e->value && size == e->n_value && memcmp(value, e->value, size) == 0;
+}
+
+/* value NULL: nobody.  What is behind its name ends the text. */
+static void set_leader(struct ep_election *e, const void *value, size_t size, uint64_t revision)
 {
     free(e->leader);
     e->leader = NULL;
-    if (name) {
+    if (value) {
         e->leader = store_allocate(size + 1, 1);
-        memcpy(e->leader, name, size);
+        memcpy(e->leader, value, size);
     }
-    e->held = revision;
+    e->held = value ? revision : 0;
+    e->own = is_own(e, value, size);
+    if (e->held > e->term)
+        e->term = e->held;
 }
 
 /* ---- running ----------------------------------------------------------------------------- */
-
-static void on_retry(uv_timer_t *timer)
-{
-    settle(timer->data);
-}
 
 static void resign(struct ep_election *e)
 {
@@ -77,6 +96,14 @@ static void notify(struct ep_election *e, bool news)
         e->fn(e, leading, e->user);
 }
 
+static void on_retry(uv_timer_t *timer)
+{
+    struct ep_election *e = timer->data;
+
+    settle(e);
+    notify(e, false);
+}
+
 /* The watch may have told what came after before this answer is here. */
 static void on_won(struct ep_election *e, uint64_t revision)
 {
@@ -84,7 +111,7 @@ static void on_won(struct ep_election *e, uint64_t revision)
 
     e->won = revision;
     if (news)
-        set_leader(e, e->name, strlen(e->name), revision);
+        set_leader(e, e->value, e->n_value, revision);
     settle(e);
     notify(e, news);
 }
@@ -95,35 +122,49 @@ static void on_campaigned(const struct ep_error *error, uint64_t revision, void 
 
     e->campaigning = false;
     if (e->closed) {
-        e->won = error->status ? 0 : revision;
-        if (!store_is_closing(e->store)) /* else the session's end takes the record */
+        e->won = error->status ? 0 : revision; /* whatever it may have written goes with the session */
+        if (!store_is_closing(e->store))       /* else that one's end takes the record */
             resign(e);
     } else if (error->status) {
-        uv_timer_start(&e->retry, on_retry, RETRY_MS, 0); /* whoever holds it now may be told by then */
+        uv_timer_start(&e->retry, on_retry, RETRY_MS, 0); /* by then whoever holds it may be told */
     } else {
         on_won(e, revision);
     }
     release(e);
 }
 
+/* The session has begun: its number is there. */
+static void set_value(struct ep_election *e)
+{
+    int n;
+
+    if (e->value)
+        return;
+    n = asprintf(&e->value, "%s%c%016" PRIx64, e->name, '\0', (uint64_t)e->session->lease);
+    if (n < 0)
+        abort();
+    e->n_value = (size_t)n;
+}
+
 static void campaign(struct ep_election *e)
 {
-    const struct ep_store_write write = { .key = e->key,
-                                          .value = e->name,
-                                          .size = strlen(e->name),
-                                          .expected = EP_STORE_ABSENT,
-                                          .session = e->session };
+    struct ep_store_write write = { .key = e->key, .expected = EP_STORE_ABSENT, .session = e->session };
 
+    set_value(e);
+    write.value = e->value;
+    write.size = e->n_value;
     e->campaigning = true;
     e->references++;
     ep_store_commit(e->store, &write, 1, on_campaigned, e);
 }
 
-/* Acts on what is known; called when that has changed. */
+/*
+ * Acts on what is known; called when that has changed.  While a campaign is under way this side leads by no record:
+ * so no lead goes over into the next without having been told as lost.
+ */
 static void settle(struct ep_election *e)
 {
-    if (e->won && e->held != e->won)
-        e->won = 0;
+    e->won = e->own && !e->campaigning ? e->held : 0;
     if (!e->held && !e->campaigning && ep_session_alive(e->session))
         campaign(e);
 }
@@ -139,7 +180,7 @@ static void learn(struct ep_election *e, const struct ep_store_changes *changes)
         const struct ep_record *r = &changes->records[i];
 
         if (strcmp(r->key, e->key) == 0 && r->revision >= e->won)
-            set_leader(e, r->value, r->size, r->value ? r->revision : 0);
+            set_leader(e, r->value, r->size, r->revision);
     }
 }
 
@@ -194,6 +235,11 @@ bool ep_election_leads(const struct ep_election *e)
 const char *ep_election_leader(const struct ep_election *e)
 {
     return e->leader;
+}
+
+uint64_t ep_election_term(const struct ep_election *e)
+{
+    return e->term > e->won ? e->term : e->won;
 }
 
 struct ep_store_write ep_election_guard(const struct ep_election *e)

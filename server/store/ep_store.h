@@ -118,7 +118,8 @@ void ep_watch_close(struct ep_watch *watch); /* fn is not called again */
 /*
  * A session says "this process is there": the store gives it a lease, kept alive from here.  On etcd it is over
  * when no renewal has got through for ttl_ms (rounded up to seconds, 2 at least), and this side knows before
- * anybody else can take its place, also after it was stopped for a while.  On sqlite it ends with the process.
+ * anybody else can take its place, also after it was stopped for a while, or its machine was suspended.  On sqlite it
+ * ends with the process.
  *
  * fn is told EP_OK once the session has begun, or why it could not; and once why it is lost.  After an error the
  * session does nothing more: close it and open another.
@@ -147,6 +148,8 @@ void ep_election_close(struct ep_election *election);
 
 bool ep_election_leads(const struct ep_election *election);         /* right now, by the clock */
 const char *ep_election_leader(const struct ep_election *election); /* its name; NULL: nobody known */
+/* The last term that this side knows of: revision of the record of whoever won; 0: none yet. */
+uint64_t ep_election_term(const struct ep_election *election);
 
 /*
  * For the commits of a leader: holds only while the lead that this side has won is still its own, by the store's

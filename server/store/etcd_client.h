@@ -20,7 +20,7 @@
 struct etcd_marker {
     char *key;
     int64_t lease;
-    uint64_t born;    /* ep_clock_ns when its lease was asked for; 0: there is none */
+    uint64_t born;    /* ep_clock_boot_ns when its lease was asked for; 0: there is none */
     int64_t revision; /* it had when last heard of */
     uint64_t commits; /* its value is the number of the commit that wrote it */
 };

@@ -372,7 +372,7 @@ static ep_status retire_marker(struct etcd *etcd, uint64_t deadline, struct ep_e
 
 static ep_status ensure_marker(struct etcd *etcd, uint64_t deadline, struct ep_error *error)
 {
-    uint64_t now = ep_clock_ns(), granted_ms;
+    uint64_t now = ep_clock_boot_ns(), granted_ms;
     char name[64];
     ep_status status;
 

@@ -2,7 +2,7 @@
  * Leases, and sessions on them: a thread for each that renews it, at every endpoint in turn, until it is over.
  *
  * A renewal counts from the moment it was sent.  etcd counts from when it got it, which is later: so this side takes
- * a lease for over before etcd gives it away, also after it has not run for a while.
+ * a lease for over before etcd gives it away, also after it has not run for a while, or the machine was suspended.
  */
 #include <errno.h>
 #include <stdlib.h>
@@ -87,14 +87,14 @@ struct keeper {
 /* How long until the lease is over, ms. */
 static int64_t left_ms(const struct keeper *k)
 {
-    uint64_t now = ep_clock_ns(), end = atomic_load(&k->session->valid_until);
+    uint64_t now = ep_clock_boot_ns(), end = atomic_load(&k->session->valid_until);
 
     return now < end ? (int64_t)((end - now) / EP_NS_PER_MS) : 0;
 }
 
 static bool is_over(const struct keeper *k)
 {
-    return ep_clock_ns() >= atomic_load(&k->session->valid_until);
+    return ep_clock_boot_ns() >= atomic_load(&k->session->valid_until);
 }
 
 static ep_status read_renewal(struct keeper *k, uint64_t sent, struct ep_error *error)
@@ -119,7 +119,7 @@ static ep_status renew(struct keeper *k, struct ep_error *error)
 {
     Etcdserverpb__LeaseKeepAliveRequest request = ETCDSERVERPB__LEASE_KEEP_ALIVE_REQUEST__INIT;
     int64_t share = (int64_t)k->ttl_ms / 3, left = left_ms(k), timeout_ms = share < left ? share : left;
-    uint64_t sent = ep_clock_ns();
+    uint64_t sent = ep_clock_boot_ns();
     ep_status status;
 
     request.id = k->session->lease;
@@ -167,7 +167,7 @@ static void keep(void *arg)
 ep_status etcd_begin_session(struct etcd *etcd, struct ep_session *session, uint64_t deadline,
                              struct ep_error *error)
 {
-    uint64_t asked = ep_clock_ns(), granted_ms;
+    uint64_t asked = ep_clock_boot_ns(), granted_ms;
     struct keeper *k;
     ep_status status = etcd_grant(etcd, session->ttl_ms, deadline, &session->lease, &granted_ms, error);
 

@@ -498,7 +498,7 @@ void ep_session_close(struct ep_session *session)
 
 bool ep_session_alive(const struct ep_session *session)
 {
-    return ep_clock_ns() < atomic_load(&session->valid_until);
+    return ep_clock_boot_ns() < atomic_load(&session->valid_until);
 }
 
 /* ---- opening and closing ----------------------------------------------------------------- */

@@ -64,7 +64,7 @@ struct ep_session {
     uint64_t ttl_ms;
     int64_t lease;
     void *state;
-    _Atomic uint64_t valid_until; /* ep_clock_ns; 0: not begun, or over.  Written by the backend's threads */
+    _Atomic uint64_t valid_until; /* ep_clock_boot_ns; 0: not begun, or over.  The backend writes it */
 };
 
 /* Deadlines are answer_within_ms from the call on, also while it waits behind others. */

@@ -36,6 +36,7 @@ struct cpu_handle {
 /* One rank, as its thread sees it: all pointers are the host's. */
 struct cpu_rank {
     uint32_t rank, ranks;
+    uint32_t max_ht_sms; /* of struct ep_cuda_rank_options */
     struct ep_layout_map map;
     struct ep_placement placement;
     uint8_t *window[EP_DEVICE_MAX_RANKS];

@@ -192,6 +192,7 @@ static ep_status fill(const struct ep_cuda_rank_options *options, struct cpu_ran
         return ep_error_set(error, EP_UNIMPLEMENTED, "this module reaches no other node");
     r->rank = options->rank;
     r->ranks = options->map->limits.ranks;
+    r->max_ht_sms = options->max_ht_sms;
     r->map = *options->map;
     r->state = cuda_fixture_host(options->state);
     for (uint32_t i = 0; i < r->ranks; i++)

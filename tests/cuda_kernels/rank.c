@@ -5,7 +5,8 @@
 #include "rank_base.h"
 #include "wire.h"
 
-/* Blocks that run at once, and multiprocessors: few, and not as many of the one as of the other. */
+/* Blocks that run at once, and multiprocessors: few, and not as many of the one as of the other.  Who asks for one for HT
+ * has a block on it. */
 enum { SMS = 2, LL_BLOCKS = 3, HT_DISPATCH_BLOCKS = 3, HT_COMBINE_BLOCKS = 2 };
 
 struct cpu_kernels {
@@ -41,10 +42,11 @@ ep_status cpu_rank_init(struct cpu_rank *rank, const struct ep_placement *placem
         windows[i] = rank->window[i];
     ep_cuda_rank_base(&options, &k->ll);
     ep_cuda_rank_ht_base(&options, &k->ll.base, &k->ht);
-    k->ll.sms = k->ht.sms = SMS;
+    k->ll.sms = SMS;
+    k->ht.sms = rank->max_ht_sms && rank->max_ht_sms < SMS ? rank->max_ht_sms : SMS;
     k->ll.dispatch_blocks = k->ll.combine_blocks = LL_BLOCKS;
-    k->ht.dispatch_blocks = HT_DISPATCH_BLOCKS;
-    k->ht.combine_blocks = HT_COMBINE_BLOCKS;
+    k->ht.dispatch_blocks = k->ht.sms < SMS ? k->ht.sms : HT_DISPATCH_BLOCKS;
+    k->ht.combine_blocks = k->ht.sms < SMS ? k->ht.sms : HT_COMBINE_BLOCKS;
     k->shared_bytes = (uint32_t)ep_device_shared_bytes(&rank->map.limits);
     k->ht_shared_bytes = (uint32_t)ep_device_ht_shared_bytes(&rank->map.limits);
     return options.net ? wire_open(rank->window, rank->rank, &rank->map, &k->wire, error) : EP_OK;

@@ -25,6 +25,7 @@ static void check_promises(const struct ep_attach_frame *frame)
     check(!turns || frame->epoch != 0);
     check(frame->value != EP_ATTACH_NO_TURN || frame->type != EP_ATTACH_TURN);
     check(frame->type != EP_ATTACH_PROMISE || frame->status == EP_OK || frame->status == EP_ABORTED);
+    check(frame->type != EP_ATTACH_PROMISE || (frame->offset <= EP_ATTACH_FURTHEST && frame->value <= frame->offset + 1));
     check(frame->region == 0 || asks);
     check(frame->value != 0 || (frame->type != EP_ATTACH_REGISTER && frame->type != EP_ATTACH_WELCOME));
     check(frame->count == 0 || (frame->type != EP_ATTACH_HELLO && frame->type != EP_ATTACH_BYE));

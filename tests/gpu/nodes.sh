@@ -7,13 +7,14 @@ set -uo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: nodes.sh N [--gpus N] [--bench] [--pauses N] [--soak S] [--limit S] [--logs DIR]
+usage: nodes.sh N [--gpus N] [--each N] [--bench] [--pauses N] [--soak S] [--limit S] [--logs DIR]
 
 Starts N ep-servers on an etcd of their own, makes a group over all of them with a rank on each GPU, and runs verified
 dispatch and combine on it. Prints a line per step and, at the end, `N passed, N failed`. Exits with 77 where there is no
 GPU, no NCCL or no etcd. Servers share a GPU where there are fewer GPUs than nodes: slow, and right all the same.
 
   --gpus N    use N GPUs (default: all that nvidia-smi lists)
+  --each N    give each node N of them (default: an equal part), some to several nodes where there are too few
   --bench     then time high throughput with H 7168, K 8, E 256, T 4096, and print the table
   --pauses N  then change modes and token limits N times, have the last server end and return N times, and print how long
               workers that follow paused
@@ -23,10 +24,11 @@ GPU, no NCCL or no etcd. Servers share a GPU where there are fewer GPUs than nod
 TEXT
 }
 
-gpus='' logs='' limit_s=120 nodes='' times=0 pauses=0 soak_s=0
+gpus='' each='' logs='' limit_s=120 nodes='' times=0 pauses=0 soak_s=0
 while (($#)); do
     case $1 in
     --gpus) gpus=${2:?--gpus needs a number}; shift ;;
+    --each) each=${2:?--each needs a number}; shift ;;
     --limit) limit_s=${2:?--limit needs seconds}; shift ;;
     --logs) logs=${2:?--logs needs a folder}; shift ;;
     --bench) times=1 ;;
@@ -40,6 +42,7 @@ while (($#)); do
 done
 [[ -n $nodes ]] || { usage >&2; exit 2; }
 count_gpus
+((${each:-1} >= 1 && ${each:-1} <= gpus)) || { echo "nodes.sh: --each is $each: must be 1 to $gpus, the GPUs here" >&2; exit 2; }
 need "$bin/ep-server" "$bin/ep-admin" "$bin/ep-bench" "$bin/worker"
 open_logs
 dir=$(mktemp -d)
@@ -78,27 +81,39 @@ start_etcd() {
 
 # share NODE: its GPUs.  All servers see all of them.
 share() {
-    local first=$(($1 * gpus / nodes)) last
+    local first=$(($1 * gpus / nodes)) last i
 
+    if [[ -n $each ]]; then
+        for ((i = 0; i < each; i++)); do
+            echo $((($1 * each + i) % gpus))
+        done | sort -n | paste -sd ,
+        return
+    fi
     last=$((gpus >= nodes ? ($1 + 1) * gpus / nodes - 1 : first))
     seq -s , "$first" "$last"
 }
 
-# For servers alone, and fewer where they share a GPU.
+if [[ -n $each ]]; then
+    ranks=$((nodes * each))
+else
+    ranks=$((gpus >= nodes ? gpus : nodes))
+fi
+
+# For servers alone, and fewer queues where they share a GPU.
 of_nccl=(NCCL_NET_PLUGIN="${NCCL_NET_PLUGIN-$(realpath "$lib")/libnccl-net-ep.so}" NCCL_NET_PLUGIN_REF_COUNT=1
     NCCL_GIN_ENABLE=1 NCCL_GIN_NCONTEXTS=1 NCCL_CUMEM_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MNNVL_ENABLE=0
-    CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS="$((gpus < nodes ? 16 : 32))")
+    CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS="$((gpus < ranks ? 16 : 32))")
 
-# Where servers share a GPU, they are slow.
-patience=()
-((gpus >= nodes)) || patience=(--lost-after=20s)
+# Where servers share a GPU, they are slow, and under MPS the kernels of all must fit there at once.
+sharing=()
+((gpus >= ranks)) || sharing=(--lost-after=20s --sms-per-rank=24)
 
 start_node() {
     local node=$1
     mkdir -p "$dir/$node"
     rm -f "$dir/$node/ports"
     env "${of_nccl[@]}" NCCL_HOSTID="ep-node-$node" "$bin/ep-server" --backend=cuda --gpus="$(share "$node")" --name="node-$node" \
-        --store="etcd://$store" --listen=127.0.0.1:0 --insecure --socket="$dir/$node/ep.sock" "${patience[@]}" \
+        --store="etcd://$store" --listen=127.0.0.1:0 --insecure --socket="$dir/$node/ep.sock" "${sharing[@]}" \
         --state-dir="$dir/$node/state" --port-file="$dir/$node/ports" --log-level=info >>"$dir/server-$node.out" 2>&1 &
     processes+=("$!")
     pids[node]=$!
@@ -148,7 +163,6 @@ refused() {
     grep -qF -- "$text" <<<"$said"
 }
 
-ranks=$((gpus >= nodes ? gpus : nodes))
 group=(moe --ranks="$ranks" --experts=$((4 * ranks)) --hidden=1024 --top-k=4 '--modes=ll,ht' --ll-max-tokens=32
     --ht-max-tokens=256 --arena=64MiB --timeout-ms=20000 --placement=spread)
 servers=()

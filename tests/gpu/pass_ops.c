@@ -161,7 +161,7 @@ struct ep_op pass_combine_op(const struct pass *pass, uint32_t flags, bool in_pl
         .generation = pass->generation,
         .x = combine_rows(pass, in_place),
         .row_grads = pass->at.row_grads,
-        .topk_grads = part(pass->at.topk_grads, pass->shape->grads ? grads ? grads : 16 : 0), /* none is no span */
+        .topk_grads = part(pass->at.topk_grads, pass->shape->grads ? grads : 0),
         .bias = part(pass->at.bias, pass->shape->bias ? bytes : 0),
         .out = part(pass->at.result, bytes),
     };
@@ -517,7 +517,7 @@ static void check_biased_token(struct pass *pass, uint32_t token, const double *
     }
 }
 
-/* As verify_combine, which knows no bias. */
+/* As verify_combine, with the bias of the pass. */
 static ep_status check_biased(struct pass *pass, struct ep_error *error)
 {
     struct experts_model model;

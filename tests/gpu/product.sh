@@ -193,6 +193,17 @@ run_kill() {
     done
 }
 
+# Whoever runs an op, its results are the same, bit for bit: what all ranks have received and what they have combined.
+run_same_bits() {
+    local executor
+    for executor in direct server mixed; do
+        run_bench "$@" --executor="$executor" --output=json >"$step_dir/report.out" || { cat "$step_dir/report.out"; return 1; }
+        grep -E '"(mode|layout|dtype|scales|pass|tokens|hash)":' "$step_dir/report.out" >"$step_dir/$executor"
+        echo "$executor: $(grep -c '"hash": "[0-9a-f]*[1-9a-f]' "$step_dir/$executor") cases"
+        grep -q '"hash"' "$step_dir/direct" && diff "$step_dir/direct" "$step_dir/$executor" || return 1
+    done
+}
+
 # The functions below take options of the group that they make.
 
 run_hello() {
@@ -426,6 +437,11 @@ memory_steps() { # NAME EXECUTOR
         --iters=20 --graph=2 --replays=$replays
     step "$name: kill -9 of a worker in a sweep" run_kill "${small[@]}" "${own[@]}" --tokens=4,24 --iters=100
 }
+
+same=(--tokens=33 --dtypes="$all_dtypes" '--scales=fp32,ue8m0' --drop=0.3 --iters=2 --warmup=1)
+step 'the same bits, whoever runs the ops' run_same_bits "${odd[@]}" "${same[@]}"
+step_if_not_quick 'high throughput: the same bits, whoever runs the ops' with_modes ht run_same_bits "${odd[@]}" "${same[@]}" \
+    --passes=forward,backward
 
 memory_steps direct auto
 memory_steps server server

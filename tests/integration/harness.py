@@ -28,6 +28,7 @@ Waiting: never sleep for a state; use wait_until(condition, "what").  How long i
 a machine may stand still for seconds.
 """
 
+import base64
 import collections
 import json
 import os
@@ -35,6 +36,7 @@ import random
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -179,7 +181,7 @@ class Server(Process):
             os.unlink(self.port_file)
         cmd = ["ep-server", "--socket=" + self.socket, "--state-dir=" + self.state_dir,
                "--port-file=" + self.port_file, "--log-level=debug", "--backend=host"]
-        cmd += ["--listen=127.0.0.1:0"] if listen else []
+        cmd += ["--listen=127.0.0.1:0", "--insecure"] if listen else []
         cmd += ["--metrics=127.0.0.1:0"] if metrics else []
         cmd += list(flags)
         if wrapper:
@@ -372,32 +374,74 @@ class Etcd:
 
     def __init__(self, box, members=1):
         self.box = box
+        self.certs = None  # what clients show, and are shown: a folder of deploy/certs.sh
         self.ports = [(free_port(), free_port()) for _ in range(members)]  # clients', peers'
         self.members = [None] * members
         for member in range(members):
             self.start(member)
         for member in range(members):
-            wait_until(lambda: self.answers(member), "etcd has a leader")
+            self.wait_answers(member)
+
+    def cert(self, name):
+        return os.path.join(self.certs, name)
+
+    def ask(self, member, path, body=None):
+        """Of its JSON gateway: the answer."""
+        context = None
+        if self.certs:
+            context = ssl.create_default_context(cafile=self.cert("ca.pem"))
+            context.load_cert_chain(self.cert("client.pem"), self.cert("client.key"))
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+        url = "http%s://127.0.0.1:%d%s" % ("s" if self.certs else "", self.ports[member][0], path)
+        with opener.open(url, None if body is None else json.dumps(body).encode(), timeout=2) as reply:
+            return json.load(reply)
 
     def answers(self, member):
         try:
-            with urllib.request.urlopen("http://127.0.0.1:%d/health" % self.ports[member][0], timeout=2) as reply:
-                return json.load(reply)["health"] == "true"
+            return self.ask(member, "/health")["health"] == "true"
         except (OSError, ValueError):
             return False
+
+    def wait_answers(self, member):
+        wait_until(lambda: self.answers(member), "etcd has a leader")
 
     def start(self, member):
         url = "http://127.0.0.1:%d"
         client, peer = (url % port for port in self.ports[member])
         cluster = ",".join("m%d=%s" % (i, url % ports[1]) for i, ports in enumerate(self.ports))
+        tls = []
+        if self.certs:
+            client = client.replace("http:", "https:")
+            tls = ["--client-cert-auth", "--trusted-ca-file=" + self.cert("ca.pem"),
+                   "--cert-file=" + self.cert("server.pem"), "--key-file=" + self.cert("server.key")]
         self.members[member] = self.box.spawn(
             ["/usr/bin/env", "etcd", "--name=m%d" % member, "--data-dir=" + self.box.path("etcd%d" % member),
              "--listen-client-urls=" + client, "--advertise-client-urls=" + client, "--listen-peer-urls=" + peer,
              "--initial-advertise-peer-urls=" + peer, "--initial-cluster=" + cluster,
-             "--heartbeat-interval=50", "--election-timeout=500"])
+             "--heartbeat-interval=50", "--election-timeout=500", *tls])
 
     def kill(self, member):
         self.members[member].kill()
+
+    def add_user(self, name, password, prefix):
+        """One who may read and write below the prefix and nothing else; from now on nobody may without a user."""
+        key, end = (base64.b64encode(text.encode()).decode() for text in (prefix + "/", prefix + "0"))
+        for path, body in (("user/add", {"name": "root", "password": password + "-of-root"}),
+                           ("role/add", {"name": "root"}), ("user/grant", {"user": "root", "role": "root"}),
+                           ("user/add", {"name": name, "password": password}), ("role/add", {"name": name}),
+                           ("role/grant", {"name": name, "perm": {"permType": "READWRITE", "key": key, "range_end": end}}),
+                           ("user/grant", {"user": name, "role": name}), ("enable", {})):
+            self.ask(0, "/v3/auth/" + path, body)
+
+    def ask_for_tls(self, certs):
+        """From now on; its members are started again."""
+        for member in range(len(self.members)):
+            self.kill(member)
+        self.certs = certs
+        for member in range(len(self.members)):
+            self.start(member)
+        for member in range(len(self.members)):
+            self.wait_answers(member)
 
     def endpoints(self):
         return ",".join("127.0.0.1:%d" % client for client, _ in self.ports)

@@ -460,6 +460,30 @@ class AuditTest(AdminTest):
         self.assertEqual(len({by for _, _, _, by, _ in changes}), 1)
         self.assertIn(str(os.getuid()), changes[0][3])
 
+    def test_the_level_of_the_log_has_no_say_in_it(self):
+        for level in ("warn", "error", "off"):
+            server = self.start_server("--host-ranks=2", "--log-level=" + level, name=level)
+            self.create(server)
+            self.refused("group", "delete", "nope", says="nope", code=3, server=server)
+            self.assertEqual([found[:3] for found in self.CHANGE.findall(server.log())],
+                             [("made", "group.create", "moe"), ("refused", "group.delete", "nope")])
+            self.assertNotIn("mod=main", server.log())
+
+    def test_nor_has_a_level_that_is_set_by_sighup(self):
+        path = self.write("c.yaml", "node:\n")
+        flags = ["--socket=" + self.path("ep.sock"), "--state-dir=" + self.path("state"), "--backend=host",
+                 "--host-ranks=2", "--config=" + path]
+        server = self.spawn(["ep-server", *flags])
+        server.address = "unix:" + self.path("ep.sock")
+        server.wait_log("msg=serving")
+        self.write("c.yaml", "log-level: 'off'\n")
+        server.signal(signal.SIGHUP)
+        server.wait_log("option=log-level")
+        self.create(server)
+        server.wait_log('mod=audit msg="change made" action=group.create target=moe')
+        self.assertEqual(server.stop(), 0)
+        self.assertNotIn("stopped", server.log())
+
 
 class NodeTest(AdminTest):
     def test_list_and_get_in_every_format(self):
@@ -665,6 +689,7 @@ class TlsTest(AdminTest):
         address = "127.0.0.1:%d" % server.port
         self.admin("group", "create", "moe", *SPEC, "--server", address, *self.flags(self.certs, "client"))
         self.assertEqual(self.admin("group", "list", "-q", "-s", address, *self.flags(self.certs, "client")).out, "moe\n")
+        self.assertRegex(server.log(), r'mod=audit msg="change made" action=group.create target=moe by=ep-admin status=OK')
         env = {"EP_SERVER": address, "EP_TLS_CA": self.certs + "/ca.pem", "EP_TLS_CERT": self.certs + "/client.pem",
                "EP_TLS_KEY": self.certs + "/client.key"}
         self.assertEqual(self.admin("group", "list", "-q", env=env).out, "moe\n")
@@ -752,6 +777,12 @@ class DoctorTest(AdminTest):
             self.assertEqual(fabric["status"], status, fabric)
             self.assertIn(says, fabric["finding"])
             self.assertEqual(bool(fabric["remedy"]), status != "ok")
+
+    def test_an_old_nvml_does_not_tell_of_the_fabric_manager(self):
+        fabric = self.findings({"EP_CUDA_MODULE": os.path.join(UNIT, "libep_cuda_cpu.so"), "EP_NVML_FABRIC": "33",
+                                "LD_LIBRARY_PATH": os.path.join(UNIT, "nvml_old")})["fabric"]
+        self.assertEqual((fabric["status"], fabric["remedy"]), ("ok", ""))
+        self.assertEqual(fabric["finding"], "not known of 2 of 2 GPUs: NVML does not tell")
 
     @unittest.skipUnless(NO_GPUS, "here are GPUs")
     def test_a_module_that_is_not_there_is_no_failure_without_gpus(self):

@@ -12,6 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 
 import harness
@@ -282,6 +283,38 @@ class AttachTest(harness.TestCase):
             process.stdin.close()
         self.wait_state(1, "EXPECTED")  # it was the only one
         Worker(self.server.socket, "moe", 1).leave()
+
+    def test_claims_that_wait_for_a_rank_are_so_many_at_most(self):
+        self.serve("--max-watches=2")
+        script = ("import sys\n"
+                  "import test_attach\n"
+                  "w = test_attach.Worker(sys.argv[1], 'moe', 1)\n"
+                  "w.socket.close()\n"
+                  "print('closed', flush=True)\n"
+                  "sys.stdin.readline()\n")
+        said = []
+
+        def claim():
+            try:
+                self.claim(1)
+            except rawrpc.RpcError as error:
+                said.append(error.text)
+        with subprocess.Popen([sys.executable, "-c", script, self.server.socket], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, text=True,
+                              cwd=os.path.dirname(os.path.abspath(__file__))) as process:
+            self.assertEqual(process.stdout.readline(), "closed\n")
+            self.wait_state(1, "QUARANTINED")
+            threads = [threading.Thread(target=claim) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            process.stdin.close()
+        self.assertEqual(len([text for text in said if "is quarantined" in text]), 2, said)
+        self.assertEqual(len([text for text in said if "2 claims wait for a rank here, as many as max-watches" in text]), 2,
+                         said)
+        self.wait_state(1, "EXPECTED")
+        Worker(self.server.socket, "moe", 1).leave()  # there is room again
 
     # -- the server dies --
 

@@ -86,6 +86,12 @@ class Verification(BenchCase):
                 self.assertGreater(case["max_error"], 0)  # sums were rounded, and by no more than they may be
                 self.assertLessEqual(case["max_bound_ratio"], 1)
 
+    def test_a_rank_without_tokens_sends_gradients_back(self):
+        report = self.bench_json("--spawn", *ODD, "--tokens=17", "--modes=ht", "--passes=backward", "--zero-rank=1",
+                                 "--iters=3", "--warmup=0")
+        self.assertTrue(report["ok"])
+        self.assertEqual({c["layout"] for c in report["cases"]}, set(HT_LAYOUTS))
+
     def test_scales_of_both_formats_are_right(self):
         report = self.bench_json("--spawn", "--ranks=3", "--experts=20", "--hidden=1040", "--top-k=4", "--tokens=19",
                                  "--dtypes=bf16,fp8,fp16-to-fp8,fp32-to-fp8,fp8-given", "--scales=fp32,ue8m0",
@@ -120,6 +126,18 @@ class Verification(BenchCase):
         self.assertEqual([c["hash"] for c in again["cases"]], backward)
         forward = [c["hash"] for c in report["cases"] if (c["mode"], c["pass"]) == ("ht", "forward")]
         self.assertTrue(all(a != b for a, b in zip(forward, backward)))
+
+    def test_a_bias_is_in_every_combine(self):
+        flags = ["--spawn", *ODD, "--iters=2", "--warmup=1", "--tokens=5", "--dtypes=" + ALL_DTYPES,
+                 "--passes=forward,backward", "--drop=0.1"]
+        hashes = []
+        for bias in ([], ["--bias"]):
+            report = self.bench_json(*flags, *bias)
+            self.assertTrue(report["ok"], report)
+            self.assertEqual(report["config"]["bias"], bool(bias))
+            hashes.append([c["hash"] for c in report["cases"]])
+        self.assertEqual(len(hashes[0]), 7 * (3 + 2 * 2))
+        self.assertFalse(set(hashes[0]) & set(hashes[1]), hashes)
 
     def test_batches_of_any_size(self):
         report = self.bench_json("--spawn", *ODD, "--tokens=0,1,2,129", "--iters=3", "--warmup=0")
@@ -182,11 +200,19 @@ class Output(BenchCase):
         width = len(lines[0].split(","))
         for line in lines:
             self.assertEqual(len(line.split(",")), width, line)
+        self.assertTrue(lines[0].endswith(",bias,sms,nodes"), lines[0])
+        self.assertTrue(all(line.endswith(",no,,1x2") for line in lines[1:]), lines)
+
+    def test_on_cpus_ht_ops_fill_no_multiprocessors(self):
+        report = self.bench_json("--spawn", *QUICK, "--tokens=1", "--layouts=packed", "--ht-sms=4,0")
+        self.assertTrue(report["ok"], report)
+        self.assertEqual([(c["mode"], c["sms"]) for c in report["cases"]], [("ll", None), ("ht", None), ("ht", None)])
 
     def test_the_table_defines_its_numbers(self):
-        result = self.bench("--spawn", *QUICK, "--tokens=8", "--modes=ll", "--layouts=rank-major")
+        result = self.bench("--spawn", *QUICK, "--tokens=8", "--modes=ll", "--layouts=rank-major", "--bias")
         self.assertEqual(result.code, 0, result)
-        for word in ("rank-major", "yes", "WIRE GB/s", "each (token, rank) once", "the executor's own time"):
+        for word in ("nodes 1x2,", "with bias", "SMS", "rank-major", "yes", "WIRE GB/s", "each (token, rank) once",
+                     "the executor's own time"):
             self.assertIn(word, result.out)
 
     def test_unverified_is_not_called_verified(self):
@@ -213,7 +239,7 @@ class Flags(BenchCase):
             ("--hidden=-1", "--hidden"), ("--top-k=17", "--top-k"), ("--tokens=1,,2", "--tokens"),
             ("--soak=0", "--soak"), ("--soak-ops=-1", "--soak-ops"), ("--soak-kill=1", "--soak-kill"),
             ("--modes=xl", "--modes"), ("--passes=up", "--passes"), ("--layouts=round", "--layouts"),
-            ("--dtypes=int8", "--dtypes"),
+            ("--dtypes=int8", "--dtypes"), ("--ht-sms=4,,0", "--ht-sms"), ("--ht-sms=1025", "--ht-sms"),
             ("--routing=zipf", "--routing"), ("--routing=text:/nowhere", "--routing"), ("--iters=0", "--iters"),
             ("--seed=1x", "--seed"), ("--drop=1.5", "--drop"), ("--alignment=3", "--alignment"),
             ("--output=xml", "--output"), ("--kill=1", "--kill"), ("--timeout-ms=0", "--timeout-ms"),
@@ -231,6 +257,7 @@ class Flags(BenchCase):
                              [["--soak=1", "--kill=0@0"], "--kill"],
                              [["--soak=1", "--passes=backward"], "--passes"],
                              [["--soak=1", "--no-verify"], "--no-verify"],
+                             [["--soak=1", "--ht-sms=4,0"], "--ht-sms"],
                              [["--soak=1", "--soak-kill=1", "--ranks=1"], "--soak-kill"],
                              [["--kill=0@9", "--tokens=1"], "--kill"], [["--kill=0@0", "--ranks=1"], "--kill"],
                              [["--top-k=9", "--experts=8"], "top_k"], [["--routing=hot:64"], "--routing"]):

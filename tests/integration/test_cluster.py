@@ -169,6 +169,19 @@ class MembershipTest(ClusterTest):
                       % (first.port, first.pid), second.log())
         self.assertEqual(self.states(first), {"a": "READY"})
 
+    def test_a_server_whose_name_another_took_while_it_was_stopped_ends(self):
+        servers = {name: self.start(name) for name in ("a", "b")}
+        servers["a"].signal(signal.SIGSTOP)
+        self.wait_states(servers["b"], b="READY")
+        second = self.start("a", home="other")
+        servers["a"].signal(signal.SIGCONT)
+        self.assertEqual(servers["a"].wait(), 1)
+        self.assertIn('name is "a": another server of this store has that name: it is at 127.0.0.1:%d, pid %d'
+                      % (second.port, second.pid), servers["a"].log())
+        for server in (servers["b"], second):
+            self.wait_states(server, a="READY", b="READY")
+            self.assertEqual(self.get(server, "a")["pid"], second.pid)
+
     def test_a_server_that_was_stopped_for_long_comes_back(self):
         servers = {name: self.start(name) for name in ("a", "b")}
         harness.wait_until(lambda: self.leader(servers["b"]), "a leader")
@@ -242,6 +255,21 @@ class TlsTest(ClusterTest):
                 if one != other:
                     self.assertGreater(int(self.get(servers[one], other).get("round_trip_us", 0)), 0)
         self.assertEqual(self.get(servers["a"], "c")["admin_address"], "127.0.0.1:%d" % servers["c"].port)
+
+    def test_a_change_that_is_handed_on_is_in_both_logs_with_who_asked_for_it(self):
+        flags = [harness.NOT_LOST, "--peer-ou=server", "--tls-ca=" + self.cert("ca.pem"), "--tls-cert=" + self.cert("server.pem"),
+                 "--tls-key=" + self.cert("server.key")]
+        servers = {name: self.start(name, *flags) for name in ("a", "b")}
+        self.wait_states(servers["a"], a="READY", b="READY")
+        leader = self.leader(servers["a"])[0]
+        asked = servers["b" if leader == "a" else "a"]
+        made = self.run_cmd(["ep-admin", "--server", "127.0.0.1:%d" % asked.port, "--tls-ca", self.cert("ca.pem"), "--tls-cert",
+                             self.cert("client.pem"), "--tls-key", self.cert("client.key"), "group", "create", "moe",
+                             "--ranks=2", "--experts=4", "--hidden=64", "--top-k=2"])
+        self.assertEqual(made.code, 0, made)
+        for server in servers.values():
+            self.assertRegex(server.log(),
+                             r'mod=audit msg="change made" action=group.create target=moe by=ep-admin status=OK')
 
     def test_one_whose_certificate_is_another_authoritys_is_not_reached(self):
         other = self.path("other")

@@ -11,8 +11,10 @@ import unittest
 import harness
 
 MODULE = os.path.join(os.path.dirname(harness.BIN), "unit", "libep_cuda_cpu.so")
+KERNELS = os.path.join(os.path.dirname(harness.BIN), "unit", "libep_cuda_kernels.so")  # which runs the kernels, on CPUs
 ENV = {"EP_CUDA_MODULE": MODULE}
 LAYOUTS = {"expert-major", "rank-major", "packed"}
+HT_LAYOUTS = {"packed", "flat"}
 ALL_DTYPES = "bf16,fp16,fp32,fp8,fp16-to-fp8,fp32-to-fp8,fp8-given"
 SPEC = ["--ranks=3", "--experts=12", "--hidden=256", "--top-k=2", "--wait=20s"]
 QUICK = ["--hidden=256", "--experts=16", "--top-k=4", "--modes=ll"]
@@ -57,8 +59,8 @@ class RankTest(CudaTest):
     """What ranks compute, whoever runs their ops."""
     executor = "direct"
 
-    def ranks(self, *flags):
-        report = self.bench_json("--spawn", "--executor=" + self.executor, *flags, executor=self.executor)
+    def ranks(self, *flags, **more):
+        report = self.bench_json("--spawn", "--executor=" + self.executor, *flags, executor=self.executor, **more)
         self.assertTrue(report["ok"], report)
         return report
 
@@ -86,6 +88,19 @@ class RankTest(CudaTest):
         self.assertEqual((kill["ops_finished"], kill["ops_failed"]), (kill["ops_expected"], 0))
 
 
+    def test_a_bias_is_added(self):
+        report = self.ranks(*QUICK, "--tokens=5", "--iters=4", "--dtypes=bf16,fp8", "--bias", "--graph=4", "--replays=8")
+        self.assertEqual(len(report["cases"]), 2 * len(LAYOUTS))
+
+    @unittest.skipUnless(os.path.exists(KERNELS), "sanitizers know no fibers, which the kernels run on")
+    def test_ht_is_right_on_as_many_multiprocessors_as_one_likes(self):
+        report = self.ranks("--hidden=256", "--experts=8", "--top-k=2", "--tokens=5", "--iters=2", "--warmup=1", "--bias",
+                            "--layouts=packed,flat", "--ht-sms=1,3,0,100", env={"EP_CUDA_MODULE": KERNELS})
+        self.assertEqual([(c["mode"], c["layout"], c["sms"]) for c in report["cases"]],
+                         [("ll", "packed", None)] + [("ht", layout, sms) for sms in (1, 3, 8, 8)
+                                                     for layout in ("packed", "flat")])
+
+
 class ServedRankTest(RankTest):
     executor = "server"
 
@@ -94,13 +109,46 @@ class MixedRankTest(RankTest):
     executor = "mixed"
 
 
+class SameBitsTest(CudaTest):
+    """Whoever runs an op, its results are the same, bit for bit."""
+
+    def hashes(self, executor, *flags, **more):
+        """Of what all ranks have received and what they have combined, by case."""
+        report = self.bench_json("--spawn", "--executor=" + executor, "--experts=37", "--hidden=528", "--top-k=5",
+                                 "--alignment=8", "--drop=0.3", "--tokens=17", "--iters=1", "--warmup=0", *flags,
+                                 executor=executor, **more)
+        self.assertTrue(report["ok"] and all(c["verified"] for c in report["cases"]), report)
+        return {tuple(c[k] for k in ("mode", "layout", "dtype", "scales", "pass")): c["hash"] for c in report["cases"]}
+
+    def same_bits(self, expected, *flags, **more):
+        """expected: (mode, layout, pass) of the cases."""
+        direct = self.hashes("direct", *flags, **more)
+        self.assertEqual({(mode, layout, way) for mode, layout, _, _, way in direct}, expected)
+        for executor in ("server", "mixed"):
+            self.assertEqual(self.hashes(executor, *flags, **more), direct, executor)
+
+    def test_executors_agree(self):
+        self.same_bits({("ll", layout, "forward") for layout in LAYOUTS}, "--modes=ll", "--ranks=3", "--zero-rank=1",
+                       "--dtypes=" + ALL_DTYPES, "--scales=fp32,ue8m0")
+
+    @unittest.skipUnless(os.path.exists(KERNELS), "sanitizers know no fibers, which the kernels run on")
+    def test_executors_agree_on_what_kernels_of_ll_compute(self):
+        self.same_bits({("ll", layout, "forward") for layout in LAYOUTS}, "--modes=ll", "--dtypes=bf16,fp8",
+                       env={"EP_CUDA_MODULE": KERNELS})
+
+    @unittest.skipUnless(os.path.exists(KERNELS), "sanitizers know no fibers, which the kernels run on")
+    def test_executors_agree_on_what_kernels_of_ht_compute(self):
+        self.same_bits({("ht", layout, way) for layout in HT_LAYOUTS for way in ("forward", "backward")}, "--modes=ht",
+                       "--dtypes=bf16,fp8", "--passes=forward,backward", env={"EP_CUDA_MODULE": KERNELS})
+
+
 class BenchTest(CudaTest):
     def test_csv_says_who_ran_the_ops(self):
         result = self.bench("--spawn", "--backend=cuda", "--modes=ll", "--hidden=256", "--experts=16", "--top-k=4",
                             "--tokens=2", "--iters=2", "--output=csv")
         lines = result.out.strip().split("\n")
         self.assertEqual(len(lines), 1 + len(LAYOUTS))
-        self.assertTrue(all(line.startswith("ll,") and line.endswith("cuda,direct,forward") for line in lines[1:]), lines)
+        self.assertTrue(all(line.startswith("ll,") and line.endswith("cuda,direct,forward,no,,1x2") for line in lines[1:]), lines)
 
     def test_the_backend_asked_for_is_the_one_used(self):
         server = self.start()
@@ -176,6 +224,16 @@ class WorkerTest(CudaTest):
         self.assertGreater(int(ranks[0]["dropped_routes"]), 0)  # what it had for rank 2 meanwhile
         for worker in (workers[0], workers[1], again):
             self.assertNotRegex(worker.out(), r"[1-9]\d* wrong")
+
+    def test_a_worker_whose_context_takes_longer_than_its_ticket_claims_again(self):
+        server = self.start()
+        self.create(server, *self.flags)
+        slow = self.spawn(["worker", "--group=moe", "--rank=2", "--pause-ms=5", "--once"], server=server,
+                          env=dict(ENV, EP_CUDA_CONTEXT_MS="6000"))  # of 5000
+        workers = self.workers(server, range(2))
+        for worker in (*workers, slow):
+            self.says(worker, "absent 0, failures 0")
+        self.assertIn("did not attach in time", server.log())
 
     def test_a_lost_server_ends_the_workers(self):
         server = self.start()

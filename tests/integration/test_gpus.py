@@ -5,6 +5,7 @@ What it has of GPU memory is shared memory, so a worker of these tests can map i
 
 import mmap
 import os
+import shutil
 import socket
 import struct
 import subprocess
@@ -17,6 +18,7 @@ import rawrpc
 import worker
 
 MODULE = os.path.join(os.path.dirname(harness.BIN), "unit", "libep_cuda_cpu.so")
+NVML = os.path.join(os.path.dirname(MODULE), "nvml")
 KERNELS = os.path.join(os.path.dirname(harness.BIN), "unit", "libep_cuda_kernels.so")  # which runs the kernels, on CPUs
 GROUP = ["ep-admin", "group", "create", "moe", "--ranks=4", "--experts=8", "--hidden=64", "--top-k=2",
          "--ll-max-tokens=16", "--arena=1MiB"]
@@ -28,12 +30,13 @@ FROM, BEGUN = 128, 8384 # in kernels/device_state.h
 NEVER = 2**64 - 1
 
 
-def fields(path, rank, executor=0, group="moe"):
+def fields(path, rank, executor=0, group="moe", ht_sms=0):
     """The fields of a ClaimReply, by number."""
     return rawrpc.fields(rawrpc.call(
         path, "ep.v1.Attach/Claim",
         rawrpc.field(1, group) + rawrpc.field(2, rank) + rawrpc.field(3, "test_gpus")
-        + rawrpc.field(4, worker.WINDOW_VERSION) + rawrpc.field(5, worker.VERSION) + rawrpc.field(7, executor)))
+        + rawrpc.field(4, worker.WINDOW_VERSION) + rawrpc.field(5, worker.VERSION) + rawrpc.field(7, executor)
+        + rawrpc.field(11, ht_sms)))
 
 
 def word(memory, at, value=None):
@@ -45,8 +48,8 @@ def word(memory, at, value=None):
 class Worker(worker.Worker):
     """Attached, with all its memory mapped: windows[rank], state."""
 
-    def __init__(self, path, rank, executor=0):
-        self.claim = fields(path, rank, executor)
+    def __init__(self, path, rank, executor=0, **more):
+        self.claim = fields(path, rank, executor, **more)
         self.fd, self.rank, self.windows, self.state = -1, rank, {}, None
         self.socket = harness.connect_unix(self.claim[3].decode(), socket.SOCK_SEQPACKET)
         self.socket.send(worker.pack(worker.HELLO, self.claim[1]))
@@ -110,10 +113,70 @@ class GpusTest(harness.TestCase):
         node = self.admin("node", "get", "--output=json").json()
         self.assertEqual([(d["name"], d["backend"]) for d in node["devices"]],
                          [("GPU-fixture-0", "BACKEND_CUDA"), ("GPU-fixture-1", "BACKEND_CUDA")])
-        self.assertIn("reaches 1 of 1 other GPUs, no MPS", node["devices"][0]["detail"])
+        self.assertRegex(node["devices"][0]["detail"], r"reaches 1 of 1 other GPUs, .*no MPS$")
         self.assertEqual([d["groups"] for d in node["devices"]], [1, 1])
         self.assertEqual(int(node["memory_budget_bytes"]), 2 << 30)
         self.assertIn("gpu=GPU-fixture-1", self.server.log())
+
+    def with_nvml(self, **settings):
+        """The environment of a server whose NVML is the double (tests/unit/nvml_double.c) or none."""
+        folder = NVML if settings else self.path("no-nvml")
+        if not settings:
+            os.mkdir(folder)
+            open(os.path.join(folder, "libnvidia-ml.so.1"), "wb").close()
+        return {"EP_CUDA_MODULE": MODULE, "LD_LIBRARY_PATH": folder,
+                **{"EP_NVML_" + key: value for key, value in settings.items()}}
+
+    def links(self, env):
+        """What a server says of its GPUs: (NVLinks, peers over NVLink, over PCIe, fabric, sentence) of each, its table."""
+        self.server = self.start_server("--backend=cuda", env=env)
+        node = self.admin("node", "get", "--output=json").json()
+        table = self.admin("node", "get").out
+        log = self.server.log()
+        self.assertEqual(self.server.stop(), 0)
+        return [(d.get("nvlinks"), d.get("nvlink_peers"), d.get("pcie_peers"), d["fabric"].replace("FABRIC_STATE_", ""),
+                 d["detail"].split(", reaches ")[1]) for d in node["devices"]], table, log
+
+    def test_gpus_of_one_nvlink_domain(self):
+        found, table, log = self.links(self.with_nvml(FABRIC="33", LINKS="18", DOMAINS="aa"))
+        self.assertEqual(found, [(18, 1, 0, "COMPLETED", "1 of 1 other GPUs over NVLink, no MPS")] * 2)
+        self.assertRegex(table, r"GPU-fixture-0 .* 18 +COMPLETED ")
+        self.assertRegex(log, r'gpu=GPU-fixture-1 .* reaches="1 of 1 other GPUs over NVLink" nvlinks=18 fabric=completed')
+
+    def test_gpus_on_pcie(self):
+        found, table, _ = self.links(self.with_nvml(FABRIC="00"))
+        self.assertEqual(found, [(0, 0, 1, "NONE", "1 of 1 other GPUs over PCIe, no MPS")] * 2)
+        self.assertRegex(table, r"GPU-fixture-0 .* 0 +NONE ")
+
+    def test_a_fabric_that_is_not_done(self):
+        found, _, log = self.links(self.with_nvml(FABRIC="29", LINKS="18", DOMAINS="aa"))
+        self.assertEqual([gpu[3] for gpu in found], ["IN_PROGRESS", "FAILED"])
+        self.assertIn('"the fabric manager is not done with a GPU" gpu=GPU-fixture-0', log)
+        self.assertIn('"the fabric manager has failed with a GPU" gpu=GPU-fixture-1 why="Unknown Error"', log)
+
+    def test_what_nvml_does_not_tell_is_not_known(self):
+        found, table, log = self.links(self.with_nvml())
+        self.assertEqual(found, [(None, None, None, "UNSPECIFIED",
+                                  "1 of 1 other GPUs, over NVLink or PCIe is not known, no MPS")] * 2)
+        self.assertRegex(table, r"GPU-fixture-0 .* not known +not known ")
+        self.assertIn("NVLinks and the state of the fabric manager are not known", log)
+
+    @unittest.skipUnless(shutil.which("etcd"), "etcd is not installed (package etcd-server)")
+    def test_other_nodes_know_them_from_its_registration(self):
+        store = "--store=" + harness.Etcd(self.box).url("/cluster")
+        self.start_server(store, "--name=a", "--backend=cuda", name="a",
+                          env=self.with_nvml(FABRIC="33", LINKS="18", DOMAINS="aa"))
+        self.server = self.start_server(store, "--name=b", "--host-ranks=2", name="b")
+
+        def listed():
+            return {node["name"]: node["devices"] for node in
+                    self.admin("node", "list", "--output=json").json()["nodes"]}
+        harness.wait_until(lambda: set(listed()) == {"a", "b"}, listed)
+        for gpu in listed()["a"]:
+            self.assertEqual((gpu["nvlinks"], gpu["nvlink_peers"], gpu["pcie_peers"], gpu["fabric"]),
+                             (18, 1, 0, "FABRIC_STATE_COMPLETED"))
+        for cpu in listed()["b"]:
+            self.assertEqual((cpu.get("nvlinks"), cpu["fabric"]), (None, "FABRIC_STATE_UNSPECIFIED"))
 
     def loads_are_a_sample(self, module, modes, mode):
         env = {"EP_CUDA_MODULE": module}
@@ -214,6 +277,16 @@ class GpusTest(harness.TestCase):
         self.serve("--sms-per-rank=1")
         with Worker(self.server.socket, 0, SERVER), Worker(self.server.socket, 1, DIRECT):
             self.assertEqual((self.served(0), self.served(1)), ((1, 8), (0, 8)))
+
+    def test_a_worker_says_what_its_ht_ops_fill(self):
+        self.serve()
+        for executor in (SERVER, DIRECT):
+            for asked, fills in ((0, 4), (3, 3), (4, 4), (100, 4)):  # of 8, which two ranks share
+                with self.subTest(executor=executor, asked=asked), \
+                        Worker(self.server.socket, 0, executor, ht_sms=asked) as w:
+                    self.assertEqual(w.claim[14], fills)
+                    self.assertEqual(self.served(0), (4 if executor == SERVER else 0, 8))
+                harness.wait_until(lambda: self.served(0) == (0, 8), "the rank's part free")
 
     def test_peers_see_each_others_windows(self):
         self.serve()

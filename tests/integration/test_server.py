@@ -366,6 +366,150 @@ class ServicesTest(harness.TestCase):
             server.stop()
 
 
+SPEC = ["--ranks=1", "--experts=4", "--hidden=64", "--top-k=2"]
+CHANGES = (["group", "create", "b", *SPEC], ["group", "update", "moe", "--no-attach-token"],
+           ["group", "update", "moe", "--timeout-ms=1234"], ["group", "delete", "moe"], ["node", "drain", "s"],
+           ["node", "uncordon", "s"])
+
+
+class OperatorsTest(harness.TestCase):
+    """Who may change things over a socket, and who may only look."""
+
+    OTHER = 12345
+
+    def serve(self, *flags, name="s"):
+        server = self.start_server("--name=s", "--host-ranks=2", *flags, name=name)
+        for path in (self.dir, server.home):
+            os.chmod(path, 0o755)
+        return server
+
+    def as_other(self, server, program, *args):
+        if os.geteuid() != 0 or not shutil.which("setpriv"):
+            self.skipTest("needs root, to be somebody else")
+        done = self.run_cmd([shutil.which("setpriv"), "--reuid=%d" % self.OTHER, "--regid=%d" % self.OTHER, "--clear-groups",
+                             harness.binary(program), *args], server=server)
+        if done.code in (126, 127):
+            self.skipTest("another user cannot run " + harness.binary(program))
+        return done
+
+    def admin(self, server, *args, code=0):
+        done = self.run_cmd(["ep-admin", *args], server=server)
+        self.assertEqual(done.code, code, done)
+        return done
+
+    def refused(self, done, who):
+        self.assertEqual(done.code, 5, done)
+        self.assertRegex(done.err, r'/ep\.v1\.Admin/\w+ is for operators, and "%s" may only look' % who)
+
+    def test_a_workers_user_attaches_and_looks_and_changes_nothing(self):
+        server = self.serve("--allow-uid=%d" % self.OTHER)
+        token = self.write("token", "a secret\n")
+        os.chmod(token, 0o644)
+        self.admin(server, "group", "create", "moe", *SPEC, "--attach-token-file=" + token)
+        for change in CHANGES:
+            self.refused(self.as_other(server, "ep-admin", *change), "uid:%d" % self.OTHER)
+        refused = re.findall(r'mod=audit msg="call refused" method=/ep.v1.Admin/(\w+) by=uid:%d role=viewer' % self.OTHER,
+                             server.log())
+        self.assertEqual(refused, ["CreateGroup", "UpdateGroup", "UpdateGroup", "DeleteGroup", "DrainNode", "UncordonNode"])
+        for look in (["group", "get", "moe"], ["group", "list"], ["group", "history", "moe"], ["group", "plan", "b", *SPEC],
+                     ["group", "create", "b", "--dry-run", *SPEC], ["node", "list"], ["node", "get", "s"], ["stats"],
+                     ["version"], ["group", "watch", "moe", "--until=ready"]):
+            self.assertEqual(self.as_other(server, "ep-admin", *look).code, 0, look)
+        worker = ["worker", "--group=moe", "--rank=0", "--seconds=1"]
+        self.assertNotEqual(self.as_other(server, *worker).code, 0)  # without the token
+        done = self.as_other(server, *worker, "--token-file=" + token)
+        self.assertEqual(done.code, 0, done)
+        for change in CHANGES:  # the server's own user
+            self.admin(server, *change)
+
+    def test_admin_uid_and_admin_gid_say_who_may_change_things(self):
+        for name, flag in (("u", "--admin-uid=%d" % self.OTHER), ("g", "--admin-gid=%d" % self.OTHER)):
+            server = self.serve(flag, name=name)
+            self.assertEqual(self.as_other(server, "ep-admin", "group", "create", "moe", *SPEC).code, 0)
+            self.assertEqual(self.as_other(server, "worker", "--group=moe", "--rank=0", "--seconds=1").code, 0)
+            self.refused(self.run_cmd(["ep-admin", "group", "delete", "moe"], server=server), "uid:%d" % os.geteuid())
+            self.admin(server, "group", "list")
+
+    def test_without_a_certificate_one_looks_unless_insecure_says_otherwise(self):
+        server = self.serve("--insecure=false")
+        address = "127.0.0.1:%d" % server.port
+        self.admin(server, "group", "create", "moe", *SPEC)
+        for change in CHANGES:
+            self.refused(self.admin(server, "--server", address, *change, code=5), "anonymous")
+        self.assertEqual(self.admin(server, "--server", address, "group", "list", "-q").out, "moe\n")
+        self.assertIn('mod=audit msg="call refused" method=/ep.v1.Admin/DrainNode by=anonymous role=viewer', server.log())
+        server = self.serve("--insecure", name="open")
+        self.admin(server, "--server", "127.0.0.1:%d" % server.port, "group", "create", "moe", *SPEC)
+
+
+@needs_grpc
+class LimitsTest(harness.TestCase):
+    """What is given to a server is what its sockets hold to."""
+
+    def targets(self, server):
+        return server.address, "127.0.0.1:%d" % server.port
+
+    def test_max_message_bytes(self):
+        server = self.start_server("--max-message-bytes=64KiB")
+        for target in self.targets(server):
+            with reflect.Client(target) as rpc:
+                for size, code in ((60000, grpc.StatusCode.NOT_FOUND), (70000, grpc.StatusCode.RESOURCE_EXHAUSTED)):
+                    with self.assertRaises(grpc.RpcError) as refused:
+                        rpc.call("ep.v1.Admin/DeleteGroup", {"name": "x" * size})
+                    self.assertEqual(refused.exception.code(), code, refused.exception)
+
+    def test_max_connections(self):
+        server = self.start_server("--max-connections=2")
+        for target in self.targets(server):
+            inside = [reflect.Client(target) for _ in range(2)]
+            for rpc in inside:
+                self.addCleanup(rpc.close)
+                self.assertEqual(health(rpc), "SERVING")
+            with reflect.Client(target, timeout=3) as rpc, self.assertRaises(grpc.RpcError):
+                rpc.services()
+            for rpc in inside:
+                self.assertEqual(health(rpc), "SERVING")
+            inside[0].close()
+
+            def comes_in():
+                with reflect.Client(target, timeout=5) as rpc:
+                    try:
+                        return rpc.services()
+                    except grpc.RpcError:
+                        return None
+            harness.wait_until(comes_in, "another has a place")
+
+    def test_a_fence_that_no_leader_has(self):
+        server = self.start_server("--host-ranks=2")
+        for target in self.targets(server)[1:]:
+            with reflect.Client(target) as rpc:
+                for fence in (2 ** 64 - 1, 2 ** 63 - 1, 2 ** 40):
+                    with self.assertRaises(grpc.RpcError) as refused:
+                        rpc.call("ep.v1.Node/Abort", {"fence": str(fence)})
+                    self.assertEqual(refused.exception.code(), grpc.StatusCode.FAILED_PRECONDITION)
+                    self.assertIn("fence is %d: no leader has that term" % fence, refused.exception.details())
+                create_group(rpc)
+                self.assertEqual(group_names(rpc), ["moe"])
+
+    def test_texts_that_servers_would_keep(self):
+        server = self.start_server()
+        for target in self.targets(server):
+            with reflect.Client(target) as rpc:
+                self.assertEqual(next(rpc.stream("ep.v1.Admin/WatchGroups", {"name": "nobody"}))["type"], "TYPE_SYNCED")
+                for name in ("x" * 64, "X", "a b"):
+                    with self.assertRaises(grpc.RpcError) as refused:
+                        next(rpc.stream("ep.v1.Admin/WatchGroups", {"name": name}))
+                    self.assertEqual(refused.exception.code(), grpc.StatusCode.INVALID_ARGUMENT)
+                    self.assertIn("name is \"", refused.exception.details())
+                with self.assertRaises(grpc.RpcError) as refused:
+                    rpc.call("ep.v1.Admin/DrainNode", {"reason": "x" * 1025})
+                self.assertEqual(refused.exception.code(), grpc.StatusCode.INVALID_ARGUMENT)
+                self.assertEqual(refused.exception.details(), "reason has 1025 bytes: it may have 1024")
+                rpc.call("ep.v1.Admin/DrainNode", {"reason": "x" * 1024})
+                self.assertEqual(rpc.call("ep.v1.Admin/UncordonNode").get("state"), "NODE_STATE_READY")
+        self.assertIn("action=node.drain", server.log())
+
+
 @needs_grpc
 class TlsTest(harness.TestCase):
     def setUp(self):
@@ -384,9 +528,9 @@ class TlsTest(harness.TestCase):
     def cert(self, name):
         return os.path.join(self.certs, name)
 
-    def start(self):
+    def start(self, *flags):
         return self.start_server("--tls-ca=" + self.cert("ca.pem"), "--tls-cert=" + self.cert("server.pem"),
-                                 "--tls-key=" + self.cert("server.key"))
+                                 "--tls-key=" + self.cert("server.key"), *flags)
 
     def credentials(self):
         return [self.cert("ca.pem"), self.cert("client.pem"), self.cert("client.key")]
@@ -461,6 +605,26 @@ class TlsTest(harness.TestCase):
         refused = self.run_cmd(["ep-admin", *flags, "node", "drain", "x"])
         self.assertEqual(refused.code, 5, refused)
         self.assertIn('is for operators, and the certificate of "ep-viewer" is a viewer\'s (OU=viewer)', refused.err)
+
+    def test_only_servers_call_as_servers_where_peer_ou_says_who_they_are(self):
+        server = self.start("--peer-ou=server")
+        target = "localhost:%d" % server.port
+        others = [self.credentials(), self.issue("near", "/OU=servers/CN=near"), self.issue("name", "/CN=OU=server"),
+                  self.issue("comma", "/CN=x,OU=server"), self.issue("plus", "/CN=x\\+OU=server/O=y")]
+        for tls in others:
+            with reflect.Client(target, tls=tls) as rpc:
+                self.assertEqual(len(rpc.call("ep.v1.Admin/ListNodes")["nodes"]), 1)
+                rpc.call("ep.v1.Admin/DrainNode")
+                rpc.call("ep.v1.Admin/UncordonNode")
+                with self.assertRaises(grpc.RpcError) as refused:
+                    rpc.call("ep.v1.Node/Abort", {"reason": "x"})
+                self.assertEqual(refused.exception.code(), grpc.StatusCode.PERMISSION_DENIED)
+                self.assertIn("/ep.v1.Node/Abort is for servers of the cluster", refused.exception.details())
+        self.assertIn('mod=audit msg="call refused" method=/ep.v1.Node/Abort by=ep-admin role=operator', server.log())
+        for tls in ([self.cert("ca.pem"), self.cert("server.pem"), self.cert("server.key")],
+                    self.issue("escape", "/OU=server/CN=x\\\\"), self.issue("both", "/CN=x+OU=server/L=here")):
+            with reflect.Client(target, tls=tls) as rpc:
+                self.assertIn("boot_us", rpc.call("ep.v1.Node/Ping"))
 
     def test_a_new_certificate_is_served_without_a_restart(self):
         server = self.start()

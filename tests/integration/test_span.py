@@ -185,9 +185,10 @@ class SpanTest(SpanCase):
         return result
 
     def test_every_result_is_right_over_nodes(self):
-        report = self.bench("--tokens=0,1,19", "--dtypes=bf16,fp8", "--passes=forward,backward", "--drop=0.1", "--iters=2",
-                            "--warmup=1", "--output=json").json()
+        report = self.bench("--tokens=0,1,19", "--dtypes=bf16,fp8", "--passes=forward,backward", "--drop=0.1", "--bias",
+                            "--iters=2", "--warmup=1", "--output=json").json()
         self.assertTrue(report["ok"], report)
+        self.assertEqual(report["nodes"], "3x2")
         self.assertEqual({case["mode"] for case in report["cases"]}, {"ll", "ht"})
 
     def test_random_ops_are_right_while_workers_are_killed(self):

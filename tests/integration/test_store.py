@@ -150,5 +150,46 @@ class EtcdTest(Survival, harness.TestCase):
         self.assertRegex(server.log(), "store etcd://%s: cannot [a-z ]+: cannot reach %s" % (endpoint, endpoint))
 
 
+@needs_grpc
+@unittest.skipUnless(shutil.which("etcd"), "etcd is not installed (package etcd-server)")
+class GuardedEtcdTest(Survival, harness.TestCase):
+    """On an etcd that asks for a certificate and a user, who may do what README.md says that one needs."""
+
+    def setUp(self):
+        super().setUp()
+        self.etcd = harness.Etcd(self.box)
+        certs = self.box.path("certs")
+        made = self.run_cmd(["/bin/bash", os.path.join(harness.ROOT, "deploy", "certs.sh"), certs], timeout=60)
+        self.assertEqual(made.code, 0, made)
+        self.etcd.add_user("ep", "secret", "/clusters/one")
+        self.etcd.ask_for_tls(certs)
+        self.password = self.box.write("password", "secret\n")
+        self.flags = ("--store=" + self.etcd.url("/clusters/one"), "--store-ca=" + self.etcd.cert("ca.pem"),
+                      "--store-cert=" + self.etcd.cert("client.pem"), "--store-key=" + self.etcd.cert("client.key"),
+                      "--store-user=ep", "--store-password-file=" + self.password)
+
+    def test_a_restart_of_etcd_which_forgets_who_is_logged_in_is_got_over(self):
+        server = self.start_server(*self.flags, harness.NOT_LOST)
+        with reflect.Client(server.address) as rpc:
+            self.create_group(rpc, "before")
+            self.etcd.kill(0)
+            harness.wait_until(lambda: not self.etcd.answers(0), "etcd is away")
+            self.etcd.start(0)
+            self.etcd.wait_answers(0)
+            answer = self.operate(server, "group", "delete", "before")
+            self.assertEqual(answer.code, 0, answer)
+            self.create_group(rpc, "after")
+            self.assertEqual(self.group_names(rpc), ["after"])
+        self.assertEqual(server.stop(), 0)
+
+    def test_what_it_may_not_do_is_refused_at_once(self):
+        for n, (flag, code, says) in enumerate(((self.flags[0].replace("/one", "/two"), 5, "permission denied"),
+                                                ("--store-user=nobody", 5, "etcd refuses user nobody"))):
+            with self.subTest(flag=flag):
+                server = self.start_server(*self.flags, flag, name="refused%d" % n, ready=False)
+                self.assertEqual(server.wait(60), code, server.log())
+                self.assertIn(says, server.log())
+
+
 if __name__ == "__main__":
     harness.main()

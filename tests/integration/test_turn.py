@@ -264,10 +264,13 @@ class ServedCudaTest(CudaTest):
 class SpanTest(TurnCase):
     NAMES = ("a", "b", "c")
 
+    def start_one(self, name, home=None, **more):
+        return self.start_server("--store=" + self.etcd.url("/turn"), "--name=" + name, "--host-ranks=3", harness.NOT_LOST,
+                                 name=home or name, **more)
+
     def start(self, n):
         self.etcd = harness.Etcd(self.box)
-        self.servers = {name: self.start_server("--store=" + self.etcd.url("/turn"), "--name=" + name, "--host-ranks=3",
-                                                harness.NOT_LOST, name=name, ready=False) for name in self.NAMES[:n]}
+        self.servers = {name: self.start_one(name, ready=False) for name in self.NAMES[:n]}
         for server in self.servers.values():
             server.wait_ready()
 
@@ -339,6 +342,52 @@ class SpanTest(TurnCase):
         self.check_steps(first, new, epoch=2)
         for worker in (first, moved, new):
             self.assertNotRegex(worker.out(), r"absent [1-9]|failures [1-9]|lost|drains")
+
+    def place_wanted(self, workers):
+        """Where a change waits for a worker that is not there: (epoch, rank, node).  The others attach by themselves."""
+        pattern = r"epoch (\d+) waits for rank (\d+) on node (\w+) to attach"
+
+        def wanted():
+            found = re.search(pattern, self.status().get("reason", ""))
+            place = found and (int(found[1]), int(found[2]), found[3])
+            return place if place and (place[1] not in workers or workers[place[1]][1] != place[2]) else None
+        return harness.wait_until(wanted, lambda: "a place without a worker: %s" % self.status(), interval=0.05)
+
+    def fill_place(self, workers, tag, expected=None):
+        """Starts the worker that a change waits for, while the others go on; who had its rank elsewhere leaves then."""
+        epoch, rank, node = self.place_wanted(workers)
+        if expected:
+            self.assertEqual((rank, node), expected)
+        self.check_steps(*(worker for worker, _ in workers.values()), epoch=epoch - 1)  # nobody was asked to leave
+        old, _ = workers.get(rank, (None, None))
+        workers[rank] = self.worker(rank, "--follow", node=node, tag=tag), node
+        if old:
+            self.assertEqual(old.wait(), 0, old.log())
+            self.assertIn("has gone over to epoch %d, where this rank" % epoch, old.out())
+        self.wait_turned(epoch)
+        self.check_steps(*(worker for worker, _ in workers.values()), epoch=epoch)
+
+    def test_a_server_is_added_and_another_replaced_under_workers_that_follow(self):
+        self.start(2)
+        self.create("--placement=spread", "--modes=ll", ranks=2)
+        workers = {0: (self.worker(0, "--follow"), "a"), 1: (self.worker(1, "--follow", node="b"), "b")}
+        self.check_steps(*(worker for worker, _ in workers.values()), epoch=1)
+        self.servers["c"] = self.start_one("c")
+        self.update("--ranks=3")
+        self.fill_place(workers, "added", (2, "c"))
+        drain = self.spawn(["ep-admin", "node", "drain", "b", "--move", "--wait=300s"], server=self.servers["a"])
+        self.fill_place(workers, "moved")
+        self.assertEqual(drain.wait(), 0, drain.log())
+        self.assertEqual(self.servers["b"].stop(), 0)
+        self.servers["b"] = self.start_one("b", home="another")
+        self.admin("node", "uncordon", "b")
+        homes = self.write("homes", "ranks: [{rank: 0, node: a}, {rank: 1, node: b}, {rank: 2, node: c}]")
+        self.update("--placement=" + homes)
+        self.fill_place(workers, "back", (1, "b"))
+        self.assertEqual(self.homes(), ["a", "b", "c"])
+        for process in self.box.processes:
+            if process.cmd[0].endswith("worker"):
+                self.assertNotRegex(process.out(), r"absent [1-9]|failures [1-9]|lost|drains|[1-9]\d* (wrong|dropped)")
 
     def test_a_drain_that_moves_is_refused_where_an_operator_has_to_say_more(self):
         self.start(2)

@@ -23,7 +23,7 @@ struct ep_cluster {
     struct ep_cluster_watch *watches;
     Ep__V1__NodeInfo info;
     struct ep_cluster_node entry;
-    bool alive, crashed, held, offer_held;
+    bool alive, crashed, held, offer_held, term_held;
 };
 
 struct message {
@@ -46,7 +46,7 @@ struct world {
     uv_idle_t pump;
     world_step_fn on_step;
     void *user;
-    bool lose;
+    bool lose, held;
 };
 
 static struct world *the_world; /* commits are seen by it */
@@ -86,7 +86,17 @@ static void post(struct world *world, struct message *message)
 {
     *world->last = message;
     world->last = &message->next;
-    uv_idle_start(&world->pump, on_pump);
+    if (!world->held)
+        uv_idle_start(&world->pump, on_pump);
+}
+
+void world_hold(struct world *world, bool held)
+{
+    world->held = held;
+    if (held)
+        uv_idle_stop(&world->pump);
+    else
+        uv_idle_start(&world->pump, on_pump);
 }
 
 /* The request, on its way back as its own answer. */
@@ -390,6 +400,37 @@ bool ep_cluster_leads(const struct ep_cluster *cluster)
 const char *ep_cluster_leader(const struct ep_cluster *cluster)
 {
     return cluster->election ? ep_election_leader(cluster->election) : NULL;
+}
+
+uint64_t ep_cluster_term(const struct ep_cluster *cluster)
+{
+    return cluster->election && !cluster->term_held ? ep_election_term(cluster->election) : 0;
+}
+
+void world_hold_term(struct ep_cluster *cluster, bool held)
+{
+    cluster->term_held = held;
+}
+
+struct term_asked {
+    ep_cluster_term_fn done;
+    void *user;
+};
+
+static void on_term(const struct ep_error *error, const struct ep_record *records, size_t n, void *user)
+{
+    struct term_asked asked = *(struct term_asked *)user;
+
+    free(user);
+    asked.done(error, n ? records[0].revision : 0, asked.user);
+}
+
+void ep_cluster_ask_term(struct ep_cluster *cluster, ep_cluster_term_fn done, void *user)
+{
+    struct term_asked *asked = allocate(sizeof *asked);
+
+    *asked = (struct term_asked){ done, user };
+    ep_store_list(cluster->world->store, "leader", on_term, asked);
 }
 
 struct ep_store_write ep_cluster_guard(const struct ep_cluster *cluster)

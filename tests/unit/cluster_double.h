@@ -26,8 +26,14 @@ void world_remove(struct ep_cluster *cluster);
 /* Its table does not come to marks that are written from now on, until it does again. */
 void world_hold_table(struct ep_cluster *cluster, bool held);
 
+/* It does not know who leads by its watch, until it does again. */
+void world_hold_term(struct ep_cluster *cluster, bool held);
+
 /* What others are told of its node stays as it is now, until it is told anew. */
 void world_hold_offer(struct ep_cluster *cluster, bool held);
+
+/* No message is delivered, until they are again; for a step's function: none after this one. */
+void world_hold(struct world *world, bool held);
 
 /* Called before each message is delivered, and after each commit of a leader was asked of the store; kind: the method,
  * with "-reply", or "commit". */

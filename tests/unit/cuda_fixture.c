@@ -860,9 +860,22 @@ static void serve_close(struct ep_cuda_serve *serve)
 
 /* ---- streams and graphs ------------------------------------------------------------------------- */
 
+/* A process's first stream waits for the GPU's context: so long, where the driver is asleep. */
+static void make_context(void)
+{
+    const char *ms = getenv("EP_CUDA_CONTEXT_MS");
+
+    if (ms)
+        usleep((useconds_t)atoi(ms) * 1000);
+}
+
 static ep_status stream_create(uint32_t device, void **stream, struct ep_error *error)
 {
-    ep_status status = enter("stream_create", device, error);
+    static pthread_once_t context = PTHREAD_ONCE_INIT;
+    ep_status status;
+
+    pthread_once(&context, make_context);
+    status = enter("stream_create", device, error);
 
     if (status != EP_OK)
         return status;

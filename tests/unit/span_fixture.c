@@ -162,7 +162,7 @@ int span_setup(void **state)
     f->crash_at = NO_STEP;
     for (uint32_t i = 0; i < SERVERS; i++)
         span_start(f, i);
-    WAIT(f, span_all_ready(f));
+    WAIT(f, span_all_ready(f) && span_leader(f) < SERVERS);
     *state = f;
     return 0;
 }

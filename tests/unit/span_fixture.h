@@ -57,7 +57,7 @@ extern const char *const span_names[SERVERS]; /* "a", "b", "c" */
 
 void span_in_vain(const struct fixture *f, const char *what); /* fails the test */
 
-int span_setup(void **state); /* all three, ready */
+int span_setup(void **state); /* all three, ready, and one leads */
 int span_teardown(void **state);
 void span_start(struct fixture *f, uint32_t server);
 /* Crashed before, or stopped as it should be. */

@@ -305,6 +305,19 @@ struct listed list(struct fixture *f, const char *prefix)
     return list_of(f, f->store, prefix);
 }
 
+struct listed list_surely(struct fixture *f, const char *prefix)
+{
+    struct listed listed = { 0 };
+
+    for (int i = 0; i < 20; i++) {
+        listed = list(f, prefix);
+        if (!listed.error.status)
+            return listed;
+    }
+    fail_msg("%s was never listed: %s", prefix, listed.error.text);
+    return listed;
+}
+
 void on_changes(const struct ep_store_changes *changes, void *user)
 {
     struct seen *seen = user;
@@ -531,16 +544,20 @@ void cluster_disarm(const struct cluster *c)
 static const char proxy_source[] =
     "import signal, socket, sys, threading, time\n"
     "swallow = False\n"
+    "at = sys.argv[3].encode()\n"
     "def on_signal(*_):\n"
     "    global swallow\n"
     "    swallow = True\n"
     "signal.signal(signal.SIGUSR1, on_signal)\n"
     "def pump(a, b, answers):\n"
+    "    global swallow\n"
     "    try:\n"
     "        while data := a.recv(65536):\n"
     "            if answers and swallow:\n"
     "                time.sleep(0.3)\n"
     "                break\n"
+    "            if at and not answers and at in data:\n"
+    "                swallow = True\n"
     "            b.sendall(data)\n"
     "    except OSError:\n"
     "        pass\n"
@@ -585,9 +602,9 @@ void proxy_start(struct proxy *p, int to)
     p->to = to;
     snprintf(from_text, sizeof from_text, "%d", p->port);
     snprintf(to_text, sizeof to_text, "%d", to);
-    p->pid = start_process(
-        (char *[]){ "python3", "-c", (char *)(uintptr_t)proxy_source, from_text, to_text, NULL },
-        "/dev/null");
+    p->pid = start_process((char *[]){ "python3", "-c", (char *)(uintptr_t)proxy_source, from_text, to_text,
+                                       (char *)(uintptr_t)(p->swallow_at ? p->swallow_at : ""), NULL },
+                           "/dev/null");
     for (int i = 0; i < 500 && !accepts(p->port); i++)
         usleep(20000);
 }

@@ -35,6 +35,7 @@ struct cluster {
 struct proxy {
     int port, to;
     pid_t pid;
+    const char *swallow_at; /* a request that holds this text and all after it get no answer; NULL: none */
 };
 
 /*
@@ -121,6 +122,8 @@ struct listed {
 void on_listed(const struct ep_error *error, const struct ep_record *records, size_t n, void *user);
 struct listed list_of(struct fixture *f, struct ep_store *store, const char *prefix);
 struct listed list(struct fixture *f, const char *prefix);
+/* Until etcd answers, which may stand still. */
+struct listed list_surely(struct fixture *f, const char *prefix);
 
 /* What a watch has told: "[a=1 b=2 ]" is the whole, "a=1 " a change, "-a " a deletion, "| " ends a call. */
 struct seen {

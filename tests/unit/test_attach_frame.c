@@ -191,6 +191,18 @@ static void frames_of_a_turn_say_which_epoch_and_where(void **state)
     frame = valid(EP_ATTACH_PROMISE);
     frame.epoch = 0;
     expect(&frame, EP_PROTOCOL, "epoch");
+    frame = valid(EP_ATTACH_PROMISE);
+    frame.offset = 12;
+    frame.value = 13; /* the boundary there is passed */
+    expect(&frame, EP_OK, "");
+    frame.value = 14;
+    expect(&frame, EP_PROTOCOL, "frame offset is 12, its value 14");
+    frame.offset = EP_ATTACH_FURTHEST;
+    expect(&frame, EP_OK, "");
+    frame.offset = EP_ATTACH_FURTHEST + 1;
+    expect(&frame, EP_PROTOCOL, "offset is 72057594037927937");
+    frame.offset = frame.value = UINT64_MAX;
+    expect(&frame, EP_PROTOCOL, "offset");
     frame = valid(EP_ATTACH_TURN);
     frame.value = 12;
     expect(&frame, EP_OK, "");

@@ -176,6 +176,52 @@ static void random_inputs_always_have_a_placement(void **state)
     }
 }
 
+/* Every expert on every rank, of as many as there may be: a look at each rank for each home, and not at other homes. */
+static void the_largest_group_takes_no_longer_than_its_homes_by_ranks(void **state)
+{
+    enum { RANKS = 1024, EXPERTS = 64 };
+    static struct ep_expert_home homes[EXPERTS * RANKS];
+    static uint32_t node[RANKS];
+    uint64_t load[EXPERTS], steps;
+    struct ep_balance b = { .ranks = RANKS, .experts = EXPERTS, .redundant = EXPERTS * (RANKS - 1), .load = load,
+                            .steps = &steps };
+
+    (void)state;
+    for (uint32_t e = 0; e < EXPERTS; e++)
+        load[e] = 1;
+    assert_int_equal(ep_balance_homes(&b, homes, NULL), EP_OK);
+    for (uint32_t i = 0; i < EXPERTS * RANKS; i++) {
+        assert_int_equal(homes[i].expert, i / RANKS);
+        assert_int_equal(homes[i].rank, i % RANKS);
+    }
+    assert_true(steps <= 2ull * EXPERTS * RANKS * (RANKS + 1));
+    eight_to_a_node(node, RANKS);
+    b.node = node;
+    assert_int_equal(ep_balance_homes(&b, homes, NULL), EP_OK);
+    assert_true(steps <= 2ull * EXPERTS * RANKS * (RANKS / 8 + 8));
+}
+
+/* Light experts fill rank after rank, and in the end only ranks that have them already have room. */
+static void making_room_again_and_again_takes_no_longer(void **state)
+{
+    enum { RANKS = 1024, EXPERTS = 96, HOMES = 65536 };
+    static struct ep_expert_home homes[HOMES];
+    uint64_t load[EXPERTS], steps;
+    const struct ep_balance b = { .ranks = RANKS, .experts = EXPERTS, .redundant = HOMES - EXPERTS, .load = load,
+                                  .steps = &steps };
+    struct ep_placement placement;
+
+    (void)state;
+    for (uint32_t e = 0; e < EXPERTS; e++)
+        load[e] = e ? 1 : 1ull << 63;
+    assert_int_equal(ep_balance_homes(&b, homes, NULL), EP_OK);
+    assert_int_equal(ep_placement_explicit(RANKS, EXPERTS, homes, HOMES, &placement, NULL), EP_OK);
+    assert_int_equal(placement.max_local, HOMES / RANKS);
+    assert_true(steps > (uint64_t)HOMES * (RANKS + 2)); /* room was made */
+    assert_true(steps <= 2ull * HOMES * (RANKS + 1));
+    ep_placement_free(&placement);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -186,6 +232,8 @@ int main(void)
         cmocka_unit_test(no_load_at_all_is_a_placement_too),
         cmocka_unit_test(every_limit_can_be_reached_and_not_passed),
         cmocka_unit_test(random_inputs_always_have_a_placement),
+        cmocka_unit_test(the_largest_group_takes_no_longer_than_its_homes_by_ranks),
+        cmocka_unit_test(making_room_again_and_again_takes_no_longer),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);

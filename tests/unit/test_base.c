@@ -248,6 +248,25 @@ static void level_decides(void **state)
     assert_null(strstr(c.text, "nor this"));
 }
 
+static void audit_lines_are_written_whatever_the_level(void **state)
+{
+    struct capture c;
+
+    (void)state;
+    capture_begin(&c);
+    for (int level = EP_LOG_DEBUG; level <= EP_LOG_OFF; level++) {
+        ep_log_configure((enum ep_log_level)level, EP_LOG_LOGFMT);
+        EP_AUDIT("change made", EP_I("at", level));
+    }
+    capture_end(&c);
+    for (int level = EP_LOG_DEBUG; level <= EP_LOG_OFF; level++) {
+        char line[80];
+
+        snprintf(line, sizeof line, " level=info mod=audit msg=\"change made\" at=%d\n", level);
+        assert_non_null(strstr(c.text, line));
+    }
+}
+
 static void long_line_is_whole(void **state)
 {
     struct capture c;
@@ -344,6 +363,7 @@ int main(void)
         cmocka_unit_test(json_line_holds_every_byte),
         cmocka_unit_test(json_replaces_invalid_utf8),
         cmocka_unit_test(level_decides),
+        cmocka_unit_test(audit_lines_are_written_whatever_the_level),
         cmocka_unit_test(long_line_is_whole),
         cmocka_unit_test(logging_keeps_errno),
         cmocka_unit_test(a_secret_is_the_first_line),

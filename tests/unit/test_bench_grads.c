@@ -25,7 +25,7 @@ struct fixture {
 static struct fixture *make(ep_layout layout)
 {
     struct fixture *f = calloc(1, sizeof *f);
-    const struct bench_case of = { EP_MODE_HT, layout, BENCH_BF16, TOKENS, EP_SCALE_FP32, BENCH_BACKWARD };
+    const struct bench_case of = { EP_MODE_HT, layout, BENCH_BF16, TOKENS, EP_SCALE_FP32, BENCH_BACKWARD, 0 };
     const struct routing_shape shape = { RANKS, EXPERTS, TOP_K, 7, 0.2 };
     struct ep_error error = EP_ERROR_INIT;
 

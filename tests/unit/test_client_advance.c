@@ -18,7 +18,7 @@
 
 #define PATIENCE_MS 10000
 
-enum { EPOCH = 4, NEXT = 5, LATER = 6, HAS_NEXT = 1000 };
+enum { EPOCH = 4, NEXT = 5, LATER = 6, HAS_NEXT = 1000, HT_SMS = 24 };
 
 /* ---- a rank without ops ------------------------------------------------------------- */
 
@@ -50,6 +50,7 @@ struct fixture {
     bool hold; /* they wait */
     uint32_t begun, answered;
     uint64_t after; /* of the last one */
+    ep_join_options options;
     int successor;  /* the server's end of its connection; -1: there is none */
 };
 
@@ -89,6 +90,7 @@ ep_status __wrap_join_group(struct ep_client *client, const struct joining *how,
     pthread_mutex_lock(&f->lock);
     f->begun++;
     f->after = how->after;
+    f->options = how->options;
     pthread_cond_broadcast(&f->changed);
     while (f->hold)
         pthread_cond_wait(&f->changed, &f->lock);
@@ -134,7 +136,11 @@ static int make_one(void **state, bool follow)
 {
     struct fixture *f = fixture = calloc(1, sizeof *f);
     struct ep_error error = EP_ERROR_INIT;
-    const struct joining how = { .options = { .size = sizeof how.options, .group = "moe", .follow = follow } };
+    const struct joining how = { .options = { .size = sizeof how.options,
+                                              .group = "moe",
+                                              .executor = EP_EXECUTOR_SERVER,
+                                              .ht_sms = HT_SMS,
+                                              .follow = follow } };
 
     f->client = calloc(1, sizeof *f->client);
     pthread_mutex_init(&f->lock, NULL);
@@ -526,6 +532,18 @@ static void test_a_successor_looks_further_when_it_has_been_handed_over(void **s
     assert_int_equal(f->after, NEXT);
 }
 
+static void test_a_successor_is_claimed_with_what_was_asked_for(void **state)
+{
+    struct fixture *f = *state;
+
+    stand_at_the_promise(f);
+    await(f, &f->answered, 1);
+    assert_string_equal(f->options.group, "moe");
+    assert_int_equal(f->options.executor, EP_EXECUTOR_SERVER);
+    assert_int_equal(f->options.ht_sms, HT_SMS);
+    assert_true(f->options.follow);
+}
+
 static void test_a_claim_that_fails_is_made_again(void **state)
 {
     struct fixture *f = *state;
@@ -667,6 +685,7 @@ int main(void)
         WITH(test_a_newer_epoch_makes_a_promise_void),
         WITH(test_what_is_decided_stays_so),
         WITH(test_a_successor_looks_further_when_it_has_been_handed_over),
+        WITH(test_a_successor_is_claimed_with_what_was_asked_for),
         WITH(test_a_claim_that_fails_is_made_again),
         WITH(test_a_rank_without_a_place_is_told_at_the_boundary),
         WITH(test_a_turn_that_was_missed_is_told),

@@ -22,6 +22,8 @@ struct peer {
     struct ep_cluster_watch *watch;
     bool ready, left, closed;
     struct ep_error error; /* of on_ready */
+    unsigned replaced;
+    struct ep_error by;    /* of on_replaced */
     char events[1024];     /* "+a -b ~c lead session " */
 };
 
@@ -34,6 +36,14 @@ static void on_ready(const struct ep_error *error, void *user)
     assert_false(p->ready);
     p->ready = true;
     p->error = *error;
+}
+
+static void on_replaced(const struct ep_error *error, void *user)
+{
+    struct peer *p = user;
+
+    p->replaced++;
+    p->by = *error;
 }
 
 static void on_event(enum ep_cluster_event event, const struct ep_cluster_node *node, void *user)
@@ -124,7 +134,8 @@ static void begin_peer(struct fixture *f, struct peer *p, const char *name, bool
     if (listens)
         open_port(p);
     const struct ep_cluster_options options = { .loop = &f->loop, .rpc = p->rpc, .store = p->store, .node = p->node,
-                                                .ttl_ms = ttl_ms, .on_ready = on_ready, .user = p };
+                                                .ttl_ms = ttl_ms, .on_ready = on_ready, .on_replaced = on_replaced,
+                                                .user = p };
     assert_int_equal(ep_cluster_open(&options, &p->cluster, NULL), EP_OK);
     p->watch = ep_cluster_watch(p->cluster, on_event, p);
     ep_cluster_join(p->cluster);
@@ -459,6 +470,25 @@ static void a_name_that_is_left_is_taken(void **state)
     put(f, "nodes/a/server", NULL, EP_STORE_ANY);
     RUN_UNTIL(f, a.ready);
     assert_string_equal(a.error.text, "");
+    close_peer(&a);
+}
+
+/* As by one that was started while this one was stopped. */
+static void a_name_that_another_server_took_meanwhile_is_refused(void **state)
+{
+    struct fixture *f = fixture_begin(state);
+    struct peer a;
+
+    open_peer(f, &a, "a");
+    put_server(f, "a", "127.0.0.1:1", 1);
+    RUN_UNTIL(f, a.replaced);
+    assert_int_equal(a.by.status, EP_ALREADY_EXISTS);
+    assert_text(a.by.text, "name is \"a\": another server of this store has that name");
+    assert_null(ep_cluster_session(a.cluster));
+    fixture_run_ms(f, 1200); /* it is tried again several times */
+    assert_int_equal(a.replaced, 1);
+    put(f, "nodes/a/server", NULL, EP_STORE_ANY);
+    RUN_UNTIL(f, ep_cluster_session(a.cluster)); /* who does not end for that has it again */
     close_peer(&a);
 }
 
@@ -820,6 +850,7 @@ int main(void)
         ON_SQLITE(a_mark_tells_whether_the_table_is_behind),
         ON_SQLITE(a_name_that_another_server_has_is_refused),
         ON_SQLITE(a_name_that_is_left_is_taken),
+        ON_SQLITE(a_name_that_another_server_took_meanwhile_is_refused),
         ON_SQLITE(a_record_that_is_deleted_is_written_again),
         ON_SQLITE(a_record_that_is_newer_than_known_is_its_own_all_the_same),
         ON_PATIENT(who_was_away_asks_those_whose_records_go),

@@ -286,6 +286,50 @@ static void served_ranks_divide_a_gpu(void **state)
     RUN_UNTIL(f, ep_groups_sms(f->groups, 0) == 0 && ep_groups_sms(f->groups, 1) == 0);
 }
 
+/* What it asks for bounds its HT ops alone, and is bounded by its part of the GPU. */
+static void a_served_worker_says_what_its_ht_ops_fill(void **state)
+{
+    static const struct { uint32_t asked, fills; } cases[] = {
+        { 0, 4 }, { 1, 1 }, { 3, 3 }, { 4, 4 }, { 5, 4 }, { UINT32_MAX, 4 }
+    };
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct ep_membership_info info;
+    struct worker w;
+
+    create(f, "moe", &spec);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        f->identity.ht_sms = cases[i].asked;
+        claim_served(f, &w, "moe", 0);
+        ep_membership_info(w.membership, &info);
+        assert_int_equal(info.ht_sms, cases[i].fills);
+        attach(&w);
+        assert_int_equal(cuda_fixture.served.max_sms, 4);
+        assert_int_equal(cuda_fixture.served.max_ht_sms, cases[i].fills);
+        assert_int_equal(ep_groups_sms(f->groups, 0), 4);
+        release(&w, false);
+    }
+}
+
+static void what_ht_ops_of_a_direct_worker_fill_is_told(void **state)
+{
+    static const struct { uint32_t asked, fills; } cases[] = { { 0, 4 }, { 3, 3 }, { 5, 4 } };
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct ep_membership_info info;
+    struct worker w;
+
+    create(f, "moe", &spec);
+    f->identity.executor = EXECUTOR(DIRECT);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        f->identity.ht_sms = cases[i].asked;
+        assert_int_equal(claim(f, &w, "moe", 0, NULL), EP_OK);
+        ep_membership_info(w.membership, &info);
+        assert_int_equal(info.ht_sms, cases[i].fills);
+        release(&w, false);
+    }
+}
+
 static void refused_for_room(struct fixture *f, const char *group, int32_t rank, const char *text)
 {
     struct ep_error error = EP_ERROR_INIT;
@@ -750,6 +794,8 @@ int main(void)
         TEST(a_served_worker_gets_its_window_only),
         TEST(the_group_says_who_may_run_its_own_ops),
         TEST(served_ranks_divide_a_gpu),
+        TEST(a_served_worker_says_what_its_ht_ops_fill),
+        TEST(what_ht_ops_of_a_direct_worker_fill_is_told),
         TEST(a_full_gpu_serves_no_further_rank),
         TEST(what_is_being_released_is_worth_waiting_for),
         TEST(a_smaller_share_leaves_room_for_others),

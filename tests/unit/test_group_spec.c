@@ -464,6 +464,43 @@ static void placements_are_checked_home_by_home(void **state)
     refused(&spec, EP_INVALID_ARGUMENT, "placement.homes");
 }
 
+static void redundant_homes_are_bounded_before_any_is_placed(void **state)
+{
+    const struct ep_spec_bounds large = { .node = "n1", .backend = EP__V1__BACKEND__BACKEND_CUDA, .devices = 1024 };
+    Ep__V1__GroupSpec spec = good();
+    Ep__V1__Placement placement = EP__V1__PLACEMENT__INIT;
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_settled s;
+    uint64_t loads[64];
+
+    (void)state;
+    for (uint32_t e = 0; e < 64; e++)
+        loads[e] = 1;
+    placement.strategy = STRATEGY(BY_LOAD);
+    placement.loads = loads;
+    placement.n_loads = 8;
+    placement.redundant = 25;
+    spec.placement = &placement;
+    refused(&spec, EP_INVALID_ARGUMENT, "placement.redundant is 25: must be at most 24, when each of 8 experts is on all 4");
+    placement.redundant = UINT32_MAX;
+    refused(&spec, EP_INVALID_ARGUMENT, "placement.redundant is 4294967295: must be at most 24");
+    placement.redundant = 24;
+    s = settle(&spec);
+    assert_int_equal(s.spec->placement->n_homes, 32);
+    ep_settled_clear(&s);
+    spec.ranks = 1024;
+    spec.experts = 64;
+    placement.n_loads = 64;
+    placement.redundant = 64 * 1023;
+    assert_int_equal(ep_spec_settle(&spec, &large, &s, &error), EP_INVALID_ARGUMENT);
+    says(&error, "placement.redundant is 65472: must be at most 23488 with 64 experts, as a group of 1024 ranks has at most "
+                 "23552 homes");
+    placement.redundant = 23488;
+    assert_int_equal(ep_spec_settle(&spec, &large, &s, &error), EP_OK);
+    assert_int_equal(s.placement.max_local, 23);
+    ep_settled_clear(&s);
+}
+
 /* ---- memory ---------------------------------------------------------------------------- */
 
 static struct ep_error does_not_fit(const Ep__V1__GroupSpec *spec, uint64_t memory)
@@ -700,6 +737,7 @@ int main(void)
         cmocka_unit_test(every_gpu_must_hold_its_ranks),
         cmocka_unit_test(labels_are_small_and_unique),
         cmocka_unit_test(placements_are_checked_home_by_home),
+        cmocka_unit_test(redundant_homes_are_bounded_before_any_is_placed),
         cmocka_unit_test(what_would_fit_is_exact),
         cmocka_unit_test(both_modes_are_lowered_when_one_does_not_do),
         cmocka_unit_test(hopeless_specs_are_told_so),

@@ -257,27 +257,59 @@ static void on_turn(const struct ep_group_turn *turn, void *user)
     (void)turn, (void)user;
 }
 
-static void who_follows_needs_none(void **state)
+/* A worker that follows has a rank of epoch 1. */
+static void attach_follower(struct fixture *f, struct worker *w)
 {
-    struct fixture *f = *state;
-    Ep__V1__GroupSpec spec = small_spec();
-    struct ep_error error = EP_ERROR_INIT;
-    struct worker w, next;
-    struct answer answer;
-
     create_with(f, TOKEN);
     f->identity.on_turn = on_turn;
-    assert_int_equal(claim_with(f, &w, TOKEN, NULL), EP_OK);
-    attach(&w);
-    change_to(f, OTHER);
+    assert_int_equal(claim_with(f, w, TOKEN, NULL), EP_OK);
+    attach(w);
+}
+
+/* Epoch 2 is there, and claims are of successors in it. */
+static void begin_succession(struct fixture *f)
+{
+    Ep__V1__GroupSpec spec = small_spec();
+    struct answer answer;
+
     spec.ll_max_tokens = 32;
     answer = update(f, "moe", 0, &spec, "ll_max_tokens");
     assert_string_equal(answer.error.text, "");
     answer_clear(&answer);
     f->identity.after = 1;
+}
+
+static void who_follows_needs_none(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_error error = EP_ERROR_INIT;
+    struct worker w, next;
+
+    attach_follower(f, &w);
+    change_to(f, OTHER);
+    begin_succession(f);
     f->identity.pid++; /* who says so, and does not hold the rank */
     assert_int_equal(claim_with(f, &next, NULL, &error), EP_FAILED_PRECONDITION);
     f->identity.pid--;
+    assert_int_equal(claim_with(f, &next, NULL, &error), EP_OK);
+    f->identity.after = 0;
+    release(&next, false);
+    release(&w, false);
+}
+
+/* Of processes that the server cannot see one is like the other: who holds the rank shows its ticket (server/attach). */
+static void who_follows_unseen_shows_that_it_holds_the_rank(void **state)
+{
+    struct fixture *f = *state;
+    struct ep_error error = EP_ERROR_INIT;
+    struct worker w, next;
+
+    f->identity.pid = 0;
+    attach_follower(f, &w);
+    begin_succession(f);
+    assert_int_equal(claim_with(f, &next, NULL, &error), EP_PERMISSION_DENIED);
+    assert_non_null(strstr(error.text, "the ticket of rank 0 of group moe in that epoch was not given"));
+    f->identity.holds = true;
     assert_int_equal(claim_with(f, &next, NULL, &error), EP_OK);
     f->identity.after = 0;
     release(&next, false);
@@ -395,6 +427,7 @@ int main(void)
         TEST(a_change_is_for_later_claims),
         TEST(it_survives_a_restart),
         TEST(who_follows_needs_none),
+        TEST(who_follows_unseen_shows_that_it_holds_the_rank),
         TEST(guesses_are_bounded_for_each_user),
         TEST(operators_and_workers_see_that_there_is_one),
         TEST(history_tells_of_changes_alone),

@@ -32,6 +32,7 @@ struct worker {
     uint64_t position, passed;
     uint64_t promised_to, promised_at; /* to 0: nothing */
     uint64_t turn_to, turn_at;         /* told */
+    uint64_t lies; /* it says that it is so much further */
     bool follow, silent, far, slow, gone;
     unsigned asked;
 };
@@ -100,7 +101,7 @@ static void on_turn(const struct ep_group_turn *turn, void *user)
     given = promise(w, turn);
     w->asked += turn->at != EP_GROUP_NO_TURN;
     if (!w->silent && turn->number)
-        ep_membership_promise(w->at, turn->number, given, w->passed, w->position);
+        ep_membership_promise(w->at, turn->number, given, w->passed + w->lies, w->position + w->lies);
     if (turn->at != EP_GROUP_NO_TURN)
         w->far = false;
 }
@@ -479,6 +480,52 @@ static void who_does_not_answer_is_named_and_holds_nobody_up(void **state)
     close_play(&p);
 }
 
+/* Nobody goes over at a position that no rank will ever come to; the epoch goes on, and so does the group when it is right. */
+static void expect_lie_refused(struct play *p, uint32_t ranks, uint32_t rank, uint64_t lie, const char *why)
+{
+    uint64_t position;
+
+    p->workers[rank].lies = lie;
+    update(p, NEW, ranks);
+    PLAY(p, strstr(reason(p), why));
+    position = p->workers[0].position;
+    PLAY(p, p->workers[0].position > position + 100);
+    assert_int_equal(p->n_turned, 0);
+    p->workers[rank].lies = 0;
+    PLAY(p, all_over(p, NEW));
+    assert_int_equal(p->n_turned, 1);
+    assert_true(p->turned[0].at < 1u << 24);
+}
+
+static void a_position_that_nobody_else_is_near_is_refused_and_its_rank_named(void **state)
+{
+    struct play p;
+
+    open_play(&p, *state, RANKS);
+    expect_lie_refused(&p, RANKS, 3, 1ull << 62, "rank 3 on node b (pid ");
+    close_play(&p);
+}
+
+static void so_it_is_where_no_other_rank_is_on_its_node(void **state)
+{
+    struct play p;
+
+    open_play(&p, *state, RANKS);
+    die(&p.workers[2]);
+    PLAY(&p, all_show(&p, PHASE(DEGRADED)));
+    expect_lie_refused(&p, RANKS, 3, 1ull << 20, "rank 3 says that it is at position 10");
+    close_play(&p);
+}
+
+static void so_it_is_where_there_is_no_other(void **state)
+{
+    struct play p;
+
+    open_play(&p, *state, 1);
+    expect_lie_refused(&p, 1, 0, UINT64_MAX / 2, "rank 0 on node a (pid ");
+    close_play(&p);
+}
+
 static void the_reason_says_who_has_not_attached(void **state)
 {
     struct play p;
@@ -784,6 +831,9 @@ int main(void)
         TEST(an_idle_group_turns_with_its_next_op),
         TEST(a_rank_that_is_further_refuses_and_is_asked_again),
         TEST(who_does_not_answer_is_named_and_holds_nobody_up),
+        TEST(a_position_that_nobody_else_is_near_is_refused_and_its_rank_named),
+        TEST(so_it_is_where_no_other_rank_is_on_its_node),
+        TEST(so_it_is_where_there_is_no_other),
         TEST(the_reason_says_who_has_not_attached),
         TEST(where_one_does_not_follow_nobody_goes_over),
         TEST(who_has_no_place_goes_at_the_same_boundary),

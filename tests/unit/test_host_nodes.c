@@ -195,7 +195,7 @@ static void ht_any_order_of_handles(void **s) { (void)s; any_order(EP_MODE_HT); 
 
 static void a_late_rank_is_named(ep_mode mode, ep_layout layout)
 {
-    struct fixture *f = fixture_new_over(3, two_and_one, false, 60);
+    struct fixture *f = fixture_new_over(3, two_and_one, false, 2000); /* the two are there by then */
     struct config *c = calloc(1, sizeof *c);
     struct one_op one[2];
     struct thread threads[2];

@@ -203,7 +203,7 @@ static void the_inventory_shows_gpus(void **state)
     assert_int_equal(info.devices[0]->backend, EP__V1__BACKEND__BACKEND_CUDA);
     assert_string_equal(info.devices[0]->name, "GPU-fixture-0");
     assert_string_equal(info.devices[0]->detail,
-                        "Fixture, 16.0 GiB, 8 SMs, sm_90, 0000:00:00.0, reaches 1 of 1 other GPUs, no MPS");
+                        "Fixture, 16.0 GiB, 8 SMs, sm_90, 0000:00:00.0, reaches 1 of 1 other GPUs, over NVLink or PCIe is not known, no MPS");
     assert_int_equal(info.devices[0]->memory_bytes, 1ull << 33); /* half of what is free */
     assert_int_equal(info.memory_budget_bytes, 1ull << 34);
     assert_int_equal(info.version->n_backends, 2);

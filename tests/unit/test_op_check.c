@@ -198,6 +198,17 @@ static void bad_spans_of_a_dispatch_are_named(void **state)
     REFUSED(scaled(EP_SCALE_FP32, 4), op.out_scales.bytes = 32, "out_scales has 32 bytes: this op needs 128");
 }
 
+static void a_rank_without_tokens_gives_gradients_of_others(void **state)
+{
+    struct ep_op op = combine(EP_MODE_HT, EP_LAYOUT_FLAT);
+
+    (void)state;
+    op.row_grads = op.out;
+    assert_int_equal(ep_op_check(&map, &op, NULL), EP_INVALID_ARGUMENT);
+    op.tokens = 0;
+    assert_int_equal(ep_op_check(&map, &op, NULL), EP_OK);
+}
+
 static void bad_fields_of_a_combine_are_named(void **state)
 {
     (void)state;
@@ -290,6 +301,7 @@ int main(void)
         cmocka_unit_test(zero_tokens_need_no_memory),
         cmocka_unit_test(bad_fields_of_a_dispatch_are_named),
         cmocka_unit_test(bad_spans_of_a_dispatch_are_named),
+        cmocka_unit_test(a_rank_without_tokens_gives_gradients_of_others),
         cmocka_unit_test(bad_fields_of_a_combine_are_named),
         cmocka_unit_test(spans_may_lie_in_regions),
         cmocka_unit_test(spans_outside_of_all_regions_are_refused),

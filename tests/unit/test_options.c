@@ -507,6 +507,9 @@ static void tls_options_go_together(void **state)
     refuse_check((struct sources){ .flags = { "--tls-cert=/dev/null" } }, "tls-cert is set without tls-key");
     refuse_check((struct sources){ .flags = { "--tls-key=/dev/null" } }, "tls-key is set without tls-cert");
     refuse_check((struct sources){ .flags = { "--tls-ca=/dev/null" } }, "tls-ca is set without tls-cert and tls-key");
+    refuse_check((struct sources){ .flags = { "--peer-ou=server" } }, "peer-ou is set without tls-ca");
+    accept_check((struct sources){ .flags = { "--peer-ou=server", "--tls-cert=/dev/null", "--tls-key=/dev/null",
+                                              "--tls-ca=/dev/null" } });
     refuse_check((struct sources){ .flags = { "--tls-cert=/no/cert", "--tls-key=/dev/null" } },
                  "tls-cert: cannot read /no/cert: No such file or directory");
 }
@@ -515,9 +518,10 @@ static void a_store_needs_what_belongs_together(void **state)
 {
     (void)state;
     accept_check((struct sources){ .flags = { "--store=etcd://127.0.0.1:2379,[::1]:2379/clusters/a",
-                                              "--listen=127.0.0.1:0" } });
+                                              "--listen=127.0.0.1:0", "--insecure" } });
     accept_check((struct sources){ .flags = { "--store=etcd://h:1", "--store-user=u",
-                                              "--store-password-file=/dev/null", "--listen=127.0.0.1:0" } });
+                                              "--store-password-file=/dev/null", "--listen=127.0.0.1:0",
+                                              "--insecure" } });
     refuse_check((struct sources){ .flags = { "--store=sqlite" } }, "store is \"sqlite\": must be etcd://HOST:PORT");
     refuse_check((struct sources){ .flags = { "--store=etcd://h:1,h" } }, "\"h\" must be HOST:PORT");
     refuse_check((struct sources){ .flags = { "--store-user=u" } }, "store-user is set without store");
@@ -538,6 +542,11 @@ static void servers_of_a_cluster_tell_each_other_where_they_are(void **state)
                  "listen is 0.0.0.0:7300, which tells the other servers of the cluster nothing: give --advertise");
     refuse_check((struct sources){ .flags = { "--store=etcd://h:1", "--listen=[::]:7300", "--insecure" } },
                  "give --advertise");
+    refuse_check((struct sources){ .flags = { "--store=etcd://h:1", "--listen=127.0.0.1:0" } },
+                 "store is etcd, and tls-ca is not set");
+    accept_check(
+        (struct sources){ .flags = { "--store=etcd://h:1", "--listen=127.0.0.1:0", "--tls-cert=/dev/null",
+                                     "--tls-key=/dev/null", "--tls-ca=/dev/null" } });
     refuse_check((struct sources){ .flags = { "--advertise=h:1" } }, "advertise is h:1, and listen is not set");
     refuse_check((struct sources){ .flags = { "--advertise=0.0.0.0:1", "--listen=127.0.0.1:0" } },
                  "advertise is 0.0.0.0:1, which is no address of a machine");

@@ -281,6 +281,39 @@ static void on_gpus_a_node_has_32_ranks_of_a_group_at_most(void **state)
                    "for 40");
 }
 
+/* Two pairs: a group of one of them is none that its node would refuse to form. */
+static void ranks_of_a_node_are_on_gpus_that_reach_each_other(void **state)
+{
+    static const uint64_t pairs[] = { 0xc, 0xc, 0x3, 0x3 };
+    static char a[] = "a", host0[] = "host0", host2[] = "host2", host3[] = "host3";
+    struct ep_plan_node nodes[] = { linked("a", 4, 22809, "2.28.9, GIN by x"), linked("b", 4, 22809, "2.28.9, GIN by x") };
+    Ep__V1__Placement placement = EP__V1__PLACEMENT__INIT;
+    Ep__V1__RankPlacement home[2], *list[] = { &home[0], &home[1] };
+    Ep__V1__GroupSpec spec = spec_of(2, &placement);
+    char text[512];
+
+    (void)state;
+    nodes[0].apart = pairs;
+    expect_on_gpus(2, NODES(PACK), nodes, 1, EP_OK, "2");
+    expect_on_gpus(3, NODES(PACK), nodes, 1, EP_FAILED_PRECONDITION,
+                   "rank 0 would be on host0 and rank 2 on host2 of node a, which do not reach each other's memory");
+    expect_on_gpus(4, NODES(SPREAD), nodes, 2, EP_OK, "2 2");
+    for (uint32_t i = 0; i < 2; i++) {
+        ep__v1__rank_placement__init(&home[i]);
+        home[i].rank = i;
+        home[i].node = a;
+    }
+    placement.nodes = NODES(EXPLICIT);
+    placement.ranks = list;
+    placement.n_ranks = 2;
+    home[0].device = host2;
+    home[1].device = host3;
+    assert_int_equal(plan(&spec, nodes, 1, text, sizeof text), EP_OK);
+    home[1].device = host0;
+    assert_int_equal(plan(&spec, nodes, 1, text, sizeof text), EP_FAILED_PRECONDITION);
+    assert_non_null(strstr(text, "rank 0 would be on host2 and rank 1 on host0 of node a"));
+}
+
 static void so_it_has_where_ranks_are_placed_one_by_one(void **state)
 {
     enum { RANKS = EP_DEVICE_NODE_RANKS + 1 };
@@ -471,6 +504,7 @@ int main(void)
         cmocka_unit_test(memory_decides_and_the_refusal_says_what_would_fit),
         cmocka_unit_test(each_gpu_has_what_its_rank_puts_to_other_nodes),
         cmocka_unit_test(on_gpus_a_node_has_32_ranks_of_a_group_at_most),
+        cmocka_unit_test(ranks_of_a_node_are_on_gpus_that_reach_each_other),
         cmocka_unit_test(so_it_has_where_ranks_are_placed_one_by_one),
         cmocka_unit_test(nodes_of_another_release_or_without_a_mode_are_no_members),
         cmocka_unit_test(groups_are_of_one_backend),

@@ -128,12 +128,13 @@ static void oneof_is_absent_until_set(void **state)
     (void)state;
     round_trip("{\"group\":\"g\"}",
                "{\"group\":\"g\",\"worker\":\"\",\"window_version\":0,\"attach_version\":0,"
-               "\"token\":\"\",\"executor\":\"EXECUTOR_AUTO\",\"follow\":false,\"after\":0,\"group_token\":\"\"}",
+               "\"token\":\"\",\"executor\":\"EXECUTOR_AUTO\",\"follow\":false,\"after\":0,\"group_token\":\"\","
+               "\"ht_sms\":0,\"after_ticket\":\"\"}",
                &ep__v1__claim_request__descriptor);
     round_trip("{\"group\":\"g\",\"rank\":0}",
                "{\"group\":\"g\",\"rank\":0,\"worker\":\"\",\"window_version\":0,"
                "\"attach_version\":0,\"token\":\"\",\"executor\":\"EXECUTOR_AUTO\",\"follow\":false,"
-               "\"after\":0,\"group_token\":\"\"}",
+               "\"after\":0,\"group_token\":\"\",\"ht_sms\":0,\"after_ticket\":\"\"}",
                &ep__v1__claim_request__descriptor);
 }
 

@@ -11,6 +11,8 @@
 
 #include <grpc/grpc.h>
 
+#include "ep_descriptors.h"
+
 static struct fixture f;
 
 static int prepare(void **state)
@@ -351,6 +353,7 @@ static void silent_crowd_keeps_nobody_out(void **state)
     assert_int_equal(getrlimit(RLIMIT_NOFILE, &files), 0);
     files.rlim_cur = files.rlim_max;
     assert_int_equal(setrlimit(RLIMIT_NOFILE, &files), 0);
+    ep_descriptors_reserve(4 * N); /* as ep-server does */
     f.options.max_connections = 256;
     fixture_start(&f);
     for (int i = 0; i < N; i++)

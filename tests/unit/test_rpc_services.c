@@ -30,6 +30,49 @@ static int down(void **state)
     return 0;
 }
 
+/* ---- operators ----------------------------------------------------------------------- */
+
+static atomic_int operators_asked, other_peers;
+
+static bool is_operator(const struct ep_rpc_peer *peer, void *user)
+{
+    atomic_fetch_add(&operators_asked, 1);
+    if (!peer || peer->pid != getpid() || peer->uid != getuid())
+        atomic_fetch_add(&other_peers, 1);
+    return atomic_load((atomic_bool *)user);
+}
+
+static void who_is_no_operator_may_only_look(void **state)
+{
+    Grpc__Health__V1__HealthCheckRequest request = GRPC__HEALTH__V1__HEALTH_CHECK_REQUEST__INIT;
+    struct ep_rpc_server_options *options = &f.options;
+    static atomic_bool operates; /* asked for until the server has ended */
+    ProtobufCMessage *reply;
+    struct ep_error error;
+
+    (void)state;
+    fixture_stop(&f);
+    fixture_init(&f);
+    f.health = true;
+    options->is_operator = is_operator;
+    options->operators = "those that the test likes";
+    options->user = &operates;
+    fixture_start(&f);
+    assert_ok(ep_rpc_unary(f.channel, &grpc__health__v1__health__descriptor, "Check", NULL, 0, &request.base,
+                           5000, &reply, &error),
+              &error);
+    protobuf_c_message_free_unpacked(reply, NULL);
+    assert_int_equal(atomic_load(&operators_asked), 0);
+    assert_int_equal(ping(f.channel, "x", 5000, NULL, &error), EP_PERMISSION_DENIED);
+    assert_text(error.text, "/ep.v1.Node/Ping is for operators, and \"uid:");
+    assert_text(error.text, "may only look: operators are those that the test likes");
+    assert_int_equal(atomic_load(&f.requests), 0);
+    atomic_store(&operates, true);
+    assert_ok(ping(f.channel, "x", 5000, NULL, &error), &error);
+    assert_int_equal(atomic_load(&operators_asked), 2);
+    assert_int_equal(atomic_load(&other_peers), 0);
+}
+
 /* ---- health -------------------------------------------------------------------------- */
 
 static ep_status check(const char *service, int *serving, struct ep_error *error)
@@ -430,6 +473,7 @@ static void handlers_must_match_the_service(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        T(who_is_no_operator_may_only_look),
         T(check_follows_the_state),
         T(check_of_an_unknown_service_is_not_found),
         T(watch_tells_every_change),

@@ -167,7 +167,7 @@ static int setup(void **state)
     for (uint32_t r = 0; r < RANKS; r++) {
         assert_int_equal(ep_node_window_create(f->node, device_of[r], "w", f->map.total_bytes, &f->window[r], NULL), EP_OK);
         assert_int_equal(ep_node_window_extend(f->window[r],
-                                               ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &f->map, node_of).rank, NULL),
+                                               ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &f->map, node_of).window, NULL),
                          EP_OK);
     }
     listen_and_connect(f);
@@ -247,8 +247,11 @@ static void beside_a_window_is_room_for_what_goes_elsewhere(void **state)
     struct fixture *f = *state;
     const uint64_t outbox = f->map.limits.ll_banks * f->map.bank_bytes;
 
-    assert_in_range(ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &f->map, node_of).rank, outbox, outbox + (2u << 20));
-    assert_int_equal(ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &f->map, node_of).node, 0);
+    const struct ep_team_beside beside = ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &f->map, node_of);
+
+    assert_in_range(beside.window, outbox, outbox + (2u << 20));
+    assert_true(beside.rank >= beside.window + sizeof(struct ep_device_net)); /* what its kernels know is charged, too */
+    assert_int_equal(beside.node, 0);
     assert_int_equal(ep_team_beside(EP__V1__BACKEND__BACKEND_CUDA, &f->map, here).rank, 0);
 }
 

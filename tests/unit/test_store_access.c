@@ -136,7 +136,7 @@ static void tls_with_certificates_on_both_sides(void **state)
                                       .answer_within_ms = ANSWER_WITHIN_MS };
     f->store = open_at(f, &options);
     put_surely(f, "a", "1");
-    assert_string_equal(list(f, "").text, "a=1 ");
+    assert_string_equal(list_surely(f, "").text, "a=1 ");
     options.cert = options.key = NULL; /* etcd asks for one */
     expect_refused(f, &options, EP_UNAVAILABLE, "127.0.0.1");
     options.ca = NULL;

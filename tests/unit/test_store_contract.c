@@ -406,6 +406,35 @@ static void a_lead_that_is_taken_away_is_told_and_run_for_again(void **state)
     ep_session_close(a.session);
 }
 
+static void expect_led_by_another_of_its_name(struct fixture *f, const struct candidate *c)
+{
+    assert_string_equal(c->leader, "node-a");
+    assert_false(ep_election_leads(c->election));
+    assert_int_equal(guarded(f, c, "a's").error.status, EP_FAILED_PRECONDITION);
+}
+
+/* What a server of old has left, or one that should have another name: before this one has run, and after. */
+static void a_lead_of_the_same_name_is_another_s(void **state)
+{
+    struct fixture *f = fixture_begin(state);
+    struct candidate a = { 0 };
+
+    put(f, "cluster/leader", "node-a", EP_STORE_ANY);
+    run_for(f, &a, "node-a");
+    RUN_UNTIL(f, a.calls > 0);
+    expect_led_by_another_of_its_name(f, &a);
+    put(f, "cluster/leader", NULL, EP_STORE_ANY);
+    RUN_UNTIL(f, a.leading);
+    put(f, "cluster/leader", "node-a", EP_STORE_ANY);
+    RUN_UNTIL(f, !a.leading);
+    expect_led_by_another_of_its_name(f, &a);
+    put(f, "cluster/leader", NULL, EP_STORE_ANY);
+    RUN_UNTIL(f, a.leading);
+    assert_int_equal(guarded(f, &a, "a's").error.status, EP_OK);
+    ep_election_close(a.election);
+    ep_session_close(a.session);
+}
+
 static void an_election_may_be_closed_at_once(void **state)
 {
     struct fixture *f = fixture_begin(state);
@@ -435,7 +464,7 @@ static void an_election_may_be_closed_at_once(void **state)
         ON(a_watch_may_be_closed_before_it_has_begun), ON(a_sessions_records_go_with_it),                    \
         ON(a_record_goes_with_the_session_that_wrote_it_last), ON(a_session_ends_with_its_store),            \
         ON(one_leads_and_the_other_takes_over), ON(a_lead_that_is_taken_away_is_told_and_run_for_again),     \
-        ON(an_election_may_be_closed_at_once)
+        ON(a_lead_of_the_same_name_is_another_s), ON(an_election_may_be_closed_at_once)
 
 int main(void)
 {

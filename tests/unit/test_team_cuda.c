@@ -442,6 +442,7 @@ static void on_stopped(void *user)
 static struct ep_executor_options options_of(struct fixture *f, uint32_t rank, bool direct)
 {
     return (struct ep_executor_options){ .rank = rank, .direct = direct, .max_sms = direct ? 0 : 3,
+                                         .max_ht_sms = direct ? 0 : 2,
                                          .counters = &f->counters, .on_timeout = on_timeout,
                                          .on_failed = on_failed, .user = f };
 }
@@ -698,6 +699,7 @@ static void kernels_of_a_served_rank_get_what_a_workers_have(void **state)
     assert_int_equal(cuda_fixture.served.device, 1);
     assert_int_equal(cuda_fixture.served.rank, 1);
     assert_int_equal(cuda_fixture.served.max_sms, 3);
+    assert_int_equal(cuda_fixture.served.max_ht_sms, 2);
     assert_ptr_equal(cuda_fixture.served.map, &f->map);
     assert_ptr_equal(cuda_fixture.served.placement, &f->placement);
     assert_ptr_equal(cuda_fixture_host(cuda_fixture.served.state), state_of(f, 1));
