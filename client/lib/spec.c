@@ -12,7 +12,7 @@ static bool has_mode(const struct ep_limits *limits, ep_mode mode)
     return limits->modes & bit(mode);
 }
 
-/* The server lists the homes; a spec without any is contiguous. */
+/* A spec that lists no homes is contiguous. */
 static ep_status placement_from_spec(const Ep__V1__GroupSpec *spec, struct ep_placement *out,
                                      struct ep_error *error)
 {

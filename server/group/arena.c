@@ -71,3 +71,15 @@ void arena_clear(struct arena *arena)
         free(block);
     }
 }
+
+void arena_reset(struct arena *arena)
+{
+    struct arena_block *block = arena->blocks;
+
+    if (!block || block->next) {
+        arena_clear(arena);
+        return;
+    }
+    memset(block->memory, 0, block->used);
+    block->used = 0;
+}

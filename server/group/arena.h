@@ -18,5 +18,7 @@ char *arena_strdup(struct arena *arena, const char *text);
 /* A message whose memory is all the arena's; NULL: it cannot be read. */
 void *arena_unpack(struct arena *arena, const ProtobufCMessageDescriptor *type, size_t size, const void *bytes);
 void arena_clear(struct arena *arena);
+/* Empty as well, but for memory that the next message may have. */
+void arena_reset(struct arena *arena);
 
 #endif

@@ -519,7 +519,7 @@ static void count_epoch(const struct epoch *epoch, struct workers *workers)
         workers->members++;
         if (used + 48 < sizeof workers->text)
             snprintf(workers->text + used, sizeof workers->text - used, "%srank %u (pid %d)", used ? ", " : "", i,
-                     (int)(rank->here ? rank->own->claimant.pid : rank->worker.pid));
+                     (int)(rank->here ? rank->own->claimant.pid : rank_worker(rank)->pid));
     }
 }
 

@@ -215,7 +215,7 @@ ep_status epoch_new(struct group *group, const Ep__V1__GroupStatus *record, stru
 
 bool epoch_whole(const struct epoch *epoch)
 {
-    return epoch_served(epoch) && !(epoch_is_member(epoch) && *epoch->torn);
+    return epoch_served(epoch) && !*epoch->torn;
 }
 
 /* ---- prepared: memory, and how the others reach this node --------------------------------- */
@@ -565,7 +565,7 @@ static void forget(struct epoch *epoch)
     if (epoch->own_ranks)
         forget_own_ranks(epoch);
     for (uint32_t i = 0; i < epoch->n_ranks; i++) {
-        worker_clear(&epoch->ranks[i].worker);
+        rank_forget_worker(&epoch->ranks[i]);
         free(epoch->ranks[i].reason);
     }
     ep_plan_clear(&epoch->plan);

@@ -226,7 +226,7 @@ static void refuse_apart(struct group *group)
 
     snprintf(text, sizeof text, "rank %u on node %s (pid %d) says that it is at position %" PRIu64 ", and rank %u that it is "
              "at %" PRIu64 ": they cannot be so far apart", most->rank, nodes_self(group->groups),
-             (int)ask->from->ranks[most->rank].worker.pid, most->position, least->rank, least->position);
+             (int)rank_worker(&ask->from->ranks[most->rank])->pid, most->position, least->rank, least->position);
     fail(group, EP_FAILED_PRECONDITION, text);
 }
 
@@ -543,7 +543,7 @@ static void end_ask(struct group *group)
         if (!rank->own->member || !rank->own->member->asked)
             continue;
         snprintf(text, sizeof text, "rank %u on node %s (pid %d) does not say when it can go over", rank->number,
-                 nodes_self(group->groups), (int)rank->worker.pid);
+                 nodes_self(group->groups), (int)rank_worker(rank)->pid);
         fail(group, EP_DEADLINE_EXCEEDED, text);
         return;
     }

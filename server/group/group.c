@@ -163,9 +163,9 @@ static const struct rank *first_lost(struct epoch *epoch)
 static void describe_lost(const struct epoch *epoch, const struct rank *first, uint32_t lost, char *text,
                           size_t size)
 {
-    int n = first->worker.pid
+    int n = rank_worker(first)->pid
                 ? snprintf(text, size, "rank %u (pid %d, worker \"%.40s\") is %s: %s", first->number,
-                           (int)first->worker.pid, first->worker.name ? first->worker.name : "",
+                           (int)rank_worker(first)->pid, worker_name(rank_worker(first)),
                            ep_rank_state_name(first->state), rank_reason(first))
                 : snprintf(text, size, "rank %u is %s: %s", first->number, ep_rank_state_name(first->state),
                            rank_reason(first));

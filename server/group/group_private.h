@@ -64,9 +64,10 @@ struct ep_membership {
 };
 
 struct worker {
-    pid_t pid; /* 0: none yet */
+    pid_t pid; /* 0: none yet, or its node has not told */
     uid_t uid;
-    char *name;
+    char *name; /* NULL: "" */
+    struct { uint64_t ops, timeouts, dropped_routes; } counted; /* of a rank on another node, as that one told */
 };
 
 /* Of a rank that is here. */
@@ -98,9 +99,8 @@ struct rank {
     ep_rank_state state; /* changed by rank_put_state(), and where the epoch begins */
     uint64_t since_us; /* of the last change of state.  It grows with each, so that it orders what others hear */
     uint64_t hold;     /* on another node: it joins, and holds the team here; 0: no */
-    struct { uint64_t ops, timeouts, dropped_routes; } counted;
     char *reason;   /* why it is absent or quarantined; NULL: "" */
-    struct worker worker;     /* the attached or last one */
+    struct worker *worker;    /* the attached or last one; NULL: none yet */
     struct own_rank *own;     /* of another node: one that has nothing */
 };
 
@@ -268,6 +268,7 @@ struct group {
     bool report_due, report_under_way;
     uint64_t reported;        /* the report of this node's in the store has that revision; 0: there is none */
     uint64_t report_after;    /* loop time, ms: not before, as the store did not take the last one */
+    uint64_t report_by;       /* loop time, ms: then at the latest, as something is new that all see for themselves; 0: nothing */
     uint64_t heal_after;      /* loop time, ms */
     uint32_t heal_failures;   /* in a row */
     uint64_t created_us, updated_us;
@@ -701,6 +702,11 @@ ep_status rank_claimable(const struct rank *rank, struct ep_error *error);
 void rank_orphan(struct rank *rank, const char *reason);
 void worker_clear(struct worker *worker);
 void worker_set(struct worker *worker, const struct ep_worker *from);
+const char *worker_name(const struct worker *worker);
+/* The attached or last one; where there was none, one that says nothing. */
+const struct worker *rank_worker(const struct rank *rank);
+struct worker *rank_set_worker(struct rank *rank, const struct ep_worker *from);
+void rank_forget_worker(struct rank *rank);
 
 /* ---- token.c ---------------------------------------------------------------------- */
 

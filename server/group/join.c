@@ -237,7 +237,7 @@ static void admit_elsewhere(struct join *join)
     request.change = join->change;
     request.ll = join->from.ll;
     request.ht = join->from.ht;
-    request.worker = rank->worker.name;
+    request.worker = rank_worker(rank)->name;
     join->waiting = 1; /* this function */
     for (uint32_t i = 0; i < join->n_peers; i++) {
         request.hold = join->peers[i].hold;
@@ -425,7 +425,7 @@ static ep_status take_in(struct rank *rank, const Ep__V1__AdmitRequest *request,
     status = ep_team_admit(rank->epoch->team, hold, rank->number, &from, error);
     if (status)
         return status;
-    worker_set(&rank->worker, &worker);
+    rank_set_worker(rank, &worker);
     (void)report_rank(rank, EP_RANK_STATE(ATTACHED), request->change, "");
     group_assess(rank->epoch->group);
     status_changed(rank->epoch->group);

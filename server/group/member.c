@@ -17,15 +17,38 @@ void worker_clear(struct worker *worker)
 
 void worker_set(struct worker *worker, const struct ep_worker *from)
 {
-    char *name = strdup(from->name ? from->name : "");
+    char *name = from->name && *from->name ? strdup(from->name) : NULL;
 
     worker_clear(worker);
     *worker = (struct worker){ .pid = from->pid, .uid = from->uid, .name = name };
 }
 
-static const char *worker_name(const struct worker *worker)
+const char *worker_name(const struct worker *worker)
 {
     return worker->name ? worker->name : "";
+}
+
+const struct worker *rank_worker(const struct rank *rank)
+{
+    static const struct worker nobody;
+
+    return rank->worker ? rank->worker : &nobody;
+}
+
+struct worker *rank_set_worker(struct rank *rank, const struct ep_worker *from)
+{
+    if (!rank->worker && !(rank->worker = calloc(1, sizeof *rank->worker)))
+        abort();
+    worker_set(rank->worker, from);
+    return rank->worker;
+}
+
+void rank_forget_worker(struct rank *rank)
+{
+    if (rank->worker)
+        worker_clear(rank->worker);
+    free(rank->worker);
+    rank->worker = NULL;
 }
 
 /* It orders a rank's changes, so it grows, whatever the clock does. */
@@ -124,8 +147,8 @@ static ep_status refuse_kept(const struct rank *rank, const struct rank *before,
 {
     return ep_error_set(error, EP_ALREADY_EXISTS,
                         "rank %u of group %s is kept for pid %d (uid %u, worker \"%.64s\"), which goes over to it from "
-                        "epoch %" PRIu64, rank->number, rank->epoch->group->name, (int)before->worker.pid,
-                        (unsigned)before->worker.uid, worker_name(&before->worker), before->epoch->number);
+                        "epoch %" PRIu64, rank->number, rank->epoch->group->name, (int)rank_worker(before)->pid,
+                        (unsigned)rank_worker(before)->uid, worker_name(rank_worker(before)), before->epoch->number);
 }
 
 /* By anybody; who follows to it comes first. */
@@ -144,8 +167,8 @@ static ep_status check_free(const struct rank *rank, struct ep_error *error)
             error, EP_UNAVAILABLE,
             "rank %u of group %s is quarantined: pid %d (uid %u, worker \"%.64s\") may still write its "
             "window; it is free when that process has ended",
-            rank->number, group, (int)rank->worker.pid, (unsigned)rank->worker.uid,
-            worker_name(&rank->worker));
+            rank->number, group, (int)rank_worker(rank)->pid, (unsigned)rank_worker(rank)->uid,
+            worker_name(rank_worker(rank)));
     if (ep_team_stuck(rank->epoch->team, (int32_t)rank->number))
         return ep_error_set(error, EP_FAILED_PRECONDITION,
                             "rank %u of group %s is lost: what the server ran for its last worker has not ended and "
@@ -259,8 +282,8 @@ static struct rank *find_held(const struct group *group, int32_t number, const s
     if (epoch && number >= 0 && (uint32_t)number < epoch->n_ranks) {
         struct rank *rank = &epoch->ranks[number];
 
-        if (rank->own->member && rank->own->member->attached && rank->worker.pid == worker->pid &&
-            rank->worker.uid == worker->uid && (worker->pid || worker->holds))
+        if (rank->own->member && rank->own->member->attached && rank_worker(rank)->pid == worker->pid &&
+            rank_worker(rank)->uid == worker->uid && (worker->pid || worker->holds))
             return rank;
     }
     if (!worker->pid && !worker->holds) {
@@ -458,7 +481,7 @@ static ep_status begin_service(struct rank *rank, struct ep_error *error)
         return status;
     count_in(rank);
     epoch_tell(epoch, rank, true, EP_GROUP_RANK_JOINED, rank->number, epoch->number,
-               worker_name(&rank->worker));
+               worker_name(rank_worker(rank)));
     group_assess(epoch->group);
     status_changed(epoch->group);
     return EP_OK;
@@ -521,7 +544,7 @@ void ep_membership_attach(struct ep_membership *member, const struct ep_worker *
 
     member->on_attached = done;
     if (!check_attach(member, &error)) {
-        worker_set(&rank->worker, worker);
+        rank_set_worker(rank, worker);
         if (epoch_spans(rank->epoch) && rank->state == EP_RANK_STATE(ABSENT)) {
             join_begin(member, on_joined, member);
             return;

@@ -8,6 +8,7 @@
 #include "device_state.h"
 #include "ep_team.h"
 
+#define ALIKE 16u /* ranks: as many as nodes mostly have devices */
 #define STRATEGY(name) EP__V1__NODE_STRATEGY__NODE_STRATEGY_##name
 
 /* ---- plans ------------------------------------------------------------------------- */
@@ -24,8 +25,6 @@ static void *allocate(size_t n, size_t size)
 static void init(struct ep_plan *plan, uint32_t ranks)
 {
     *plan = (struct ep_plan){ .n_ranks = ranks };
-    plan->name = allocate(ranks, sizeof *plan->name);
-    plan->by_name = allocate(ranks, sizeof *plan->by_name);
     plan->node = allocate(ranks, sizeof *plan->node);
     plan->device = allocate(ranks, sizeof *plan->device);
 }
@@ -68,12 +67,42 @@ uint32_t ep_plan_find(const struct ep_plan *plan, const char *node)
     return is_at(plan, place, node) ? plan->by_name[place] : plan->n_nodes;
 }
 
+static void *enlarge(void *memory, size_t n, size_t size)
+{
+    void *larger = reallocarray(memory, n, size);
+
+    if (!larger)
+        abort(); /* as in arena.c */
+    return larger;
+}
+
+/* There is room for 1, 2, 4, ... of them. */
+static void make_room(struct ep_plan *plan)
+{
+    const uint32_t n = plan->n_nodes;
+
+    if (n & (n - 1))
+        return;
+    plan->name = enlarge(plan->name, n ? 2 * n : 1, sizeof *plan->name);
+    plan->by_name = enlarge(plan->by_name, n ? 2 * n : 1, sizeof *plan->by_name);
+}
+
 static uint32_t add_node(struct ep_plan *plan, uint32_t place, const char *node)
 {
+    make_room(plan);
     memmove(plan->by_name + place + 1, plan->by_name + place, (plan->n_nodes - place) * sizeof *plan->by_name);
     plan->by_name[place] = plan->n_nodes;
     plan->name[plan->n_nodes] = arena_strdup(&plan->texts, node);
     return plan->n_nodes++;
+}
+
+/* Nodes mostly name their devices alike, and every node has the plan: a name that a rank a little before has is not copied. */
+static char *device_text(struct ep_plan *plan, uint32_t rank, const char *device)
+{
+    for (uint32_t back = 1; back <= ALIKE && back <= rank; back++)
+        if (!strcmp(plan->device[rank - back], device))
+            return plan->device[rank - back];
+    return arena_strdup(&plan->texts, device);
 }
 
 /* Consecutive ranks are mostly on one node. */
@@ -87,7 +116,7 @@ static void put(struct ep_plan *plan, uint32_t rank, const char *node, const cha
         place = place_of(plan, node);
         plan->node[rank] = is_at(plan, place, node) ? plan->by_name[place] : add_node(plan, place, node);
     }
-    plan->device[rank] = arena_strdup(&plan->texts, device);
+    plan->device[rank] = device_text(plan, rank, device);
 }
 
 void ep_plan_copy(const struct ep_plan *plan, struct ep_plan *out)

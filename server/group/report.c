@@ -15,6 +15,9 @@
 #define AGAIN_MS 1000u /* after a report that the store did not take */
 /* Ranks come and go together: what is known so soon after a report is told in one, which all servers of the group read. */
 #define GATHER_MS 20u
+/* All members see for themselves that the store has lost a node: that they have is told with something else, or so late that it
+ * is in nobody's way while the group is formed anew. */
+#define SEEN_MS 2500u
 
 /* Mostly a report is in one piece of memory: there are as many as nodes, on every node. */
 #define REPORT_BYTES 640u
@@ -25,6 +28,14 @@
 void report_changed(struct group *group)
 {
     group->report_due = true;
+    group_later(group->groups);
+}
+
+/* Of something that all other nodes see as well. */
+static void changed_for_all(struct group *group)
+{
+    if (!group->report_by)
+        group->report_by = group_now(group->groups) + SEEN_MS;
     group_later(group->groups);
 }
 
@@ -70,6 +81,7 @@ static void write_part(struct group *group, struct ep_session *session)
     struct arena arena = { 0 };
 
     group->reported = EP_STORE_ANY; /* whatever becomes of it */
+    group->report_by = 0;
     group->report_after = group_now(group->groups) + GATHER_MS;
     share_note(group);
     records_report(group, status_report(&arena, group), EP_STORE_ANY, session, on_written, group);
@@ -83,6 +95,17 @@ static void take_back(struct group *group)
 
     group->reported = 0;
     records_report(group, NULL, written, NULL, on_written, group);
+}
+
+/* Looks again when it is. */
+static bool is_due(const struct group *group)
+{
+    const uint64_t now = group_now(group->groups);
+
+    if (group->report_due || !group->report_by || now >= group->report_by)
+        return group->report_due || group->report_by;
+    group_after(group->groups, group->report_by - now);
+    return false;
 }
 
 /* Looks again when it is time. */
@@ -101,7 +124,7 @@ void report_write(struct group *group)
     struct ep_groups *groups = group->groups;
     struct ep_session *session = ep_cluster_session(groups->cluster);
 
-    if (!group->report_due || group->report_under_way || !session || groups->closing)
+    if (group->report_under_way || !session || groups->closing || !is_due(group))
         return;
     if (has_part(group) ? !is_read(groups) || is_too_soon(group) : !group->reported)
         return;
@@ -133,7 +156,7 @@ static void tell(struct rank *rank, bool was_here, bool is_here)
 
     if (is_here && !was_here)
         epoch_tell(epoch, NULL, true, EP_GROUP_RANK_JOINED, rank->number, epoch->number,
-                   rank->worker.name ? rank->worker.name : "");
+                   worker_name(rank_worker(rank)));
     else if (!is_here && was_here)
         epoch_tell(epoch, NULL, true, EP_GROUP_RANK_LOST, rank->number, epoch->number, rank_reason(rank));
 }
@@ -161,15 +184,25 @@ bool report_rank(struct rank *rank, ep_rank_state state, uint64_t change, const 
     return true;
 }
 
+static bool tells_of_no_worker(const Ep__V1__RankStatus *told)
+{
+    return !told->pid && !*told->worker && !told->ops && !told->timeouts && !told->dropped_routes;
+}
+
 static void take_worker(struct rank *rank, const Ep__V1__RankStatus *told)
 {
-    const struct ep_worker worker = { .pid = (pid_t)told->pid, .uid = (uid_t)told->uid, .name = told->worker };
+    const struct ep_worker from = { .pid = (pid_t)told->pid, .uid = (uid_t)told->uid, .name = told->worker };
+    struct worker *worker;
 
-    worker_set(&rank->worker, &worker);
     rank->follows = told->follows;
-    rank->counted.ops = told->ops;
-    rank->counted.timeouts = told->timeouts;
-    rank->counted.dropped_routes = told->dropped_routes;
+    if (tells_of_no_worker(told)) { /* as all ranks of an epoch that has just begun */
+        rank_forget_worker(rank);
+        return;
+    }
+    worker = rank_set_worker(rank, &from);
+    worker->counted.ops = told->ops;
+    worker->counted.timeouts = told->timeouts;
+    worker->counted.dropped_routes = told->dropped_routes;
 }
 
 /* What is told of a rank is true of `more` ranks behind it. */
@@ -183,14 +216,38 @@ static void apply_told(struct epoch *epoch, uint32_t node, const Ep__V1__RankSta
     }
 }
 
-static void apply(struct epoch *epoch, const struct report *report)
+/* Of the epoch that runs. */
+static void apply(struct epoch *epoch, uint32_t node, const struct report *report)
 {
-    const uint32_t node = ep_plan_find(&epoch->plan, report->node);
-
-    if (report->status->epoch != epoch->number)
-        return;
     for (size_t i = 0; i < report->status->n_ranks; i++)
         apply_told(epoch, node, report->status->ranks[i]);
+}
+
+/* The next report of that node; both lists are in the order of names. */
+static const struct report *walk_to(const struct group *group, const char *node, size_t *at)
+{
+    int order = -1;
+
+    while (*at < group->n_reports && (order = strcmp(group->reports[*at].node, node)) < 0)
+        ++*at;
+    return order == 0 ? &group->reports[*at] : NULL;
+}
+
+/* NULL: it has told nothing. */
+static bool is_there(const struct group *group, const char *node, const struct report *report)
+{
+    return report ? report->alive : nodes_alive(group->groups, node);
+}
+
+static void apply_of(struct epoch *epoch, uint32_t node, size_t *at)
+{
+    const struct group *group = epoch->group;
+    const struct report *report = walk_to(group, epoch->plan.name[node], at);
+
+    if (report && report->epoch == epoch->number)
+        apply(epoch, node, report);
+    if (node != epoch->own && !is_there(group, epoch->plan.name[node], report))
+        report_torn(epoch, node, "it is not there");
 }
 
 void report_apply(struct group *group)
@@ -200,11 +257,8 @@ void report_apply(struct group *group)
     for (uint32_t i = 0; i < epoch->n_ranks; i++)
         if (!epoch->ranks[i].here)
             epoch->ranks[i].since_us = 0; /* whatever its node says is news */
-    for (size_t i = 0; i < group->n_reports; i++)
-        apply(epoch, &group->reports[i]);
-    for (uint32_t i = 0; i < epoch->plan.n_nodes; i++)
-        if (i != epoch->own && !nodes_alive(group->groups, epoch->plan.name[i]))
-            report_torn(epoch, i, "it is not there");
+    for (size_t at = 0, i = 0; i < epoch->plan.n_nodes; i++)
+        apply_of(epoch, epoch->plan.by_name[i], &at);
 }
 
 /* ---- reading -------------------------------------------------------------------------------------- */
@@ -244,24 +298,28 @@ static void clear(struct report *report)
     free(report->node);
 }
 
-static void set(struct report *report, Ep__V1__GroupStatus *status, struct arena memory)
+/* False: it is of no use. */
+static bool read_record(struct report *report, const struct ep_record *record)
 {
-    const Ep__V1__TurnPart *part = status->turn_part;
+    Ep__V1__GroupStatus *status;
+    const Ep__V1__TurnPart *part;
 
+    arena_reset(&report->memory);
+    report->memory.room = REPORT_BYTES + REPORT_TIMES * record->size;
+    status = arena_unpack(&report->memory, &ep__v1__group_status__descriptor, record->size, record->value);
+    if (!status)
+        return false;
+    part = status->turn_part;
     report->status = status;
-    report->memory = memory;
     report->epoch = status->epoch;
     report->from = part ? part->from : 0;
     report->follow = part && part->from && part->follow;
     report->whole = status->phase == EP_PHASE(READY);
+    return true;
 }
 
-static void drop(struct group *group, const char *node)
+static void drop(struct group *group, struct report *report)
 {
-    struct report *report = find(group, node);
-
-    if (!report)
-        return;
     clear(report);
     memmove(report, report + 1, (size_t)(group->reports + --group->n_reports - report) * sizeof *report);
 }
@@ -290,37 +348,33 @@ static struct report *add(struct group *group, const char *node)
     return report;
 }
 
-/* Mostly there is one of the node already. */
-static struct report *keep(struct group *group, const char *node, Ep__V1__GroupStatus *status, struct arena memory)
+/* Mostly there is one of the node already.  NULL: there is none now. */
+static const struct report *keep(struct group *group, const char *node, const struct ep_record *record)
 {
     struct report *report = find(group, node);
 
-    if (!report)
+    if (!report && record->value)
         report = add(group, node);
-    arena_clear(&report->memory);
-    set(report, status, memory);
-    return report;
+    if (record->value && read_record(report, record))
+        return report;
+    if (record->value)
+        EP_WARN("group", "a node's report is of no use", EP_S("key", record->key));
+    if (report)
+        drop(group, report);
+    return NULL;
 }
 
 void report_read(struct group *group, const char *node, const struct ep_record *record)
 {
-    struct arena memory = { .room = REPORT_BYTES + REPORT_TIMES * record->size };
-    Ep__V1__GroupStatus *status = NULL;
-    struct report *report;
+    const struct report *report;
 
     if (!strcmp(node, nodes_self(group->groups)))
         return;
-    if (record->value && !(status = arena_unpack(&memory, &ep__v1__group_status__descriptor, record->size, record->value)))
-        EP_WARN("group", "a node's report is of no use", EP_S("key", record->key));
-    if (!status) {
-        arena_clear(&memory);
-        drop(group, node);
+    report = keep(group, node, record);
+    if (!report || !group->epoch)
         return;
-    }
-    report = keep(group, node, status, memory);
-    if (!group->epoch)
-        return;
-    apply(group->epoch, report);
+    if (report->epoch == group->epoch->number)
+        apply(group->epoch, ep_plan_find(&group->epoch->plan, node), report);
     group_assess(group);
     status_changed(group);
 }
@@ -349,13 +403,20 @@ static void take_away(struct rank *rank, const char *reason)
         tell(rank, was_here, false);
 }
 
+/* What says so, else, is whether it has a part of its own. */
+static bool is_torn_by_losses(const struct epoch *epoch)
+{
+    return epoch->team || !epoch_is_member(epoch);
+}
+
 /* Members of an old epoch go one by one: that is as it should be. */
 static void tear(struct epoch *epoch, uint32_t node, const char *reason)
 {
     snprintf(epoch->torn, sizeof epoch->torn, "%s", reason);
     if (epoch != epoch->group->epoch)
         return;
-    ep_team_distrust(epoch->team);
+    if (epoch->team)
+        ep_team_distrust(epoch->team);
     heal_later(epoch->group);
     EP_WARN("group", "a node of an epoch is lost", EP_S("group", epoch->group->name), EP_U("epoch", epoch->number),
             EP_S("node", epoch->plan.name[node]), EP_S("why", reason));
@@ -373,7 +434,7 @@ void report_torn(struct epoch *epoch, uint32_t node, const char *why)
     if (epoch->dropped)
         return; /* nobody is in it, and another thread gives back its team */
     snprintf(reason, sizeof reason, "node %.80s is lost: %.120s", epoch->plan.name[node], why);
-    if (!*epoch->torn && epoch->team)
+    if (!*epoch->torn && is_torn_by_losses(epoch))
         tear(epoch, node, reason);
     for (uint32_t i = 0; i < there.n; i++)
         if (!epoch->ranks[there.number[i]].away)
@@ -383,7 +444,10 @@ void report_torn(struct epoch *epoch, uint32_t node, const char *why)
     if (epoch != epoch->group->epoch)
         return; /* nobody is told of older ones */
     group_assess(epoch->group);
-    report_changed(epoch->group);
+    if (nodes_alive(epoch->group->groups, epoch->plan.name[node]))
+        report_changed(epoch->group); /* nobody else may know */
+    else
+        changed_for_all(epoch->group);
     status_changed(epoch->group);
 }
 
@@ -417,16 +481,6 @@ static bool nobody_has_a_part(const struct group *group)
     return true;
 }
 
-/* The next report of that node; both lists are in the order of names. */
-static const struct report *walk_to(const struct group *group, const char *node, size_t *at)
-{
-    int order = -1;
-
-    while (*at < group->n_reports && (order = strcmp(group->reports[*at].node, node)) < 0)
-        ++*at;
-    return order == 0 ? &group->reports[*at] : NULL;
-}
-
 bool report_settled(const struct group *group, uint64_t epoch)
 {
     const struct ep_plan *plan = group->epoch ? &group->epoch->plan : NULL;
@@ -440,7 +494,7 @@ bool report_settled(const struct group *group, uint64_t epoch)
 
         if (node == group->epoch->own || (report && report->epoch >= epoch))
             continue;
-        if (report ? report->alive : nodes_alive(group->groups, plan->name[node]))
+        if (is_there(group, plan->name[node], report))
             return false;
     }
     return true;

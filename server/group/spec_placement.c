@@ -37,7 +37,7 @@ static Ep__V1__ExpertHome *home_message(uint32_t expert, uint32_t rank)
     return home;
 }
 
-/* Of a placement that the spec does not list, so that workers need not know the rule. */
+/* So that workers need not know the rule. */
 static void list_homes(struct ep_settled *settled)
 {
     Ep__V1__Placement *list = settled->spec->placement;
@@ -63,18 +63,13 @@ static ep_status check_no_loads(const Ep__V1__Placement *placement, struct ep_er
 static ep_status place_contiguous(struct ep_settled *settled, struct ep_error *error)
 {
     Ep__V1__GroupSpec *spec = settled->spec;
-    ep_status status;
 
     if (spec->placement->n_homes)
         return ep_error_set(error, EP_INVALID_ARGUMENT,
                             "placement.homes has %zu entries: they need placement.strategy explicit",
                             spec->placement->n_homes);
-    status = ep_placement_contiguous(spec->ranks, spec->experts, &settled->placement, error);
-    if (status)
-        return status;
     spec->placement->strategy = EP__V1__PLACEMENT_STRATEGY__PLACEMENT_STRATEGY_CONTIGUOUS;
-    list_homes(settled);
-    return EP_OK;
+    return ep_placement_contiguous(spec->ranks, spec->experts, &settled->placement, error);
 }
 
 /* Where ranks are is the plan's business (plan.c); here only that the fields go together. */

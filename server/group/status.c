@@ -121,22 +121,14 @@ bool ep_groups_rank_counters(const struct ep_groups *groups, const char *name, u
 
 /* ---- messages ------------------------------------------------------------------- */
 
-/* As operators read it, and as it is stored with the status: the homes of a contiguous placement say nothing new, and
- * the hash of a token is for this server alone. */
+/* As operators read it, and as it is stored with the status: the hash of a token is for this server alone. */
 static Ep__V1__GroupSpec *copy_spec(struct arena *arena, const Ep__V1__GroupSpec *spec)
 {
-    Ep__V1__Placement placement = EP__V1__PLACEMENT__INIT;
     Ep__V1__AttachToken token = EP__V1__ATTACH_TOKEN__INIT;
     Ep__V1__GroupSpec short_spec = *spec, *copy;
     size_t size;
     uint8_t *bytes;
 
-    if (spec->placement &&
-        spec->placement->strategy != EP__V1__PLACEMENT_STRATEGY__PLACEMENT_STRATEGY_EXPLICIT) {
-        placement = *spec->placement;
-        placement.n_homes = 0;
-        short_spec.placement = &placement;
-    }
     if (spec->attach_token) {
         token.state_case = EP__V1__ATTACH_TOKEN__STATE_SET;
         token.set = true;
@@ -185,9 +177,9 @@ static Ep__V1__RankStatus *rank_message(struct arena *arena, const struct ep_pla
 
 static void fill_counted(const struct rank *rank, Ep__V1__RankStatus *message)
 {
-    message->ops = rank->counted.ops;
-    message->timeouts = rank->counted.timeouts;
-    message->dropped_routes = rank->counted.dropped_routes;
+    message->ops = rank_worker(rank)->counted.ops;
+    message->timeouts = rank_worker(rank)->counted.timeouts;
+    message->dropped_routes = rank_worker(rank)->counted.dropped_routes;
     if (!rank->own->counters)
         return;
     for (int i = 0; i < EP_OP_CLASSES; i++) {
@@ -199,10 +191,12 @@ static void fill_counted(const struct rank *rank, Ep__V1__RankStatus *message)
 
 static void fill_rank(struct arena *arena, const struct rank *rank, Ep__V1__RankStatus *message)
 {
+    const struct worker *worker = rank_worker(rank);
+
     message->state = rank->state;
-    message->pid = rank->worker.pid;
-    message->uid = rank->worker.pid ? (int64_t)rank->worker.uid : 0;
-    message->worker = arena_strdup(arena, rank->worker.name ? rank->worker.name : "");
+    message->pid = worker->pid;
+    message->uid = worker->pid ? (int64_t)worker->uid : 0;
+    message->worker = arena_strdup(arena, worker_name(worker));
     message->since_us = rank->since_us;
     message->reason = arena_strdup(arena, rank_reason(rank));
     message->follows = rank->follows;

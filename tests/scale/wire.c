@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "arena.h"
 #include "sim.h"
 
 struct method {
@@ -71,11 +72,14 @@ static void pack(struct packet *packet, const ProtobufCMessage *message)
     tally_call(packet->size);
 }
 
-static ProtobufCMessage *unpack(struct packet *packet, const ProtobufCMessageDescriptor *type)
+/* The message is gone with the next one. */
+static const ProtobufCMessage *unpack(struct packet *packet, const ProtobufCMessageDescriptor *type)
 {
-    ProtobufCMessage *message =
-        packet->bytes ? protobuf_c_message_unpack(type, NULL, packet->size, packet->bytes) : NULL;
+    static struct arena memory = { .room = 1u << 20 };
+    const ProtobufCMessage *message;
 
+    arena_reset(&memory);
+    message = packet->bytes ? arena_unpack(&memory, type, packet->size, packet->bytes) : NULL;
     if (packet->bytes && !message)
         sim_fail("%s: a message cannot be read", packet->method->name);
     free(packet->bytes);
@@ -86,11 +90,7 @@ static ProtobufCMessage *unpack(struct packet *packet, const ProtobufCMessageDes
 static void answer(void *user)
 {
     struct packet *packet = user;
-    ProtobufCMessage *reply = unpack(packet, packet->method->reply);
-
-    packet->done(&packet->error, reply, packet->user);
-    if (reply)
-        protobuf_c_message_free_unpacked(reply, NULL);
+    packet->done(&packet->error, unpack(packet, packet->method->reply), packet->user);
     free(packet);
 }
 
@@ -107,7 +107,7 @@ static void on_served(const struct ep_error *error, const ProtobufCMessage *repl
 static void deliver(void *user)
 {
     struct packet *packet = user;
-    ProtobufCMessage *request = unpack(packet, packet->method->request);
+    const ProtobufCMessage *request = unpack(packet, packet->method->request);
     struct ep_error error = EP_ERROR_INIT;
 
     if (sim.node[packet->from].away || sim.node[packet->to].away) {
@@ -116,7 +116,6 @@ static void deliver(void *user)
     } else {
         packet->method->serve(&sim.node[packet->to], request, on_served, packet);
     }
-    protobuf_c_message_free_unpacked(request, NULL);
 }
 
 static void refuse(struct packet *packet, const char *node)

@@ -104,7 +104,9 @@ static void what_is_not_asked_is_settled_and_noted(void **state)
     assert_int_equal(s.spec->timeout_ms, 10000);
     assert_int_equal(s.spec->backend, EP__V1__BACKEND__BACKEND_HOST);
     assert_int_equal(s.spec->placement->strategy, STRATEGY(CONTIGUOUS));
-    assert_int_equal(s.spec->placement->n_homes, 8);
+    assert_int_equal(s.spec->placement->n_homes, 0);
+    assert_int_equal(s.placement.first[8], 8);
+    assert_int_equal(s.placement.rank[7], 3);
     assert_int_equal(s.spec->arena_bytes, ep_layout_default_arena(&s.map.limits));
     assert_int_equal(s.map.limits.local_experts, 2);
     assert_true(has_note(&s, "modes: none asked, ll and ht settled"));
