@@ -47,7 +47,7 @@ static void lay_ht(const struct ep_layout_map *map, const struct ep_net_shape *s
     const uint64_t tokens = l->ht_max_tokens;
 
     out->outs = shape->nodes - 1;
-    out->ways = shape->most > 1 ? 2 : 1;
+    out->ways = shape->most < EP_NET_WAYS ? shape->most : EP_NET_WAYS;
     out->gated = out->outs * ((shape->most + shape->least - 1) / shape->least);
     out->ins = out->ways * out->gated;
     out->places = shape->most;

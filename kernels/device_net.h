@@ -16,7 +16,8 @@
  *
  * Each rank has a gate on each other node, a rank there that takes all that it sends to the node, and by turns: the
  * i-th rank of a node has the i-th rank of another one, from the first again where that has fewer.  While a gate is
- * absent the next rank of its node stands in for it, and has boxes for that; not the one after the next.
+ * absent the next rank of its node that is there stands in for it, of the EP_NET_WAYS - 1 behind it, which have boxes for
+ * that.  When these are absent too nobody does: what is for the node does not get there.
  */
 #ifndef EP_DEVICE_NET_H
 #define EP_DEVICE_NET_H
@@ -59,6 +60,7 @@ EP_HD static inline uint32_t ep_net_all_signals(uint32_t ranks)
 
 #define EP_NET_WIRE_WORDS 64u
 #define EP_NET_NOBODY 0xffffffffu
+#define EP_NET_WAYS 3u              /* ranks that may act as a gate: it, and those behind it on its node */
 #define EP_NET_PIECES 64u           /* that a box is put in, at most */
 #define EP_NET_PIECE_BYTES 4194304u /* and no less than so many in each */
 
@@ -76,15 +78,16 @@ struct ep_net_shape {
 /* Offsets in the memory beside a window.  HT's are what a box takes with the widest rows. */
 struct ep_net_map {
     uint64_t asks, asks_out;     /* [R] a note of each rank on another node, and for each */
-    uint64_t rows_out, sums_in;  /* [ways][outs] boxes, one for each other node, and one for when a rank stands in there */
-    uint64_t rows_in, sums_out;  /* [ins] boxes: of each rank that has this one as its gate, or as that one's stand-in */
+    uint64_t rows_out, sums_in;  /* [ways][outs] boxes: for each other node one of its gate there, and of each stand-in */
+    uint64_t rows_in, sums_out;  /* [ways][gated] boxes: of each rank that has this one as its gate, or as a stand-in */
     uint64_t partials, tags, grads; /* [gated][places][T_ht] of the ranks of this node, for sums of the former,
                                        whoever makes them */
     uint64_t bytes;
     uint64_t rows_bytes, sums_bytes; /* of a box */
     uint32_t outs, ins, gated, places;
-    uint32_t ask_bytes, ways;
+    uint32_t ask_bytes, ways; /* ways: EP_NET_WAYS, or as many as a node has ranks */
 };
+EP_STATIC_ASSERT(EP_NET_WAYS * sizeof(struct ep_ht_flags) <= EP_HT_FLAGS_BYTES, "each of them tells in flags of its own");
 
 /* A record: one token for a node.  Then the row and its scales. */
 struct ep_net_choice {
@@ -187,10 +190,10 @@ struct ep_device_net {
     /* of a rank on another node: */
     uint32_t gate[EP_DEVICE_MAX_RANKS];   /* the gate of this one on its node */
     uint32_t gate_here[EP_DEVICE_MAX_RANKS]; /* its gate on this node */
-    uint32_t next[EP_DEVICE_MAX_RANKS];   /* of any rank: the next one of its node, who stands in for it */
-    uint32_t in[EP_DEVICE_MAX_RANKS];     /* its box at its gate here, in rows_in and sums_out; its stand-in has it behind
-                                             those of gates */
-    uint32_t out[EP_DEVICE_MAX_RANKS];    /* and the box of its node here, in rows_out and sums_in */
+    uint32_t next[EP_DEVICE_MAX_RANKS];   /* of any rank: the next one of its node, the first to stand in for it */
+    uint32_t in[EP_DEVICE_MAX_RANKS];     /* its box at its gate here, in rows_in and sums_out; a stand-in has it behind
+                                             those of gates, and of nearer stand-ins: map.gated of each */
+    uint32_t out[EP_DEVICE_MAX_RANKS];    /* and the box of its node here, in rows_out and sums_in; map.outs of each */
     uint32_t there[EP_DEVICE_MAX_RANKS];  /* of a gate: the box of this rank at it, in rows_in, as `in` */
     uint32_t back[EP_DEVICE_MAX_RANKS];   /* the box of this rank's node at it, in sums_in, as `out` */
     struct ep_net_tables tables;

@@ -157,7 +157,7 @@ static void lay_ht(struct ep_layout_map *map, wide *end)
 
     map->ht_note_stride = (uint64_t)note;
     map->ht_notes = region(end, 2 * note * l->ranks);
-    map->ht_flags = region(end, lines);
+    map->ht_flags = region(end, (wide)l->ranks * EP_HT_FLAGS_BYTES);
     map->ht_closed = region(end, lines);
     map->ht_combine_tags = region(end, partials * sizeof(uint64_t));
     map->ht_headers = region(end, (wide)l->ranks * l->ht_max_tokens * map->header_bytes);

@@ -22,7 +22,7 @@
  *     HT region:
  *         notes             [2][R]      struct ep_ht_note: what this rank asks of peer r, and what it grants it; peers
  *                                       read it; GPUs only
- *         data flags        [R] lines   host: src s: {tag, count}, a word each; GPUs: struct ep_ht_flags
+ *         data flags        [R] of EP_HT_FLAGS_BYTES  host: src s: {tag, count}, a word each; GPUs: struct ep_ht_flags
  *         closed            [R] lines   peer d: the tag of the last HT op that it takes nothing for any more; GPUs only
  *         combine tags      [T_ht * min(K, R)]  the HT op whose partial is there; GPUs only
  *         headers           [R * T_ht]  of received rows, in flat order
@@ -59,7 +59,7 @@ extern "C" {
 #endif
 
 #define EP_WINDOW_MAGIC 0x31574e4957534550ull /* "EPSWINW1" */
-#define EP_WINDOW_VERSION 7u
+#define EP_WINDOW_VERSION 8u
 #define EP_LINE 64u
 #define EP_REGION_ALIGN 4096u
 #define EP_RING_SLOTS 32u
@@ -203,7 +203,8 @@ struct ep_ht_flags {
     uint64_t ceased; /* writes no more, and not all was written */
     uint64_t reserved;
 };
-EP_STATIC_ASSERT(2 * sizeof(struct ep_ht_flags) <= EP_LINE, "a line has s's, and what another rank tells in its stead");
+/* Of each rank s: its own, or of one on another node what each rank tells that may act as its gate (device_net.h). */
+#define EP_HT_FLAGS_BYTES (2 * EP_LINE)
 
 /* ---- the ring ------------------------------------------------------------------ */
 

@@ -371,6 +371,8 @@ KERNEL_RUNS = (
     ("-of-nodes-members", "4", "2", "a rank "),
     ("-of-nodes-overflow", "4", "2", "rows do not fit"),
     ("-of-nodes-uneven", "5", "2", "HT packed bf16 T=77"),
+    # Of three ranks of a node two are absent.
+    ("-of-nodes-gates", "6", "2", "ranks of a node"),
     ("-of-nodes-many", "40", "5", "T=1 "),
     ("-of-nodes-alone", "35", "35", "packed bf16 T=1 "),
 )
@@ -379,6 +381,7 @@ LONG_KERNEL_RUNS = (
     ("-of-nodes-orders", "4", "2", "interleaved"),
     ("-of-nodes-uneven-flat", "5", "2", "HT flat bf16 T=77"),
     ("-of-nodes-uneven-fp8", "5", "2", " fp8 T=33"),
+    ("-of-nodes-uneven-gates", "7", "2", "ranks of a node"),
     # Nodes of three ranks, and of two and three.
     ("-of-nodes-absent", "6", "2", "a rank is absent"),
     ("-of-nodes-leaves", "6", "2", "a rank leaves while"),

@@ -115,10 +115,11 @@ __device__ inline void ask_far(const ep_ht_args &a, const Op &op, Asked asked, u
 __device__ inline void keep_records(const ep_ht_args &a, uint32_t s, uint32_t value)
 {
     struct ep_device_net *net = net_of(a);
-    const uint32_t place = value >> EP_NET_GATE_SHIFT, home = net->gate_here[s];
+    const uint32_t place = value >> EP_NET_GATE_SHIFT;
     const uint32_t gate = place < net->nears ? net->near[place] : EP_NET_NOBODY;
 
-    if (!is_far(a, s) || (gate != home && gate != net->next[home]))
+    if (!is_far(a, s)
+        || find_acting(a, net->gate_here[s], [&](uint32_t rank) { return rank == gate; }).rank == EP_NET_NOBODY)
         return;
     store_u32(&net->via[s], gate);
     if (gate == a.rank)

@@ -25,9 +25,9 @@
  * from w to o, neither from w's boxes nor to o's, and o has closed that op, so it reads none of it.  An ACK that is not
  * told at the end of an op, as w was not over then, is told as soon as o sees it, when its next op begins or while it
  * waits (catch_up); to all, whoever it is that it waits for to ask: of three ranks each could wait for the next one's
- * ACK otherwise.  Each pair of ranks has boxes of its own, at both ends: who stands in for a gate does not use the gate's,
- * for or from which a put may be under way for as long as it likes.  Nor does he use its flags (flags_of): the gate may
- * tell an old op's late.  Sums go back in s's op when s has asked for them in it.
+ * ACK otherwise.  Each pair of ranks has boxes of its own, at both ends: who stands in for a gate uses neither the gate's
+ * nor those of another one that may, for or from which a put may be under way for as long as it likes.  Nor does he use
+ * their flags (flags_of): they may tell an old op's late.  Sums go back in s's op when s has asked for them in it.
  * Whoever reads a box looks at the op's tag in each record too: after kOver it is there, or it does not come.
  * Partials of s's tokens lie at its gate also when another rank stands in.  Who sums them up has asked for them; where it
  * is not the one that did so last, that one has closed the op before (await_place).
@@ -74,18 +74,43 @@ __device__ inline uint32_t via(const ep_ht_args &a, uint32_t r) { return load_u3
 /* Whose gate is whose does not change.  Who acts as one does, from op to op. */
 __device__ inline uint32_t gate_of(const ep_ht_args &a, uint32_t r) { return net_of(a)->gate[r]; }
 __device__ inline uint32_t acts_as(const ep_ht_args &a, uint32_t gate) { return load_u32(&net_of(a)->acts[gate]); }
+
+/* Who acts as a gate, and how far it is behind it on their node: 0, the gate itself. */
+struct Acting {
+    uint32_t rank, way;
+};
+
+/* The first from the gate on that fits(rank), of those that have boxes for it; or EP_NET_NOBODY.  A node of fewer ranks is
+ * gone round: who did not fit does not fit again. */
+template <class Fits> __device__ inline Acting find_acting(const ep_ht_args &a, uint32_t gate, Fits fits)
+{
+    const struct ep_device_net *net = net_of(a);
+    uint32_t rank = gate;
+
+#pragma unroll
+    for (uint32_t way = 0; way < EP_NET_WAYS; way++, rank = net->next[rank])
+        if (fits(rank))
+            return { rank, way };
+    return { EP_NET_NOBODY, 0 };
+}
+/* How far is `acting`, which acts as the gate, or EP_NET_NOBODY? */
+__device__ inline uint32_t way_of(const ep_ht_args &a, uint32_t gate, uint32_t acting)
+{
+    return find_acting(a, gate, [&](uint32_t rank) { return rank == acting; }).way;
+}
+
 /* Our box for what s sends here; and ours at whoever acts as the gate. */
 __device__ inline uint32_t box_of(const ep_ht_args &a, uint32_t s)
 {
     const struct ep_device_net *net = net_of(a);
 
-    return net->in[s] + (net->gate_here[s] == a.rank ? 0 : net->map.gated);
+    return net->in[s] + way_of(a, net->gate_here[s], a.rank) * net->map.gated;
 }
 __device__ inline uint32_t box_at(const ep_ht_args &a, uint32_t gate)
 {
     const struct ep_device_net *net = net_of(a);
 
-    return net->there[gate] + (acts_as(a, gate) == gate ? 0 : net->map.gated);
+    return net->there[gate] + way_of(a, gate, acts_as(a, gate)) * net->map.gated;
 }
 /* Ours for what goes to the gate, or to whoever acts as it, and for the sums that come back; and s's for those that this
  * rank puts to it. */
@@ -93,20 +118,20 @@ __device__ inline uint32_t box_for(const ep_ht_args &a, uint32_t gate)
 {
     const struct ep_device_net *net = net_of(a);
 
-    return net->out[gate] + (acts_as(a, gate) == gate ? 0 : net->map.outs);
+    return net->out[gate] + way_of(a, gate, acts_as(a, gate)) * net->map.outs;
 }
 __device__ inline uint32_t box_back(const ep_ht_args &a, uint32_t s)
 {
     const struct ep_device_net *net = net_of(a);
 
-    return net->back[s] + (net->gate_here[s] == a.rank ? 0 : net->map.outs);
+    return net->back[s] + way_of(a, net->gate_here[s], a.rank) * net->map.outs;
 }
 /* Where the rank `from` is told about at rank `where`, by whoever takes here what it sends; a rank of this node: by itself. */
 __device__ inline struct ep_ht_flags *flags_of(const ep_ht_args &a, uint32_t where, uint32_t from)
 {
-    struct ep_ht_flags *line = (struct ep_ht_flags *)(window_of(a, where) + a.flags + (uint64_t)from * EP_LINE);
+    struct ep_ht_flags *flags = (struct ep_ht_flags *)(window_of(a, where) + a.flags + (uint64_t)from * EP_HT_FLAGS_BYTES);
 
-    return line + (is_far(a, from) && via(a, from) != net_of(a)->gate_here[from]);
+    return flags + (is_far(a, from) ? way_of(a, net_of(a)->gate_here[from], via(a, from)) : 0);
 }
 
 template <class What> __device__ inline What *net_table(const ep_ht_args &a, uint64_t table)
@@ -247,11 +272,9 @@ __device__ inline void choose_gates(const ep_ht_args &a, const uint32_t *members
     struct ep_device_net *net = net_of(a);
 
     each_rank(a, [&](uint32_t r) {
-        const uint32_t next = net->next[r];
-
         if (!is_far(a, r))
             return;
-        store_u32(&net->acts[r], has(members, r) ? r : has(members, next) ? next : EP_NET_NOBODY);
+        store_u32(&net->acts[r], find_acting(a, r, [&](uint32_t rank) { return has(members, rank); }).rank);
         store_u32(&net->via[r], net->gate_here[r]); /* till it has said */
     });
     __syncwarp();
@@ -410,7 +433,7 @@ namespace ht {
 __device__ inline uint32_t via(const ep_ht_args &, uint32_t r) { return r; }
 __device__ inline struct ep_ht_flags *flags_of(const ep_ht_args &a, uint32_t where, uint32_t from)
 {
-    return (struct ep_ht_flags *)(window_of(a, where) + a.flags + (uint64_t)from * EP_LINE);
+    return (struct ep_ht_flags *)(window_of(a, where) + a.flags + (uint64_t)from * EP_HT_FLAGS_BYTES);
 }
 __device__ inline uint32_t gate_of(const ep_ht_args &, uint32_t r) { return r; }
 __device__ inline uint64_t far_closed(const ep_ht_args &, uint32_t) { return 0; }

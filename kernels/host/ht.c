@@ -113,14 +113,14 @@ ep_status ht_await_ask(struct ht *h, uint32_t s, enum ht_state *state)
 
 /* ---- gate and flags ------------------------------------------------------------------------ */
 
-/* In a window: [R] lines. */
+/* In a window: [R], EP_HT_FLAGS_BYTES apart. */
 struct flag {
     uint64_t tag, count; /* the tag atomic, and written last */
 };
 
 static struct flag *flag_at(const struct ep_host_team *team, uint8_t *window, uint32_t from)
 {
-    return (struct flag *)(void *)(window + team->map.ht_flags + (uint64_t)from * EP_LINE);
+    return (struct flag *)(void *)(window + team->map.ht_flags + (uint64_t)from * EP_HT_FLAGS_BYTES);
 }
 
 bool ht_may_push(const struct ep_host_team *team, uint32_t d, uint64_t tag)

@@ -332,6 +332,178 @@ ep_status ll_case_leaves_in_combine(const struct ll_setting *setting, const stru
     return status;
 }
 
+/* ---- gates and who stands in for them -------------------------------------------------- */
+
+/*
+ * HT, where nodes have three ranks or more (kernels/device_net.h): two in a row of a node may be absent, and every rank
+ * that is there gets every token.  On one node there are no gates, and all of this holds as well.
+ */
+enum { GATE_ROUNDS = 150, ODDS_OF_ABSENT = 4, ODDS_OF_NODE = 8 };
+
+static uint64_t ranks_on(const struct ll_passes *passes, uint32_t node)
+{
+    const uint32_t *node_of = passes->pass[0][0]->config.node_of;
+    uint64_t ranks = 0;
+
+    for (uint32_t r = 0; r < passes->world->ranks; r++)
+        ranks |= node_of[r] == node ? world_bit(r) : 0;
+    return ranks;
+}
+
+/* The next rank of its node, the first after the last. */
+static uint32_t next_of(const struct ll_passes *passes, uint32_t rank)
+{
+    const uint64_t here = ranks_on(passes, passes->pass[0][0]->config.node_of[rank]);
+    uint32_t next = rank;
+
+    do
+        next = (next + 1) % passes->world->ranks;
+    while (!(here >> next & 1));
+    return next;
+}
+
+/* From *members on to these; passes of that place expect them. */
+static ep_status change_members(struct ll_passes *passes, uint64_t *members, uint64_t to, uint32_t place,
+                                struct ep_error *error)
+{
+    ep_status status = EP_OK;
+
+    for (uint32_t r = 0; status == EP_OK && r < passes->world->ranks; r++) {
+        if (*members & ~to & world_bit(r))
+            status = world_leave(passes->world, r, error);
+        else if (to & ~*members & world_bit(r))
+            status = world_join(passes->world, r, error);
+    }
+    for (uint32_t r = 0; r < passes->world->ranks; r++)
+        passes->pass[r][place]->expected = to;
+    *members = to;
+    return status;
+}
+
+static ep_status three_without(struct ll_passes *passes, uint64_t *members, uint64_t absent, struct ep_error *error)
+{
+    const uint64_t to = world_all(passes->world) & ~absent;
+    ep_status status = change_members(passes, members, to, 0, error);
+
+    if (status == EP_OK)
+        status = ll_each_three(passes, to, error);
+    return status == EP_OK ? EP_OK : ep_error_prefix(error, "without %#llx", (unsigned long long)absent);
+}
+
+/* Each rank of the last node and the next one; then all of it, which nobody is to wait for. */
+ep_status ll_case_absent_in_a_row(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    struct ll_passes passes;
+    ep_status status = ll_open(setting, shape, 1, &passes, error);
+    uint64_t members = 0, node = 0;
+
+    if (status == EP_OK) {
+        members = world_all(passes.world);
+        node = ranks_on(&passes, passes.pass[0][0]->config.node_of[odd_one(&passes)]);
+    }
+    for (uint32_t r = 0; status == EP_OK && r < passes.world->ranks; r++)
+        if (node >> r & 1)
+            status = three_without(&passes, &members, world_bit(r) | world_bit(next_of(&passes, r)), error);
+    if (status == EP_OK)
+        status = three_without(&passes, &members, node & ~world_bit(0), error);
+    if (status == EP_OK)
+        status = three_without(&passes, &members, 0, error);
+    ll_close(&passes);
+    return status;
+}
+
+static uint32_t draw(const struct ll_passes *passes, uint32_t what, uint32_t of, uint32_t below)
+{
+    return (uint32_t)bench_below(bench_hash(passes->seed, STREAM_PICK, passes->round, what, of), below);
+}
+
+/* Of each node all, but for two at most; or none of it, of the last ones. */
+static uint64_t draw_members(const struct ll_passes *passes)
+{
+    uint64_t members = world_all(passes->world);
+
+    for (uint32_t r = 0; r < passes->world->ranks; r++) {
+        const uint32_t node = passes->pass[0][0]->config.node_of[r];
+        const uint64_t here = ranks_on(passes, node), absent = here & ~members;
+        const bool node_is_gone = node > 0 && draw(passes, 0, node, ODDS_OF_NODE) == 0;
+
+        if (node_is_gone || (__builtin_popcountll(absent) < 2 && (here & ~absent) != world_bit(r)
+                             && draw(passes, 1, r, ODDS_OF_ABSENT) > 0))
+            members &= ~world_bit(r);
+    }
+    return members;
+}
+
+static ep_status dispatch_once(struct ll_passes *passes, uint32_t rank, uint32_t place, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][place];
+    ep_status status = pass_reseed(pass, passes->seed + 1000ull * passes->round + place, true, error);
+
+    if (status == EP_OK)
+        status = pass_dispatch(pass, 0, error);
+    if (status == EP_OK)
+        status = pass_received(pass, error);
+    return status == EP_OK ? pass_experts(pass, false, error) : status;
+}
+
+static ep_status first_dispatch(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    return dispatch_once(passes, rank, 0, error);
+}
+
+/* Then the combines of both: that of the first goes the way of its dispatch. */
+static ep_status second_and_combines(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    ep_status status = dispatch_once(passes, rank, 1, error);
+
+    for (uint32_t place = 0; status == EP_OK && place < 2; place++) {
+        status = pass_combine(passes->pass[rank][place], 0, false, error);
+        if (status == EP_OK)
+            status = pass_result(passes->pass[rank][place], error);
+    }
+    return status;
+}
+
+/* Who has joined after the first dispatch does not know its handle. */
+static void expect_stale(struct ll_passes *passes, uint64_t ranks)
+{
+    for (uint32_t r = 0; r < passes->world->ranks; r++)
+        passes->pass[r][0]->status = ranks >> r & 1 ? EP_STALE_HANDLE : EP_OK;
+}
+
+/* A dispatch, then one that others may have joined, and both combines. */
+static ep_status two_by_chance(struct ll_passes *passes, uint64_t *members, struct ep_error *error)
+{
+    const uint64_t first = draw_members(passes), joined = draw(passes, 2, 0, 2) ? 0 : world_all(passes->world) & ~first;
+    ep_status status = change_members(passes, members, first, 0, error);
+
+    expect_stale(passes, 0);
+    if (status == EP_OK)
+        status = ll_each(passes, first, first_dispatch, error);
+    if (status == EP_OK)
+        status = change_members(passes, members, first | joined, 1, error);
+    expect_stale(passes, joined);
+    if (status == EP_OK)
+        status = ll_each(passes, first | joined, second_and_combines, error);
+    return status == EP_OK ? EP_OK
+                           : ep_error_prefix(error, "round %u of %#llx, then %#llx", passes->round,
+                                             (unsigned long long)first, (unsigned long long)(first | joined));
+}
+
+ep_status ll_case_gates_by_chance(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    struct ll_passes passes;
+    ep_status status = ll_open(setting, shape, 2, &passes, error);
+    uint64_t members = status == EP_OK ? world_all(passes.world) : 0;
+
+    for (uint32_t i = 1; status == EP_OK && i <= GATE_ROUNDS; i++) {
+        passes.round = i;
+        status = two_by_chance(&passes, &members, error);
+    }
+    ll_close(&passes);
+    return status;
+}
+
 /* ---- late ---------------------------------------------------------------------------- */
 
 /* The op ended with a timeout: of the right rank, and when it had to. */

@@ -210,13 +210,17 @@ void check_numbers(struct fixture *f, const struct config *c, uint32_t r, const 
 void check_dispatch(struct fixture *f, const struct config *c, uint32_t d, const struct ep_op *op,
                            const struct ep_op_result *result)
 {
+    uint32_t away = 0;
+
     if (c->layout == EP_LAYOUT_EXPERT_MAJOR || c->layout == EP_LAYOUT_PACKED)
         check_by_expert(f, c, d, op, result);
     else
         check_by_source(f, c, d, op, result);
-    CHECK(result->absent == 0, "absent %u", result->absent);
-    for (uint32_t r = 0; r < f->R; r++)
-        CHECK(result->arrived[r / 64] >> r % 64 & 1, "rank %u has not arrived", r);
+    for (uint32_t r = 0; r < f->R; r++) {
+        away += f->away[r];
+        CHECK((result->arrived[r / 64] >> r % 64 & 1) == !f->away[r], "rank %u has%s arrived", r, f->away[r] ? "" : " not");
+    }
+    CHECK(result->absent == away, "absent %u, not %u", result->absent, away);
 }
 
 /* ---- what a combine gave ------------------------------------------------------------------------- */

@@ -160,6 +160,7 @@ struct fixture *fixture_new_over(uint32_t ranks, const uint32_t *node, bool repl
 
 void leave_over(struct fixture *f, uint32_t rank)
 {
+    f->away[rank] = true;
     for (uint32_t n = 0; n < f->nodes; n++)
         ep_host_team_leave(f->teams[n], rank);
 }
@@ -181,6 +182,7 @@ void join_over(struct fixture *f, uint32_t rank)
 
         CHECK(ep_host_team_admit(f->teams[n], hold[n], rank, &from, &error) == EP_OK, "%s", error.text);
     }
+    f->away[rank] = false;
 }
 
 struct ep_host_team *team_of(struct fixture *f, uint32_t rank) { return f->teams[f->node[rank]]; }

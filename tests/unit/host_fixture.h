@@ -53,6 +53,7 @@ struct fixture {
     struct ep_host_team *teams[MAX_NODES];
     uint32_t nodes, node[MAX_R];            /* which node each rank is on */
     uint32_t lost[MAX_NODES];               /* atomic: bit n of [m]: node m has lost node n */
+    bool away[MAX_R];                       /* between leave_over() and join_over() */
     uint8_t *window[MAX_R];
     uint64_t used[MAX_R]; /* of the arena */
     uint32_t R, E, L, K;

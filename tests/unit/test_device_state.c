@@ -201,6 +201,56 @@ static void ranks_agree_on_gates_and_boxes(void **state)
     }
 }
 
+/* What a rank has in [ways][n] boxes is nobody else's, whoever acts as which gate. */
+static void use_box(uint32_t *users, uint32_t way, uint32_t n, uint32_t which)
+{
+    assert_true(which < n);
+    assert_int_equal(users[way * n + which]++, 0);
+}
+
+static void who_may_act_as_a_gate_has_boxes_of_its_own(void **state)
+{
+    const struct ep_layout_map map = map_over_nodes();
+    static struct ep_device_net net[RANKS];
+    uint32_t in[RANKS][64] = { 0 }, out[RANKS][64] = { 0 };
+
+    (void)state;
+    for (uint32_t r = 0; r < RANKS; r++)
+        assert_int_equal(ep_net_describe(&map, on, r, &net[r], NULL), EP_OK);
+    assert_true(net[0].map.ins <= 64);
+    for (uint32_t s = 0; s < RANKS; s++)
+        for (uint32_t i = 0; i < net[s].map.outs; i++) {
+            const uint32_t gate = net[s].gates[i];
+            uint32_t acts = gate, way = 0;
+
+            do { /* till the node is gone round, which may be before all ways are */
+                use_box(in[acts], way, net[acts].map.gated, net[acts].in[s]);
+                use_box(out[s], way, net[s].map.outs, net[s].out[acts]);
+                assert_int_equal(net[acts].gate_here[s], gate); /* it knows for whom it acts */
+                acts = net[s].next[acts];
+            } while (++way < EP_NET_WAYS && acts != gate);
+            assert_true(way <= net[s].map.ways);
+        }
+}
+
+/* Two in a row may be absent, where a node has as many. */
+static void as_many_act_as_a_node_has_ranks(void **state)
+{
+    const struct ep_layout_map map = map_over_nodes();
+
+    (void)state;
+    assert_int_equal(EP_NET_WAYS, 3);
+    for (uint32_t most = 1; most < 6; most++) {
+        const struct ep_net_shape shape = { .nodes = 3, .most = most, .least = 1 };
+        struct ep_net_map m;
+
+        ep_net_lay_out(&map, &shape, &m);
+        assert_int_equal(m.ways, most < 3 ? most : 3);
+        assert_int_equal(m.gated, 2 * most);
+        assert_int_equal(m.ins, m.ways * m.gated);
+    }
+}
+
 /* 1024 ranks on 128 nodes of 5 to 11. */
 static void lie_of_many(uint32_t *node)
 {
@@ -280,11 +330,11 @@ static void boxes_lie_one_behind_the_other(void **state)
     ep_net_lay_out(&map, &shape, &m);
     assert_int_equal(m.outs, 2);
     assert_int_equal(m.gated, 8); /* of four ranks on each of two other nodes, at most */
-    assert_int_equal(m.ins, 16);  /* and of those for whose gate it stands in */
+    assert_int_equal(m.ins, 24);  /* and of those for whose gate it stands in, the one before it or the one before that */
     assert_true(m.asks >= map.limits.ll_banks * map.bank_bytes);
     assert_true(m.rows_out >= m.asks_out + RANKS * map.ht_note_stride);
-    assert_int_equal(m.sums_in, m.rows_out + 2 * m.outs * m.rows_bytes); /* for each gate, and for who stands in for it */
-    assert_int_equal(m.rows_in, m.sums_in + 2 * m.outs * m.sums_bytes);
+    assert_int_equal(m.sums_in, m.rows_out + 3 * m.outs * m.rows_bytes); /* for each gate, and for who stands in for it */
+    assert_int_equal(m.rows_in, m.sums_in + 3 * m.outs * m.sums_bytes);
     assert_int_equal(m.sums_out, m.rows_in + m.ins * m.rows_bytes);
     assert_int_equal(m.partials, m.sums_out + m.ins * m.sums_bytes);
     assert_true(m.tags >= m.partials + (uint64_t)m.gated * m.places * 1000 * map.combine_row_bytes);
@@ -306,6 +356,8 @@ int main(void)
         cmocka_unit_test(tokens_are_bounded_by_shared_memory),
         cmocka_unit_test(experts_are_bounded_too),
         cmocka_unit_test(ranks_agree_on_gates_and_boxes),
+        cmocka_unit_test(who_may_act_as_a_gate_has_boxes_of_its_own),
+        cmocka_unit_test(as_many_act_as_a_node_has_ranks),
         cmocka_unit_test(there_can_be_many_nodes),
         cmocka_unit_test(a_node_has_a_lane_for_each_rank),
         cmocka_unit_test(boxes_lie_one_behind_the_other),

@@ -14,6 +14,7 @@
 
 #include "host_fixture.h"
 
+static const uint32_t three_each[] = { 0, 0, 0, 1, 1, 1 };
 static const uint32_t two_and_one[] = { 0, 0, 1 }, one_and_two[] = { 0, 1, 1 }, mixed[] = { 1, 0, 2, 0, 1, 3 };
 
 /* ---- every layout and dtype ------------------------------------------------------------ */
@@ -263,6 +264,59 @@ static void ll_ranks_come_and_go(void **s) { (void)s; ranks_come_and_go(true); }
 
 static void ranks_of_both_modes_come_and_go(void **s) { (void)s; ranks_come_and_go(false); }
 
+/* Tokens of who is there, to experts of who is there. */
+static void choose_among_the_living(struct fixture *f, struct config *c)
+{
+    uint32_t next = 0;
+
+    for (uint32_t r = 0; r < f->R; r++) {
+        c->in.tokens[r] = f->away[r] ? 0 : HT_TOKENS;
+        for (uint32_t t = 0; t < HT_TOKENS; t++)
+            for (uint32_t j = 0; j < c->in.k; j++) {
+                do
+                    next = (next + 1) % f->E;
+                while (f->away[f->placement.rank[f->placement.first[next]]]);
+                c->in.topk[r][t][j] = next;
+                c->in.weight[r][t][j] = 1;
+            }
+    }
+}
+
+static void pass_of_the_living(struct fixture *f, uint32_t r, void *arg)
+{
+    if (!f->away[r])
+        pass(f, r, arg);
+}
+
+/* Whoever of a node is absent, the others get all that is theirs: here no rank's tokens go by way of a certain one. */
+static void any_ranks_of_a_node_may_be_absent(ep_layout layout)
+{
+    struct fixture *f = fixture_new_over(6, three_each, false, 20000);
+    struct config *c = calloc(1, sizeof *c);
+
+    for (uint32_t i = 1; i <= 16; i++) { /* each set of them, twice; in the end all are back */
+        for (uint32_t r = 3; r < 6; r++)
+            if (f->away[r] && !(i >> (r - 3) & 1))
+                join_over(f, r);
+            else if (!f->away[r] && i >> (r - 3) & 1)
+                leave_over(f, r);
+        simple_config(c, f, EP_MODE_HT, layout, HT_TOKENS);
+        c->cached = true;
+        choose_among_the_living(f, c);
+        parallel(f, pass_of_the_living, c);
+    }
+    free(c);
+    fixture_free(f);
+}
+
+static void ht_ranks_of_a_node_are_absent(void **s) { (void)s; any_ranks_of_a_node_may_be_absent(EP_LAYOUT_FLAT); }
+
+static void ht_ranks_of_a_node_are_absent_packed(void **s)
+{
+    (void)s;
+    any_ranks_of_a_node_may_be_absent(EP_LAYOUT_PACKED);
+}
+
 static void an_op_waits_for_the_end_of_a_hold(void **s)
 {
     struct fixture *f = fixture_new_over(2, two_and_one + 1, false, 20000);
@@ -483,6 +537,8 @@ int main(void)
         cmocka_unit_test(ht_a_late_rank_is_named),
         cmocka_unit_test(ll_ranks_come_and_go),
         cmocka_unit_test(ranks_of_both_modes_come_and_go),
+        cmocka_unit_test(ht_ranks_of_a_node_are_absent),
+        cmocka_unit_test(ht_ranks_of_a_node_are_absent_packed),
         cmocka_unit_test(an_op_waits_for_the_end_of_a_hold),
         cmocka_unit_test(ll_a_node_closes),
         cmocka_unit_test(ht_a_node_closes),

@@ -92,7 +92,7 @@ static void regions_of_a_window_are_disjoint(void **state)
         { 0, sizeof(struct ep_control) },
         { m.ll, m.ll + 2 * m.bank_bytes },
         { m.ht_notes, m.ht_notes + 2 * 8 * m.ht_note_stride },
-        { m.ht_flags, m.ht_flags + 8 * EP_LINE },
+        { m.ht_flags, m.ht_flags + 8 * EP_HT_FLAGS_BYTES },
         { m.ht_closed, m.ht_closed + 8 * EP_LINE },
         { m.ht_combine_tags, m.ht_combine_tags + partials * sizeof(uint64_t) },
         { m.ht_headers, m.ht_headers + 8ull * 4096 * m.header_bytes },
