@@ -20,7 +20,8 @@
  *     the reader's op.
  *   - Rows are written while the op that they are for is open at their owner, and partials where nobody sums others.
  *   - What `arrived` of a dispatch names has come, and what came of others is zeros; what it names of a combine is in
- *     the sum.  All are named that did not leave and whose gate did not, unless TIMEOUTS says otherwise.
+ *     the sum.  All are named that did not leave and whose gate did not, unless TIMEOUTS says otherwise; so nobody who is
+ *     there is without a gate.
  *   - Nothing waits for ever: every rank comes to the end of its script.  No wait has a timeout, unless TIMEOUTS says in
  *     how many ops one has.
  *
@@ -30,11 +31,11 @@
  * was told so and has no row in hand.  A rank that left comes back when its last op is over; that a hold lets all agree
  * on when is join.pml's.  Tags do not wrap.
  *
- * Macros: SHAPE, N dispatches, a script (PAIRS, ...), ONE_WAY, LEAVES (VICTIM's worker is lost), DIES (its node, where it
- * is alone), JOINS, LEAVES and JOINS (it comes back), TIMEOUTS, MISSED (each has missed the rank before it in an op
- * before), MUTANT_... (what must be caught).  Two are not in run.py, with SHAPE=12 N=2 ONE_WAY LEAVES VICTIM=1:
- * MUTANT_ONE_FLAG (SKIPPED), as twenty million states are searched before, and MUTANT_ONE_BOX_BACK (PAIRS), which no
- * search has caught so far.
+ * Macros: SHAPE, N dispatches, a script (PAIRS, ...), ONE_WAY, AWAY=mask (ranks that are never there), LEAVES (VICTIM's
+ * worker is lost), DIES (its node, where it is alone), JOINS, LEAVES and JOINS (it comes back), TIMEOUTS, MISSED (each has
+ * missed the rank before it in an op before), MUTANT_... (what must be caught).  Two are not in run.py, with SHAPE=12 N=2
+ * ONE_WAY LEAVES VICTIM=1: MUTANT_ONE_FLAG (SKIPPED), as twenty million states are searched before, and
+ * MUTANT_ONE_BOX_BACK (PAIRS), which no search has caught so far.
  */
 #if defined(LEAVES) || defined(JOINS) || defined(DIES)
 #define MEMBERSHIP
@@ -81,6 +82,11 @@
 #define R 4
 #define EACH(option) option(0) option(1) option(2) option(3)
 #endif
+#if SHAPE == 13
+#define WAYS 3
+#else
+#define WAYS 2
+#endif
 #if SHAPE == 111
 #define NODES 3
 #define EACH_NODE(option) option(0) option(1) option(2)
@@ -91,6 +97,17 @@
 #ifndef VICTIM
 #define VICTIM (R - 1) /* the rank that leaves or joins */
 #endif
+#ifndef AWAY
+#define AWAY 0
+#endif
+/* Of those that may act as the gate g the first that is there, or NOBODY (find_acting). */
+#ifdef MUTANT_TWO_WAYS /* not the one after the next */
+#define ACTING(g, there) (there(g) -> g : (there(NEXT(g)) -> NEXT(g) : NOBODY))
+#else
+#define ACTING(g, there) \
+    (there(g) -> g : (there(NEXT(g)) -> NEXT(g) : (there(NEXT(NEXT(g))) -> NEXT(NEXT(g)) : NOBODY)))
+#endif
+#define WAY_BEHIND(g, w) ((w) == (g) -> 0 : ((w) == NEXT(g) || WAYS == 2 -> 1 : 2))
 #define ALL ((1 << R) - 1)
 #define BIT(x) (1 << (x))
 #define IN(mask, x) ((mask) >> (x) & 1)
@@ -153,9 +170,9 @@ byte partial[R * R];  /* of s, by rank d of the gate's node */
 #if SHAPE == 11 || SHAPE == 111 || defined(MUTANT_ONE_FLAG)
 #define FLAGS (R * R)
 #define FLAG(d, s, w) PAIR(d, s)
-#else /* of the gate, and of who stands in for it */
-#define FLAGS (2 * R * R)
-#define FLAG(d, s, w) (PAIR(d, s) + (NODE(s) == NODE(d) || (w) == GATE(s, NODE(d)) -> 0 : R * R))
+#else /* of the gate, and of each that may stand in for it */
+#define FLAGS (WAYS * R * R)
+#define FLAG(d, s, w) (PAIR(d, s) + (NODE(s) == NODE(d) -> 0 : WAY_BEHIND(GATE(s, NODE(d)), w) * R * R))
 #endif
 byte asked[R], granted[R], given_of[R], closed[R];
 byte begun[FLAGS], done[FLAGS], ceased[FLAGS]; /* at d: of rows from s on another node, of partials of d' on this one */
@@ -445,7 +462,8 @@ end:
 #define HAS_ASKED(p) (IS_FAR(p) -> HAS_COME(p, ASKED) && asks[PAIR(r, p)] == tag : asked[p] == tag)
 #define ASKS_NOT(p) (IS_FAR(p) -> HAS_COME(p, ASKED) && asks[PAIR(r, p)] != tag : asked[p] > tag)
 #ifdef MUTANT_OWN_GATE /* each finds out who is the gate */
-#define TOLD_VIA(p) (!LEFT(GATE(p, NODE(r))) -> GATE(p, NODE(r)) : NEXT(GATE(p, NODE(r))))
+#define IS_THERE(x) (!LEFT(x))
+#define TOLD_VIA(p) ACTING(GATE(p, NODE(r)), IS_THERE)
 #else
 #define TOLD_VIA(p) ask_acts[PAIR(p, r)]
 #endif
@@ -612,7 +630,7 @@ inline relay_records()
 #define NO_ROW(s) (ceased[FLAG(r, s, via[PAIR(r, s)])] == tag)
 #define THEN_ROW(s) assert(out[r] || row[PAIR(r, s)] == tag)
 #define AWAIT_ROW(p) AWAIT(p, VIA, ROW_THERE, NO_ROW, THEN_ROW)
-#define COMES_BIT(s) | (IN(given & FAR(r), s) && SENDS(s)) << (s)
+#define COMES_BIT(s) | (IN(given & FAR(r), s) && SENDS(s) && via[PAIR(r, s)] != NOBODY) << (s)
 #define COMES (0 EACH(COMES_BIT))
 
 inline receive_rows()
@@ -649,11 +667,11 @@ inline drain()
 
 /* Those need not be there: who has left or is to come, and whose gate has left. */
 #if defined(LEAVES) || defined(DIES)
-#define EXCUSED(p, gate) ((p) == VICTIM || (gate) == VICTIM)
+#define EXCUSED(p, gate) (IN(AWAY, p) || (p) == VICTIM || (gate) == VICTIM)
 #elif defined(JOINS)
-#define EXCUSED(p, gate) ((p) == VICTIM && (out[VICTIM] || n < from_number))
+#define EXCUSED(p, gate) (IN(AWAY, p) || (p) == VICTIM && (out[VICTIM] || n < from_number))
 #else
-#define EXCUSED(p, gate) false
+#define EXCUSED(p, gate) IN(AWAY, p)
 #endif
 
 inline check_rows()
@@ -664,7 +682,7 @@ inline check_rows()
         row[PAIR(r, d)] = (IN(LOST & given, d) -> 0 : row[PAIR(r, d)]);
         assert(out[r] || !IN(COMES & ~LOST, d) || row[PAIR(r, d)] == tag);
 #ifndef TIMEOUTS
-        assert(out[r] || !IS_FAR(d) || !SENDS(d) || IN(given & ~LOST, d) || EXCUSED(d, via[PAIR(r, d)]));
+        assert(out[r] || !IS_FAR(d) || !SENDS(d) || IN(COMES & ~LOST, d) || EXCUSED(d, via[PAIR(r, d)]));
 #endif
         d++
     :: d == R -> break
@@ -836,9 +854,8 @@ inline finish_combine()
 
 /* ---- a rank ---------------------------------------------------------------------------------------------- */
 
-#define CHOOSE(k) \
-    acts[BOX(r, k)] = (k == NODE(r) -> r : (IN(members, GATE(r, k)) -> GATE(r, k) : \
-                                            (IN(members, NEXT(GATE(r, k))) -> NEXT(GATE(r, k)) : NOBODY)));
+#define IS_MEMBER(x) IN(members, x)
+#define CHOOSE(k) acts[BOX(r, k)] = (k == NODE(r) -> r : ACTING(GATE(r, k), IS_MEMBER));
 #define HOME(p) via[PAIR(r, p)] = GATE(p, NODE(r));
 #define FOLLOW(k) acts[BOX(r, k)] = ACTS(k);
 #define SUM_FOR(s) summing[PAIR(r, s)] = (IN(relays, s) -> tag : summing[PAIR(r, s)]);
@@ -983,7 +1000,7 @@ dies:
 /* ---- the server ------------------------------------------------------------------------------------------ */
 
 #define BEGUN(p) v = (ht_begun[p] > v -> ht_begun[p] : v);
-#define IS_BACK(p) absent[PAIR(p, VICTIM)] = 0; absent[PAIR(VICTIM, p)] = 0;
+#define IS_BACK(p) absent[PAIR(p, VICTIM)] = 0; absent[PAIR(VICTIM, p)] = IN(AWAY, p);
 #define HEARS(p) :: atomic { p != VICTIM && !absent[PAIR(p, VICTIM)] -> absent[PAIR(p, VICTIM)] = 1 }
 #define HAS_HEARD(p) && absent[PAIR(p, VICTIM)]
 #define CUT(p) absent[PAIR(VICTIM, p)] = 1;
@@ -1044,8 +1061,19 @@ init
             put_told[PAIR(i, (i + 1) % R)] = STEP(1, OVER)
         }
 #endif
+#if AWAY
+        for (i : 0 .. R * R - 1) {
+            absent[i] = IN(AWAY, i / R) || IN(AWAY, i % R)
+        }
         for (i : 0 .. R - 1) {
-            run block(i)
+            out[i] = IN(AWAY, i)
+        }
+#endif
+        for (i : 0 .. R - 1) {
+            if
+            :: !IN(AWAY, i) -> run block(i)
+            :: else
+            fi
         }
         run network();
 #ifdef MEMBERSHIP
