@@ -176,7 +176,7 @@ static void uneven_experts_are_placed_on_the_first_ranks(void **state)
     assert_int_equal(s.map.limits.local_experts, 3);
     assert_int_equal(s.placement.local_experts[1], 3);
     assert_int_equal(s.placement.local_experts[2], 2);
-    assert_int_equal(s.spec->placement->homes[9]->rank, 3);
+    assert_int_equal(s.placement.rank[9], 3);
     ep_settled_clear(&s);
     spec.experts = 3;
     s = settle(&spec);
