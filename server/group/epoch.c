@@ -215,7 +215,7 @@ ep_status epoch_new(struct group *group, const Ep__V1__GroupStatus *record, stru
 
 bool epoch_whole(const struct epoch *epoch)
 {
-    return epoch_served(epoch) && !*epoch->torn;
+    return epoch_served(epoch) && !(epoch_is_member(epoch) && *epoch->torn);
 }
 
 /* ---- prepared: memory, and how the others reach this node --------------------------------- */

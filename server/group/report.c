@@ -102,9 +102,10 @@ static bool is_due(const struct group *group)
 {
     const uint64_t now = group_now(group->groups);
 
-    if (group->report_due || !group->report_by || now >= group->report_by)
-        return group->report_due || group->report_by;
-    group_after(group->groups, group->report_by - now);
+    if (group->report_due || (group->report_by && now >= group->report_by))
+        return true;
+    if (group->report_by)
+        group_after(group->groups, group->report_by - now);
     return false;
 }
 
@@ -403,20 +404,13 @@ static void take_away(struct rank *rank, const char *reason)
         tell(rank, was_here, false);
 }
 
-/* What says so, else, is whether it has a part of its own. */
-static bool is_torn_by_losses(const struct epoch *epoch)
-{
-    return epoch->team || !epoch_is_member(epoch);
-}
-
 /* Members of an old epoch go one by one: that is as it should be. */
 static void tear(struct epoch *epoch, uint32_t node, const char *reason)
 {
     snprintf(epoch->torn, sizeof epoch->torn, "%s", reason);
     if (epoch != epoch->group->epoch)
         return;
-    if (epoch->team)
-        ep_team_distrust(epoch->team);
+    ep_team_distrust(epoch->team);
     heal_later(epoch->group);
     EP_WARN("group", "a node of an epoch is lost", EP_S("group", epoch->group->name), EP_U("epoch", epoch->number),
             EP_S("node", epoch->plan.name[node]), EP_S("why", reason));
@@ -434,7 +428,7 @@ void report_torn(struct epoch *epoch, uint32_t node, const char *why)
     if (epoch->dropped)
         return; /* nobody is in it, and another thread gives back its team */
     snprintf(reason, sizeof reason, "node %.80s is lost: %.120s", epoch->plan.name[node], why);
-    if (!*epoch->torn && is_torn_by_losses(epoch))
+    if (!*epoch->torn && epoch->team)
         tear(epoch, node, reason);
     for (uint32_t i = 0; i < there.n; i++)
         if (!epoch->ranks[there.number[i]].away)

@@ -210,7 +210,7 @@ class WorkerTest(CudaTest):
 
     def test_a_dead_workers_rank_is_taken_again(self):
         server = self.start()
-        self.create(server, *self.flags)
+        self.create(server, *self.flags, "--timeout-ms=60000")  # a new worker may begin late
         workers = self.workers(server, range(3))
         for worker in workers:
             self.says(worker, "absent 0, failures 0")
