@@ -11,6 +11,7 @@
  *   change.c   create, update, delete: what is asked is judged, and what has to be agreed on is handed to
  *   agree.c    the leader's side: prepare and connect the members, commit the records, see it done; or abort
  *   part.c     the member's side: its part of an epoch that is not decided yet
+ *   term.c     whose requests a member heeds: those of the last leader there has been
  *   heal.c     the leader forms an epoch anew that a member does not have, or that all workers have left
  *   records.c  what the store keeps of a group, and how it is written;  history.c: the last changes
  *   view.c     the watch of these records: what is there is put into service

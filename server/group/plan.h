@@ -32,7 +32,7 @@ struct ep_plan {
     char **name;       /* [n_nodes] in the order of their first ranks */
     uint32_t *by_name; /* [n_nodes] indices of them, by name */
     uint32_t *node;    /* [n_ranks] which of them */
-    char **device;     /* [n_ranks] */
+    char **device;     /* [n_ranks] texts, which ranks share */
     struct arena texts; /* names and devices */
 };
 
