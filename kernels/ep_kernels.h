@@ -26,8 +26,9 @@
  *   rounds once, writes the partial to s.bank.combine[d][token], then the flag {n, count}; then
  *   credits: d tells every peer that it has released n.  s waits for the flags of those ranks it
  *   sent to, sums the partials in fp32 by ascending rank, adds bias, rounds once.
- * A handle released without a combine, or a bank taken by n while n - B was never combined,
- *   posts the credit too, so a skipped combine blocks nobody.
+ * A handle released without a combine, a bank taken by n while n - B was never combined, or a dispatch
+ *   that failed posts the credit too, so a skipped combine blocks nobody; and who waits for the flag of
+ *   a rank that has posted it without, waits no more.
  *   (Safe: region [s] of a bank has one writer, s; s overwrites it only after d released it.  A
  *   combine region [d] is overwritten by d for n only after d saw s's dispatch flag n, which s
  *   sent after it finished or abandoned n - B.)

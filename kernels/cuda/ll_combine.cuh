@@ -411,17 +411,11 @@ __device__ inline void find_partials(const ep_ll_args &a, Op *op, uint32_t t, ui
 
     if (comes) {
         const uint32_t *number = number_at(a, a.rank, op->bank, peer, place, part);
-        /* A rank that has given the credit without a partial will send none. */
-        const uint64_t *credit = credit_at(a, a.rank, peer, bank_of(a, op->number));
-        const auto released = [&] { return released_by(a, bank_of(a, op->number), peer) >= op->number; };
+        const auto released = [&] { return has_released(a, *op, peer); };
         const Wait end = wait_for(
             a, *op, peer,
             [&] { return (!far || released()) && acquire_u32(number) == op->wire; }, /* partner: push_partial */
-            [&] {
-                if (!far)
-                    return load_u64(credit) >= op->number;
-                return looks_back(a, peer, tells(a)) || released();
-            });
+            [&] { return looks_back(a, peer, far && tells(a)) || released(); });
 
         if (end != Wait::there)
             miss(a, op, peer, end, EP_WAIT_ARRIVAL);

@@ -14,7 +14,9 @@
  *   - the last block of combine m that has pushed its partials gives it (they are all that is read);
  *   - a dispatch that takes the bank of an m that was never combined, or replaces the routing of the
  *     handle that held m, gives it before anything else; the stream has ended every earlier op by then;
- *   - so does a release.
+ *   - so does a release;
+ *   - a dispatch that fails gives it at its end, as no combine will follow: whoever waits for our partials of m need not
+ *     do so until our next op, nor who waits for what we could not send, as that one's credit had not come.
  * Blocks of one op never wait for each other, only for peers, and all of them run at once; what a peer
  * needs from us (rows, headers, counts, credits) is sent before we wait for anything but its credit, or by
  * a warp that waits for nobody, and credits depend on older numbers alone.  So every wait is for something of a
@@ -196,18 +198,24 @@ __device__ inline uint64_t from_of_lane(const ep_ll_args &a)
 
 enum class Wait { there, gone, late };
 
-/* All waits of a block's op have one bound, from the first that takes long. */
-__device__ inline bool is_late(Op &op)
+/*
+ * All waits of a block's op have one bound, from the first that takes long.  Those before it sends end an eighth of it
+ * sooner: whoever they were not in vain for, this rank's other blocks too, still gets what it waits for in time, and
+ * names the rank that was late.
+ */
+enum class Before { sending, the_end };
+
+__device__ inline bool is_late(Op &op, Before before)
 {
-    const uint64_t now = now_ns();
+    const uint64_t now = now_ns(), sooner = before == Before::sending ? op.timeout_ns / 8 : 0;
     const unsigned long long mine = now + op.timeout_ns;
     const uint64_t deadline = atomicCAS((unsigned long long *)&op.deadline, 0ull, mine);
 
-    return deadline && now > deadline;
+    return deadline && now + sooner > deadline;
 }
 
 /* Until there() holds, `peer` has given_up() or takes part no more, or the op's time is over. */
-template <class There, class GivenUp>
+template <Before before = Before::the_end, class There, class GivenUp>
 __device__ inline Wait wait_for(const ep_ll_args &a, Op &op, uint32_t peer, There there, GivenUp given_up)
 {
     for (uint32_t look = 1;; look++) {
@@ -219,14 +227,9 @@ __device__ inline Wait wait_for(const ep_ll_args &a, Op &op, uint32_t peer, Ther
             fence_sys(); /* acquire: what it did before is there by now */
             return there() ? Wait::there : Wait::gone;
         }
-        if (is_late(op))
+        if (is_late(op, before))
             return Wait::late;
     }
-}
-template <class There>
-__device__ inline Wait wait_for(const ep_ll_args &a, Op &op, uint32_t peer, There there)
-{
-    return wait_for(a, op, peer, there, [] { return false; });
 }
 
 /* This block goes on without `peer`. */
@@ -245,6 +248,14 @@ __device__ inline void miss(const ep_ll_args &a, Op *op, uint32_t peer, Wait why
 }
 
 /* ---- credits ------------------------------------------------------------------------ */
+
+/* Has `rank` released the op's number?  Then it has sent all of it that it will: rows, and partials if there are any. */
+__device__ inline bool has_released(const ep_ll_args &a, const Op &op, uint32_t rank)
+{
+    const uint32_t bank = bank_of(a, op.number);
+
+    return (is_far(a, rank) ? released_by(a, bank, rank) : load_u64(credit_at(a, a.rank, rank, bank))) >= op.number;
+}
 
 /* Warp 0 of one block: nobody here reads number m any more.  Everything before is ordered before it.  To ranks on other
  * nodes it may have to be said again. */

@@ -95,8 +95,15 @@ __device__ inline void give_up_old(const ep_ll_args &a, uint64_t n)
         give_credit(a, n - a.banks);
 }
 
-/* Warp 0 of the last block, which has read the scratch.  The handle belongs to this number from here on, unless it
- * could not be used: a send-only op's has lost its bank meanwhile. */
+/* Its dispatch failed, so it will not be combined.  Rare: no part of the code that others run. */
+__device__ __noinline__ inline void give_up_failed(const ep_ll_args &a, uint64_t n)
+{
+    give_credit(a, n);
+}
+
+/* Warp 0 of the last block, which has read the scratch; no block reads rows or headers of the number any more if
+ * somebody was late.  The handle belongs to this number from here on, unless it could not be used: a send-only op's has
+ * lost its bank meanwhile. */
 __device__ inline void finish(const ep_ll_args &a, const Op &op, struct ep_device_scratch &s)
 {
     struct ep_device_handle *h = &a.state->handles[a.handle];
@@ -106,10 +113,10 @@ __device__ inline void finish(const ep_ll_args &a, const Op &op, struct ep_devic
                            : !anybody_counted_in(a, op, s) ? EP_DETACHED
                            : s.overflow                    ? EP_OVERFLOW
                                                            : EP_OK;
+    const bool receives = a.phases & EP_LL_RECEIVE;
+    const bool routed = receives && status == EP_OK && first_late(a, s) == kNobody;
 
     if (threadIdx.x == 0) {
-        const bool routed = a.phases & EP_LL_RECEIVE && status == EP_OK && first_late(a, s) == kNobody;
-
         a.state->left_before += a.blocks;
         if (op.valid) {
             a.state->number = a.phases & EP_LL_SEND ? op.number : a.state->number;
@@ -126,6 +133,8 @@ __device__ inline void finish(const ep_ll_args &a, const Op &op, struct ep_devic
                 h->excluded[w] = s.ranks[w].gone | s.ranks[w].outside;
         }
     }
+    if (op.valid && receives && !routed)
+        give_up_failed(a, op.number);
     op_record(a, op, s, EP_DEVICE_DISPATCH, status);
 }
 
@@ -260,6 +269,8 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ll_args &a, uint3
             if (threadIdx.x < 32)
                 arrives();
         }
+        if (repeats)
+            __syncthreads(); /* all warps have placed their part of the last row */
         if (threadIdx.x < 32)
             last();
         __syncthreads();

@@ -267,7 +267,7 @@ __device__ inline void wait_credit(const ep_ll_args &a, Op *op, uint32_t ranks)
         if (!has(op->lacking, d) || !is_sent_to(ranks, d))
             return;
         const uint64_t *credit = credit_at(a, a.rank, d, bank_of(a, op->number)), *from = &a.state->from[d];
-        const Wait end = wait_for(
+        const Wait end = wait_for<Before::sending>(
             a, *op, d,
             [&] {
                 if (is_far(a, d))

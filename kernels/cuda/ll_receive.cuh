@@ -49,7 +49,7 @@ __device__ inline void take_counts(const ep_ll_args &a, Op *op, uint32_t *rows, 
                     v = load_vec(from); /* partner: push_counts */
                     return v.w[3] == op->wire;
                 },
-                [&] { return looks_back(a, s, far && at == 0 && tells(a)); });
+                [&] { return looks_back(a, s, far && at == 0 && tells(a)) || has_released(a, *op, s); });
 
             if (end != Wait::there) {
                 miss(a, op, s, end, EP_WAIT_ARRIVAL);
@@ -108,7 +108,8 @@ __device__ inline void take_header(const ep_ll_args &a, Op *op, const uint32_t *
     const bool route = lane >= 1 && lane <= a.max_top_k;
 
     if (!h.there) {
-        const Wait end = wait_for(a, *op, s, [&] { return look_at_header(a, *op, s, slot, &h); });
+        const Wait end = wait_for(
+            a, *op, s, [&] { return look_at_header(a, *op, s, slot, &h); }, [&] { return has_released(a, *op, s); });
 
         if (end != Wait::there)
             miss(a, op, s, end, EP_WAIT_ARRIVAL);
@@ -322,10 +323,13 @@ __device__ inline void receive_in_place(const ep_ll_args &a, Op *op, Share share
         if (slot >= rows[s])
             continue;
         const uint8_t *header = item_at(a, a.rank, op->bank, a.bank.headers, s, slot, a.header_bytes);
-        const Wait end = wait_for(a, *op, s, [&] {
-            v = load_vec(header + part * 16u);
-            return v.w[3] == op->wire;
-        });
+        const Wait end = wait_for(
+            a, *op, s,
+            [&] {
+                v = load_vec(header + part * 16u);
+                return v.w[3] == op->wire;
+            },
+            [&] { return has_released(a, *op, s); });
 
         if (end != Wait::there) {
             miss(a, op, s, end, EP_WAIT_ARRIVAL);
@@ -365,7 +369,7 @@ __device__ inline void prepare_again(const ep_ll_args &a, Op *op, uint32_t *rows
         /* They wait for nobody any more; partner: leave.  Bounded for blocks that do not agree on what the op is,
          * as a worker that a server does not trust can have it. */
         op->deadline = 0;
-        while (acquire_u64(&a.state->left) < all && !is_late(*op))
+        while (acquire_u64(&a.state->left) < all && !is_late(*op, Before::the_end))
             ;
     }
     __syncthreads();

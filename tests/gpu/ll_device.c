@@ -150,6 +150,7 @@ static const struct ll_case cases[] = {
           .hidden = 512),
     NAMED("a rank's dispatch is late", ll_case_late_dispatch, 2, .tokens = 40),
     NAMED("a rank's dispatch is late, rank-major", ll_case_late_dispatch, 2, .tokens = 40, .layout = RM),
+    NAMED("a rank's credit is late", ll_case_late_credit, 2, .tokens = 40),
     NAMED("a rank's combine is late", ll_case_late_combine, 2, .tokens = 40),
 
     /* graphs */

@@ -5,7 +5,8 @@
 #include "ep_clock.h"
 #include "ll_tests.h"
 
-enum { SHORT_MS = 200, PAUSE_US = 100000, SLACK_MS = 2000 };
+/* LONG_MS: a wait for credit ends an eighth of it sooner, and how far apart threads begin is to be less. */
+enum { SHORT_MS = 200, LONG_MS = 4000, PAUSE_US = 100000, SLACK_MS = 2000 };
 
 /* The rank that does what the others do not expect: the last one. */
 static uint32_t odd_one(const struct ll_passes *passes)
@@ -451,6 +452,11 @@ static ep_status first_dispatch(struct ll_passes *passes, uint32_t rank, struct 
     return dispatch_once(passes, rank, 0, error);
 }
 
+static ep_status second_dispatch(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    return dispatch_once(passes, rank, 1, error);
+}
+
 /* Then the combines of both: that of the first goes the way of its dispatch. */
 static ep_status second_and_combines(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
 {
@@ -506,26 +512,30 @@ ep_status ll_case_gates_by_chance(const struct ll_setting *setting, const struct
 
 /* ---- late ---------------------------------------------------------------------------- */
 
-/* The op ended with a timeout: of the right rank, and when it had to. */
-static ep_status check_blame(const struct ll_passes *passes, const struct ep_device_record *record,
+/* The op ended with a timeout: of the right rank, and when it had to.  phase: EP_WAIT_NONE, it waited for more. */
+static ep_status check_blame(const struct ll_passes *passes, const struct ep_device_record *record, uint32_t phase,
                              struct ep_error *error)
 {
-    /* HT asks first */
-    const uint32_t phase = passes->shape->ht ? EP_WAIT_READY : EP_WAIT_ARRIVAL;
-    uint64_t ms = (record->end_ns - record->start_ns) / EP_NS_PER_MS;
+    uint64_t ms = (record->end_ns - record->start_ns) / EP_NS_PER_MS, bound = record->timeout_ns / EP_NS_PER_MS;
 
     if (record->late_rank != odd_one(passes))
         return ep_error_set(error, EP_VERIFY_FAILED, "rank %u is named as late, not %u", record->late_rank,
                             odd_one(passes));
-    if (record->wait_phase != phase)
+    if (phase != EP_WAIT_NONE && record->wait_phase != phase)
         return ep_error_set(error, EP_VERIFY_FAILED, "phase %u is named, not %u", record->wait_phase, phase);
-    if (ms + 1 < SHORT_MS || ms > SLACK_MS)
-        return ep_error_set(error, EP_VERIFY_FAILED, "the op took %llu ms with a timeout of %u",
-                            (unsigned long long)ms, SHORT_MS);
+    if (ms + 1 < bound || ms > bound + SLACK_MS)
+        return ep_error_set(error, EP_VERIFY_FAILED, "the op took %llu ms with a timeout of %llu",
+                            (unsigned long long)ms, (unsigned long long)bound);
     return EP_OK;
 }
 
-static ep_status dispatch_in_vain(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+/* What an op waits for first. */
+static uint32_t first_wait(const struct ll_passes *passes)
+{
+    return passes->shape->ht ? EP_WAIT_READY : EP_WAIT_ARRIVAL;
+}
+
+static ep_status dispatch_and_blame(struct ll_passes *passes, uint32_t rank, uint32_t phase, struct ep_error *error)
 {
     struct pass *pass = passes->pass[rank][0];
     ep_status status;
@@ -535,7 +545,18 @@ static ep_status dispatch_in_vain(struct ll_passes *passes, uint32_t rank, struc
     if (status == EP_OK)
         status = pass_received(pass, error);
     pass->status = EP_OK;
-    return status == EP_OK ? check_blame(passes, &pass->dispatched, error) : status;
+    return status == EP_OK ? check_blame(passes, &pass->dispatched, phase, error) : status;
+}
+
+static ep_status dispatch_in_vain(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    return dispatch_and_blame(passes, rank, first_wait(passes), error);
+}
+
+/* The late one still has both banks: it can be sent nothing, and sends nothing. */
+static ep_status dispatch_without_credit(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    return dispatch_and_blame(passes, rank, EP_WAIT_NONE, error);
 }
 
 static ep_status combine_in_vain(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
@@ -548,16 +569,50 @@ static ep_status combine_in_vain(struct ll_passes *passes, uint32_t rank, struct
     if (status == EP_OK)
         status = pass_result(pass, error);
     pass->status = EP_OK;
-    return status == EP_OK ? check_blame(passes, &pass->combined, error) : status;
+    return status == EP_OK ? check_blame(passes, &pass->combined, first_wait(passes), error) : status;
 }
 
-/* The late one comes in the end.  Whatever it finds, it does not hang. */
+/* Those whose dispatch failed do not combine, and say so: nobody waits for them, only to be late for them again. */
+static ep_status combine_alone(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][0];
+    ep_status status = pass_experts(pass, false, error);
+
+    pass->expected = world_bit(rank);
+    if (status == EP_OK)
+        status = pass_combine(pass, 0, false, error);
+    if (status == EP_OK)
+        status = pass_result(pass, error);
+    pass->expected = world_all(passes->world);
+    return status;
+}
+
+/* The late one comes in the end, and nobody waits for it any more, nor it for anybody. */
+static ep_status dispatch_alone(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][0];
+    ep_status status;
+
+    pass->expected = world_bit(rank);
+    pass->changing = true; /* the others take part, and are sent their rows */
+    status = pass_dispatch(pass, 0, error);
+    if (status == EP_OK)
+        status = pass_received(pass, error);
+    pass->changing = false;
+    return status == EP_OK ? combine_alone(passes, rank, error) : status;
+}
+
+/* The late one comes in the end.  In LL, all rows have come meanwhile; in HT, whatever it finds, it does not hang. */
 static ep_status dispatch_late(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
 {
     struct pass *pass = passes->pass[rank][0];
     ep_status status = pass_dispatch(pass, 0, error);
 
-    return status == EP_OK ? world_wait(pass->rank, error) : status;
+    if (passes->shape->ht)
+        return status == EP_OK ? world_wait(pass->rank, error) : status;
+    if (status == EP_OK)
+        status = pass_received(pass, error);
+    return status == EP_OK ? combine_alone(passes, rank, error) : status;
 }
 
 /* All partials have come meanwhile; in HT they are sent to who asks in time, and he did not. */
@@ -571,9 +626,10 @@ static ep_status combine_late(struct ll_passes *passes, uint32_t rank, struct ep
     return status == EP_OK ? pass_result(pass, error) : status;
 }
 
-static ep_status late(struct ll_passes *passes, ll_fn in_vain, ll_fn at_last, struct ep_error *error)
+static ep_status late(struct ll_passes *passes, uint32_t timeout_ms, ll_fn in_vain, ll_fn at_last,
+                      struct ep_error *error)
 {
-    ep_status status = world_set_timeout(passes->world, SHORT_MS, error);
+    ep_status status = world_set_timeout(passes->world, timeout_ms, error);
 
     if (status == EP_OK)
         status = ll_each(passes, others(passes), in_vain, error);
@@ -596,7 +652,22 @@ ep_status ll_case_late_dispatch(const struct ll_setting *setting, const struct s
     if (status == EP_OK)
         status = ll_each_three(&passes, world_all(passes.world), error);
     if (status == EP_OK)
-        status = late(&passes, dispatch_in_vain, dispatch_late, error);
+        status = late(&passes, SHORT_MS, dispatch_in_vain, dispatch_late, error);
+    ll_close(&passes);
+    return status;
+}
+
+ep_status ll_case_late_credit(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    struct ll_passes passes;
+    ep_status status = ll_open(setting, shape, 2, &passes, error);
+
+    if (status == EP_OK)
+        status = ll_each(&passes, world_all(passes.world), first_dispatch, error);
+    if (status == EP_OK)
+        status = ll_each(&passes, world_all(passes.world), second_dispatch, error);
+    if (status == EP_OK)
+        status = late(&passes, LONG_MS, dispatch_without_credit, dispatch_alone, error);
     ll_close(&passes);
     return status;
 }
@@ -610,7 +681,7 @@ ep_status ll_case_late_combine(const struct ll_setting *setting, const struct sh
     if (status == EP_OK)
         status = ll_each(&passes, world_all(passes.world), dispatch_only, error);
     if (status == EP_OK)
-        status = late(&passes, combine_in_vain, combine_late, error);
+        status = late(&passes, SHORT_MS, combine_in_vain, combine_late, error);
     ll_close(&passes);
     return status;
 }

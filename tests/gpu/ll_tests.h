@@ -92,6 +92,7 @@ ll_case_fn ll_case_leaves_in_combine;
 ll_case_fn ll_case_absent_in_a_row;
 ll_case_fn ll_case_gates_by_chance;
 ll_case_fn ll_case_late_dispatch;
+ll_case_fn ll_case_late_credit;
 ll_case_fn ll_case_late_combine;
 
 ll_case_fn ll_case_graph;

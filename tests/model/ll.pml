@@ -20,8 +20,8 @@
  * A memory cell holds the number of the op that wrote it last.
  *   - Who reads counts, a header, a row or a partial for number n finds n there.  Who writes a row or a partial does so
  *     where nobody still needs an older one (`held`, `summing`).
- *   - Nothing waits for ever: every rank comes to the end of its script.  No wait has a timeout, unless TIMEOUTS says
- *     how many there are; then only the first point is checked, since one rank's timeout makes others wait for theirs.
+ *   - Nothing waits for ever: every rank comes to the end of its script.  No wait has a timeout, unless TIMEOUTS says in
+ *     how many ops one has.  So no timeout makes anybody else wait for his.
  *   - Who joins takes part in number n for all ranks or for none, himself included.
  *   - Each block keeps to what it saw itself of who takes part.  Still, what a dispatch leaves behind is of the same
  *     sources for all blocks, those that `arrived` names; and in a combine `arrived` names nobody whose part a sum lacks.
@@ -187,9 +187,11 @@ byte lates;          /* timeouts so far */
 #define GOAL ALL
 #endif
 #ifdef TIMEOUTS
-#define LATE(peer) :: lates < TIMEOUTS -> lates++; late[r] = late[r] | 1 << (peer); missed = missed | 1 << (peer)
+#define LATE(peer, there) \
+        :: !(there) && (late[r] != 0 || lates < TIMEOUTS) -> \
+            lates = (late[r] != 0 -> lates : lates + 1); late[r] = late[r] | 1 << (peer); missed = missed | 1 << (peer)
 #else
-#define LATE(peer)
+#define LATE(peer, there)
 #endif
 #ifdef MUTANT_NO_CREDIT_WAIT
 #define HAS_CREDIT true
@@ -197,6 +199,12 @@ byte lates;          /* timeouts so far */
 #define HAS_CREDIT (n <= B || from[FROM(r, d)] > n - B || credit[CREDIT(r, d, n)] >= n - B)
 #else
 #define HAS_CREDIT (n <= B || from[FROM(r, d)] > n - B && from[FROM(r, d)] <= n || credit[CREDIT(r, d, n)] >= n - B)
+#endif
+#define HEADER_THERE (!GOES(d, r) || header[CELL(r, n, d)] == n)
+#ifdef MUTANT_WAITS_FOR_WHO_GAVE_UP
+#define SENDS_NO_MORE(s) false
+#else
+#define SENDS_NO_MORE(s) (credit[CREDIT(r, s, n)] >= n)
 #endif
 #ifdef MUTANT_STALE_COUNTS
 #define COUNTS_THERE (counts[CELL(r, n, d)] > 0)
@@ -351,7 +359,7 @@ inline wait_credit()
         if
         :: !DYING && HAS_CREDIT
         :: !DYING && !HAS_CREDIT && GONE(d) -> miss(d)
-        LATE(d)
+        LATE(d, HAS_CREDIT)
         ESCAPE
         fi;
         d++
@@ -384,8 +392,8 @@ inline take_counts(mask)
         :: !DYING && COUNTS_THERE ->
             assert(out[r] || counts[CELL(r, n, d)] == n);
             got = got | 1 << d
-        :: !DYING && !COUNTS_THERE && GONE(d) -> miss(d)
-        LATE(d)
+        :: !DYING && !COUNTS_THERE && (GONE(d) || SENDS_NO_MORE(d)) -> miss(d)
+        LATE(d, COUNTS_THERE)
         ESCAPE
         fi;
         d++
@@ -401,9 +409,9 @@ inline take_headers()
     :: d < R && !IN(got, d) -> d++
     :: d < R && IN(got, d) ->
         if
-        :: !DYING && (!GOES(d, r) || header[CELL(r, n, d)] == n)
-        :: !DYING && GOES(d, r) && header[CELL(r, n, d)] != n && GONE(d) -> miss(d)
-        LATE(d)
+        :: !DYING && HEADER_THERE
+        :: !DYING && !HEADER_THERE && (GONE(d) || SENDS_NO_MORE(d)) -> miss(d)
+        LATE(d, HEADER_THERE)
         ESCAPE
         fi;
         d++
@@ -459,6 +467,12 @@ inline finish_dispatch()
     h_combined[HANDLE(r, h)] = 0;
     h_routed[HANDLE(r, h)] = receives && COUNTED_IN != 0 && late[r] == 0;
     h_excluded[HANDLE(r, h)] = gone[r] | outside[r];
+#ifndef MUTANT_NO_CREDIT_ON_FAILURE
+    if
+    :: receives && !h_routed[HANDLE(r, h)] -> give_credit(n)
+    :: else
+    fi;
+#endif
     take_scratch()
 }
 
@@ -562,6 +576,9 @@ inline dispatch_last() /* the last block: sends */
 
 inline receive_again() /* when the other block has left */
 {
+#ifdef MUTANT_CREDIT_EARLY_ON_FAILURE
+    give_credit(n);
+#endif
     if
     :: !DYING && ended[r] == 1
     ESCAPE
@@ -629,7 +646,7 @@ inline find_partials()
         if
         :: !DYING && announced[CELL(r, n, d)] == n -> got = got | 1 << d
         :: !DYING && announced[CELL(r, n, d)] != n && (GONE(d) || credit[CREDIT(r, d, n)] >= n) -> miss(d)
-        LATE(d)
+        LATE(d, announced[CELL(r, n, d)] == n)
         ESCAPE
         fi;
         d++

@@ -93,7 +93,9 @@ CASES = [
     Case("2 ranks, one joins, REPLACED", "R=2 N=3 JOINS REPLACED"),
     small("2 ranks, a timeout, PAIRS", "R=2 N=3 TIMEOUTS=1 PAIRS"),
     small("2 ranks, a timeout, INTERLEAVED", "R=2 N=4 TIMEOUTS=1 INTERLEAVED"),
+    small("2 ranks, a timeout, SPLIT", "R=2 N=4 TIMEOUTS=1 SPLIT"),
     small("2 ranks, two timeouts, SKIPPED", "R=2 N=4 TIMEOUTS=2 SKIPPED"),
+    small("2 ranks, sparse, two timeouts, PAIRS", "R=2 N=3 SPARSE TIMEOUTS=2 PAIRS"),
 
     sampled("2 ranks, one is killed, INTERLEAVED", "R=2 N=4 LEAVES INTERLEAVED"),
     sampled("2 ranks, one is killed, SPLIT", "R=2 N=4 LEAVES SPLIT"),
@@ -101,6 +103,8 @@ CASES = [
     sampled("2 ranks, one is killed and comes back, REPLACED", "R=2 N=4 LEAVES JOINS REPLACED"),
     sampled("3 ranks, PAIRS", "R=3 N=4 PAIRS"),
     sampled("3 ranks, SPLIT", "R=3 N=4 SPLIT"),
+    sampled("3 ranks, a timeout, PAIRS", "R=3 N=3 TIMEOUTS=1 PAIRS"),
+    sampled("2 ranks, one is killed, a timeout, PAIRS", "R=2 N=3 LEAVES TIMEOUTS=1 PAIRS"),
     sampled("3 ranks, one is killed, PAIRS", "R=3 N=2 LEAVES PAIRS"),
     sampled("3 ranks, one leaves and lives on, SKIPPED", "R=3 N=3 LEAVES LIVES_ON SKIPPED"),
     sampled("3 ranks, one joins, INTERLEAVED", "R=3 N=4 JOINS INTERLEAVED"),
@@ -111,6 +115,9 @@ CASES = [
     mutant("who takes part no more owes no credit", "N=3 LEAVES LIVES_ON SKIPPED MUTANT_ABSENT_OWES_NOTHING"),
     mutant("credit before the combine has read", "N=3 PAIRS MUTANT_CREDIT_EARLY"),
     mutant("no credit without a combine", "N=4 SKIPPED MUTANT_NO_CREDIT_ON_SKIP"),
+    mutant("no credit for what failed", "N=3 TIMEOUTS=1 PAIRS MUTANT_NO_CREDIT_ON_FAILURE"),
+    mutant("credit for what failed, before all have read", "N=4 TIMEOUTS=2 PAIRS MUTANT_CREDIT_EARLY_ON_FAILURE"),
+    mutant("waits for who gave up", "N=3 TIMEOUTS=2 PAIRS MUTANT_WAITS_FOR_WHO_GAVE_UP"),
     mutant("nobody waits for credit", "N=4 SKIPPED MUTANT_NO_CREDIT_WAIT"),
     mutant("one bank", "N=4 INTERLEAVED MUTANT_ONE_BANK"),
     mutant("header before its row", "N=2 PAIRS MUTANT_HEADER_FIRST"),
@@ -291,8 +298,6 @@ def make(case, folder):
 def search(case, folder):
     """What the program says at its end.  A sample ends when its time is over."""
     flags = ["-m%d" % DEPTH, "-n"]
-    if case.model == "ll" and "TIMEOUTS" in case.macros:
-        flags.append("-E")  # ends of another kind are no errors then
     if case.kind in ("sampled", "hunted"):
         flags += ["-w%d" % SAMPLE_BITS, "-RS1"]
     with subprocess.Popen(["./pan", *flags], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
