@@ -33,9 +33,9 @@
  *
  * Macros: SHAPE, N dispatches, a script (PAIRS, ...), ONE_WAY, AWAY=mask (ranks that are never there), LEAVES (VICTIM's
  * worker is lost), DIES (its node, where it is alone), JOINS, LEAVES and JOINS (it comes back), TIMEOUTS, MISSED (each has
- * missed the rank before it in an op before), MUTANT_... (what must be caught).  Two are not in run.py, with SHAPE=12 N=2
- * ONE_WAY LEAVES VICTIM=1: MUTANT_ONE_FLAG (SKIPPED), as twenty million states are searched before, and
- * MUTANT_ONE_BOX_BACK (PAIRS), which no search has caught so far.
+ * missed the rank before it in an op before), FORGOES (no combine of what failed), MUTANT_... (what must be caught).  Two
+ * are not in run.py, with SHAPE=12 N=2 ONE_WAY LEAVES VICTIM=1: MUTANT_ONE_FLAG (SKIPPED), as twenty million states are
+ * searched before, and MUTANT_ONE_BOX_BACK (PAIRS), which no search has caught so far.
  */
 #if defined(LEAVES) || defined(JOINS) || defined(DIES)
 #define MEMBERSHIP
@@ -861,6 +861,12 @@ inline finish_combine()
 #define SUM_FOR(s) summing[PAIR(r, s)] = (IN(relays, s) -> tag : summing[PAIR(r, s)]);
 #define ANNOUNCE(p) begun[PAIR(p, r)] = (IN(members & HERE(r), p) -> tag : begun[PAIR(p, r)]);
 
+#ifdef FORGOES /* whoever's dispatch failed does not try to combine it */
+#define IS_SKIPPED (KIND == COMBINE && !h_routed[HANDLE(r, H)])
+#else
+#define IS_SKIPPED false
+#endif
+
 inline begin()
 {
     kind = KIND;
@@ -950,7 +956,8 @@ proctype block(byte r)
 life:
     do
     :: step >= STEPS || absent[PAIR(r, r)] -> break
-    :: atomic { step < STEPS && !DYING -> begin() }
+    :: atomic { step < STEPS && !DYING && IS_SKIPPED -> step++ }
+    :: atomic { step < STEPS && !DYING && !(IS_SKIPPED) -> begin() }
         if
         :: ok && kind == DISPATCH -> dispatch()
         :: ok && kind == COMBINE -> combine()
@@ -981,6 +988,15 @@ life:
         }
     ESCAPE
     od;
+#ifdef FORGOES /* there is always a next op */
+    atomic {
+        tag = TAG(N + 1, 0);
+        catch_up_all();
+        closed[r] = tag;
+        close_far();
+        forget()
+    }
+#endif
 #ifdef MEMBERSHIP
     if
     :: r == VICTIM -> idle = 1

@@ -165,6 +165,7 @@ CASES = [
     ht_net("1 + 1 ranks, PAIRS", "SHAPE=11 N=4 PAIRS"),
     ht_net("1 + 1 ranks, INTERLEAVED", "SHAPE=11 N=4 INTERLEAVED"),
     ht_net("1 + 1 ranks, a timeout, PAIRS", "SHAPE=11 N=2 TIMEOUTS=1 PAIRS"),
+    ht_net("1 + 1 ranks, a timeout and no combine after it, PAIRS", "SHAPE=11 N=3 TIMEOUTS=1 FORGOES PAIRS"),
     ht_net("1 + 1 ranks, a timeout, SKIPPED", "SHAPE=11 N=3 TIMEOUTS=1 SKIPPED"),
     ht_net("1 + 1 ranks, one joins, PAIRS", "SHAPE=11 N=3 JOINS PAIRS"),
     ht_net("1 + 1 ranks, one leaves, PAIRS", "SHAPE=11 N=1 LEAVES PAIRS"),
