@@ -42,6 +42,8 @@ inline int fit_one(const void *kernel, uint32_t shared_bytes, uint32_t *blocks_p
 
     if (error == cudaSuccess)
         error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared_bytes);
+    if (error != cudaSuccess)
+        (void)cudaGetLastError(); /* whoever launches next would take it for his */
     *blocks_per_sm = (uint32_t)blocks;
     return error;
 }

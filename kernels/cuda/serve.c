@@ -19,7 +19,7 @@
  * A stream of it waits for a doorbell nearly all the time, for as long as a worker likes.  Whatever waits for all
  * of a context's work waits as long: cuCtxSynchronize, cuMemFree, unloading a module, work on the default
  * stream, and loading a kernel that was not used before.  So
- *   - kernels are loaded before the first wait of a device is enqueued (serve_open);
+ *   - all kernels that any group may want are loaded before the first wait of a device is enqueued (load_kernels);
  *   - memory is VMM's: cuMemCreate, cuMemMap, cuMemSetAccess and cuMemUnmap do not wait for streams.  What a
  *     serve has beside its options is kept for the next one, and never freed;
  *   - all streams are non-blocking ones, and copies are waited for on their own stream;
@@ -118,10 +118,7 @@ static ep_status fill_place(struct place *place, uint32_t device, struct ep_erro
     return status;
 }
 
-/*
- * Streams that are made and given back leave their room, and 512 take a few ms.  The device's context is current, and
- * none of its streams waits yet.
- */
+/* Streams that are made and given back leave their room, and 512 take a few ms. */
 static ep_status make_room(uint32_t device, struct ep_error *error)
 {
     CUstream *streams = calloc(STREAMS, sizeof(CUstream));
@@ -140,6 +137,25 @@ static ep_status make_room(uint32_t device, struct ep_error *error)
     return status;
 }
 
+/* For groups to come too: with another mode, or on several nodes.  Whoever needs one that cannot be loaded hears of it when
+ * it sizes its grid. */
+static void load_kernels(void)
+{
+    uint32_t blocks;
+
+    (void)ep_ll_serve_prepare(0, &blocks);
+    (void)ep_ht_serve_prepare(0, &blocks);
+    (void)ep_cuda_net_prepare(0, &blocks);
+    (void)ep_cuda_net_ht_prepare(0, &blocks);
+}
+
+/* Once for a device, before one of its streams waits.  Its context is current. */
+static ep_status make_ready(uint32_t device, struct ep_error *error)
+{
+    load_kernels();
+    return make_room(device, error);
+}
+
 /* Under the lock. */
 static ep_status make_place(uint32_t device, struct place **out, struct ep_error *error)
 {
@@ -150,7 +166,7 @@ static ep_status make_place(uint32_t device, struct place **out, struct ep_error
         return ep_error_set(error, EP_RESOURCE_EXHAUSTED,
                             "device %u serves %u ranks already: with CUDA_DEVICE_MAX_CONNECTIONS=%u, which is 32 at "
                             "most, one process can serve %u on a GPU", device, places_made[device], queues, most);
-    if (places_made[device] == 0 && make_room(device, error) != EP_OK)
+    if (places_made[device] == 0 && make_ready(device, error) != EP_OK)
         return error->status;
     place = calloc(1, sizeof *place);
     if (!place)

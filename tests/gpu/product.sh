@@ -317,7 +317,8 @@ run_server_returns() {
 # The group is changed under workers that go over to each new epoch, and check all results.
 run_changes() { # EXECUTOR [OPTION...]
     local executor=$1
-    local soak=("$bin/ep-bench" --group=moe --backend=cuda --soak="$((quick ? 12 : 25))" --follow --tokens=4,24 --executor="$executor")
+    local soak=(timeout --kill-after=10 "$bench_limit_s" "$bin/ep-bench" --group=moe --backend=cuda --soak="$((quick ? 12 : 25))"
+        --follow --tokens=4,24 --executor="$executor")
     shift
     serve --timeout-ms="$group_timeout_ms" "$@"
     if ((quick)); then
