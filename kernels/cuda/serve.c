@@ -18,8 +18,9 @@
  * ## What a process that serves may ask of the driver
  * A stream of it waits for a doorbell nearly all the time, for as long as a worker likes.  Whatever waits for all
  * of a context's work waits as long: cuCtxSynchronize, cuMemFree, unloading a module, work on the default
- * stream, and loading a kernel that was not used before.  So
- *   - all kernels that any group may want are loaded before the first wait of a device is enqueued (load_kernels);
+ * stream, and loading a kernel that was not used before.  The last one is for all devices at once, with the locks of
+ * their contexts held: ops of two ranks that wait for each other may then wait for what cannot be posted.  So
+ *   - all kernels that any group may want are loaded before the first wait is enqueued (load_kernels);
  *   - memory is VMM's: cuMemCreate, cuMemMap, cuMemSetAccess and cuMemUnmap do not wait for streams.  What a
  *     serve has beside its options is kept for the next one, and never freed;
  *   - all streams are non-blocking ones, and copies are waited for on their own stream;
