@@ -39,19 +39,26 @@ uint32_t ep_cuda_rank_ht_sms(const struct ep_cuda_rank_options *o, uint32_t sms)
     return o->max_ht_sms && o->max_ht_sms < sms ? o->max_ht_sms : sms;
 }
 
-/* Occupancy asks the runtime, which works in the context that is current. */
+/*
+ * Occupancy asks the runtime, which works in the context that is current.  Kernels for HT are loaded in any case: when the
+ * group gets HT, ops of other ranks of this process may be under way, which the loading would wait for (serve.c).
+ */
 static ep_status size_grids(const struct ep_cuda_rank_options *o, struct ep_cuda_rank *rank, struct ep_error *error)
 {
+    const bool has_ht = rank->modes >> EP_MODE_HT & 1;
     uint32_t ll[2] = { 1, 1 }, ht[2] = { 1, 1 }; /* dispatch, combine */
     ep_status status = ep_cuda_enter(o->device, NULL, error);
-    int result;
+    int result, ht_result;
 
     if (status != EP_OK)
         return status;
     result = ep_ll_prepare(rank->shared_bytes, &ll[0], &ll[1]);
-    if (result == 0 && rank->modes >> EP_MODE_HT & 1)
-        result = ep_ht_prepare(rank->ht_shared_bytes, &ht[0], &ht[1]);
+    ht_result = ep_ht_prepare(rank->ht_shared_bytes, &ht[0], &ht[1]);
     ep_cuda_leave();
+    if (!has_ht)
+        ht[0] = ht[1] = 1;
+    else if (result == 0)
+        result = ht_result;
     status = ep_cuda_rank_sms(o, result, ll[0] && ll[1] && ht[0] && ht[1], &rank->ll.sms, error);
     rank->ll.dispatch_blocks = rank->ll.sms * ll[0];
     rank->ll.combine_blocks = rank->ll.sms * ll[1];
