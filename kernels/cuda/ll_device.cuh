@@ -15,8 +15,8 @@
  *   - a dispatch that takes the bank of an m that was never combined, or replaces the routing of the
  *     handle that held m, gives it before anything else; the stream has ended every earlier op by then;
  *   - so does a release;
- *   - a dispatch that fails gives it at its end, as no combine will follow: whoever waits for our partials of m need not
- *     do so until our next op, nor who waits for what we could not send, as that one's credit had not come.
+ *   - a dispatch that fails gives it at its end, as no combine will follow.  So nobody waits until our next op for our
+ *     partials of m, nor for rows of m that we could not send, as a credit had not come (has_released).
  * Blocks of one op never wait for each other, only for peers, and all of them run at once; what a peer
  * needs from us (rows, headers, counts, credits) is sent before we wait for anything but its credit, or by
  * a warp that waits for nobody, and credits depend on older numbers alone.  So every wait is for something of a
@@ -200,8 +200,8 @@ enum class Wait { there, gone, late };
 
 /*
  * All waits of a block's op have one bound, from the first that takes long.  Those before it sends end an eighth of it
- * sooner: whoever they were not in vain for, this rank's other blocks too, still gets what it waits for in time, and
- * names the rank that was late.
+ * sooner: all whom this rank can send to, its own other blocks too, still get their rows in time, and blame the rank that
+ * was late and no other.
  */
 enum class Before { sending, the_end };
 
