@@ -862,9 +862,7 @@ inline finish_combine()
 #define ANNOUNCE(p) begun[PAIR(p, r)] = (IN(members & HERE(r), p) -> tag : begun[PAIR(p, r)]);
 
 #ifdef FORGOES /* whoever's dispatch failed does not try to combine it */
-#define IS_SKIPPED (KIND == COMBINE && !h_routed[HANDLE(r, H)])
-#else
-#define IS_SKIPPED false
+#define IS_FORGONE (KIND == COMBINE && !h_routed[HANDLE(r, H)])
 #endif
 
 inline begin()
@@ -956,8 +954,12 @@ proctype block(byte r)
 life:
     do
     :: step >= STEPS || absent[PAIR(r, r)] -> break
-    :: atomic { step < STEPS && !DYING && IS_SKIPPED -> step++ }
-    :: atomic { step < STEPS && !DYING && !(IS_SKIPPED) -> begin() }
+#ifdef FORGOES
+    :: atomic { step < STEPS && !DYING && IS_FORGONE -> step++ }
+    :: atomic { step < STEPS && !DYING && !IS_FORGONE -> begin() }
+#else
+    :: atomic { step < STEPS && !DYING -> begin() }
+#endif
         if
         :: ok && kind == DISPATCH -> dispatch()
         :: ok && kind == COMBINE -> combine()
