@@ -198,25 +198,20 @@ __device__ inline uint64_t from_of_lane(const ep_ll_args &a)
 
 enum class Wait { there, gone, late };
 
-/*
- * All waits of a block's op have one bound, from the first that takes long.  Those before it sends end an eighth of it
- * sooner: all whom this rank can send to, its own other blocks too, still get their rows in time, and blame the rank that
- * was late and no other.
- */
-enum class Before { sending, the_end };
-
-__device__ inline bool is_late(Op &op, Before before)
+/* All waits of a block's op have one bound, from the first that takes long. */
+__device__ inline bool is_late(Op &op, uint64_t sooner_ns = 0)
 {
-    const uint64_t now = now_ns(), sooner = before == Before::sending ? op.timeout_ns / 8 : 0;
+    const uint64_t now = now_ns();
     const unsigned long long mine = now + op.timeout_ns;
     const uint64_t deadline = atomicCAS((unsigned long long *)&op.deadline, 0ull, mine);
 
-    return deadline && now + sooner > deadline;
+    return deadline && now + sooner_ns > deadline;
 }
 
-/* Until there() holds, `peer` has given_up() or takes part no more, or the op's time is over. */
-template <Before before = Before::the_end, class There, class GivenUp>
-__device__ inline Wait wait_for(const ep_ll_args &a, Op &op, uint32_t peer, There there, GivenUp given_up)
+/* Until there() holds, `peer` has given_up() or takes part no more, or the op's time, but so much, is over. */
+template <class There, class GivenUp>
+__device__ inline Wait wait_for(const ep_ll_args &a, Op &op, uint32_t peer, There there, GivenUp given_up,
+                                uint64_t sooner_ns = 0)
 {
     for (uint32_t look = 1;; look++) {
         if (there())
@@ -227,7 +222,7 @@ __device__ inline Wait wait_for(const ep_ll_args &a, Op &op, uint32_t peer, Ther
             fence_sys(); /* acquire: what it did before is there by now */
             return there() ? Wait::there : Wait::gone;
         }
-        if (is_late(op, before))
+        if (is_late(op, sooner_ns))
             return Wait::late;
     }
 }

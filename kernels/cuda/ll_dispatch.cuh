@@ -95,7 +95,7 @@ __device__ inline void give_up_old(const ep_ll_args &a, uint64_t n)
         give_credit(a, n - a.banks);
 }
 
-/* Its dispatch failed, so it will not be combined.  Rare: no part of the code that others run. */
+/* Its dispatch failed, so it will not be combined.  Rare, and out of line: all else has more registers so. */
 __device__ __noinline__ inline void give_up_failed(const ep_ll_args &a, uint64_t n)
 {
     give_credit(a, n);

@@ -11,8 +11,8 @@
  *
  * ## Signals
  * A signal is seen after all puts that its raiser put to the same rank before, and after the signals that it raised there;
- * puts themselves may land in any order, and an early one after a late one.  Each signal carries a number of LL and only grows, as whoever raises it remembers
- * in `told` what it has told: it adds the difference.
+ * puts themselves may land in any order, and an early one after a late one.  Each signal carries a number of LL and only
+ * grows, as whoever raises it remembers in `told` what it has told: it adds the difference.
  *   SENT(b, s)    the dispatch of that number, which has bank b, has come from s: counts, headers, scales and rows.
  *                 Nothing of a far source is looked at before.
  *   CREDIT(b, d)  d will not read that number's rows any more; its rows and partials have come, if there are any.

@@ -260,21 +260,25 @@ __device__ inline bool has_credit(const ep_ll_args &a, uint64_t n, uint64_t from
     return n <= a.banks || (from > n - a.banks && from <= n) || credit >= n - a.banks;
 }
 
-/* Warp 0 waits until each of those that owe a credit, and are sent to, takes number n in its bank. */
+/*
+ * Warp 0 waits until each of those that owe a credit, and are sent to, takes number n in its bank.  An eighth of the op's
+ * time is left then: all whom this rank can send to, its own other blocks too, still get their rows in time, and blame the
+ * rank that was late and no other.
+ */
 __device__ inline void wait_credit(const ep_ll_args &a, Op *op, uint32_t ranks)
 {
     each_rank(a, [&](uint32_t d) {
         if (!has(op->lacking, d) || !is_sent_to(ranks, d))
             return;
         const uint64_t *credit = credit_at(a, a.rank, d, bank_of(a, op->number)), *from = &a.state->from[d];
-        const Wait end = wait_for<Before::sending>(
+        const Wait end = wait_for(
             a, *op, d,
             [&] {
                 if (is_far(a, d))
                     return has_room(a, op->number, bank_of(a, op->number), d);
                 return has_credit(a, op->number, load_u64(from), acquire_u64(credit)); /* partner: give_credit */
             },
-            [&] { return looks_back(a, d, is_far(a, d)); });
+            [&] { return looks_back(a, d, is_far(a, d)); }, op->timeout_ns / 8);
 
         if (end != Wait::there)
             miss(a, op, d, end, EP_WAIT_CREDIT);

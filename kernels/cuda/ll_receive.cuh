@@ -369,7 +369,7 @@ __device__ inline void prepare_again(const ep_ll_args &a, Op *op, uint32_t *rows
         /* They wait for nobody any more; partner: leave.  Bounded for blocks that do not agree on what the op is,
          * as a worker that a server does not trust can have it. */
         op->deadline = 0;
-        while (acquire_u64(&a.state->left) < all && !is_late(*op, Before::the_end))
+        while (acquire_u64(&a.state->left) < all && !is_late(*op))
             ;
     }
     __syncthreads();

@@ -150,13 +150,6 @@ static void load_kernels(void)
     (void)ep_cuda_net_ht_prepare(0, &blocks);
 }
 
-/* Once for a device, before one of its streams waits.  Its context is current. */
-static ep_status make_ready(uint32_t device, struct ep_error *error)
-{
-    load_kernels();
-    return make_room(device, error);
-}
-
 /* Under the lock. */
 static ep_status make_place(uint32_t device, struct place **out, struct ep_error *error)
 {
@@ -167,8 +160,11 @@ static ep_status make_place(uint32_t device, struct place **out, struct ep_error
         return ep_error_set(error, EP_RESOURCE_EXHAUSTED,
                             "device %u serves %u ranks already: with CUDA_DEVICE_MAX_CONNECTIONS=%u, which is 32 at "
                             "most, one process can serve %u on a GPU", device, places_made[device], queues, most);
-    if (places_made[device] == 0 && make_ready(device, error) != EP_OK)
-        return error->status;
+    if (places_made[device] == 0) { /* none of its streams waits yet */
+        load_kernels();
+        if (make_room(device, error) != EP_OK)
+            return error->status;
+    }
     place = calloc(1, sizeof *place);
     if (!place)
         return ep_error_set(error, EP_NO_MEMORY, "no memory to serve a rank");

@@ -579,27 +579,13 @@ static ep_status combine_alone(struct ll_passes *passes, uint32_t rank, struct e
     ep_status status = pass_experts(pass, false, error);
 
     pass->expected = world_bit(rank);
+    pass->changing = false;
     if (status == EP_OK)
         status = pass_combine(pass, 0, false, error);
     if (status == EP_OK)
         status = pass_result(pass, error);
     pass->expected = world_all(passes->world);
     return status;
-}
-
-/* The late one comes in the end, and nobody waits for it any more, nor it for anybody. */
-static ep_status dispatch_alone(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
-{
-    struct pass *pass = passes->pass[rank][0];
-    ep_status status;
-
-    pass->expected = world_bit(rank);
-    pass->changing = true; /* the others take part, and are sent their rows */
-    status = pass_dispatch(pass, 0, error);
-    if (status == EP_OK)
-        status = pass_received(pass, error);
-    pass->changing = false;
-    return status == EP_OK ? combine_alone(passes, rank, error) : status;
 }
 
 /* The late one comes in the end.  In LL, all rows have come meanwhile; in HT, whatever it finds, it does not hang. */
@@ -613,6 +599,14 @@ static ep_status dispatch_late(struct ll_passes *passes, uint32_t rank, struct e
     if (status == EP_OK)
         status = pass_received(pass, error);
     return status == EP_OK ? combine_alone(passes, rank, error) : status;
+}
+
+/* Nobody waits for it any more, nor it for anybody; they take part all the same, and are sent their rows. */
+static ep_status dispatch_alone(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    passes->pass[rank][0]->expected = world_bit(rank);
+    passes->pass[rank][0]->changing = true;
+    return dispatch_late(passes, rank, error);
 }
 
 /* All partials have come meanwhile; in HT they are sent to who asks in time, and he did not. */

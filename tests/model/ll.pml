@@ -201,10 +201,11 @@ byte lates;          /* timeouts so far */
 #define HAS_CREDIT (n <= B || from[FROM(r, d)] > n - B && from[FROM(r, d)] <= n || credit[CREDIT(r, d, n)] >= n - B)
 #endif
 #define HEADER_THERE (!GOES(d, r) || header[CELL(r, n, d)] == n)
+#define HAS_RELEASED(d) (credit[CREDIT(r, d, n)] >= n)
 #ifdef MUTANT_WAITS_FOR_WHO_GAVE_UP
 #define SENDS_NO_MORE(s) false
 #else
-#define SENDS_NO_MORE(s) (credit[CREDIT(r, s, n)] >= n)
+#define SENDS_NO_MORE(s) HAS_RELEASED(s)
 #endif
 #ifdef MUTANT_STALE_COUNTS
 #define COUNTS_THERE (counts[CELL(r, n, d)] > 0)
@@ -645,7 +646,7 @@ inline find_partials()
     :: d < R && GOES(r, d) && IN(members, d) ->
         if
         :: !DYING && announced[CELL(r, n, d)] == n -> got = got | 1 << d
-        :: !DYING && announced[CELL(r, n, d)] != n && (GONE(d) || credit[CREDIT(r, d, n)] >= n) -> miss(d)
+        :: !DYING && announced[CELL(r, n, d)] != n && (GONE(d) || HAS_RELEASED(d)) -> miss(d)
         LATE(d, announced[CELL(r, n, d)] == n)
         ESCAPE
         fi;
