@@ -15,6 +15,8 @@
 #include "node_private.h"
 #include "window.h"
 
+#define NCCL_START_MS 60000u /* it loads some hundred MB onto each GPU */
+
 /* ---- inventory --------------------------------------------------------------- */
 
 /* The value of "key: N kB" in /proc/meminfo, in bytes; 0 when it is not there. */
@@ -113,6 +115,36 @@ static void set_host_budget(struct ep_node *node, uint64_t asked)
                 EP_U("budget_bytes", node->budget), EP_U("free_bytes", memory));
 }
 
+static ep_status start_nccl(const struct ep_node *node, struct ep_error *why)
+{
+    uint32_t *ordinals = calloc(node->n_devices, sizeof *ordinals);
+    ep_status status;
+
+    if (!ordinals)
+        return ep_error_set(why, EP_NO_MEMORY, "node: out of memory");
+    for (uint32_t i = 0; i < node->n_devices; i++)
+        ordinals[i] = node->devices[i].ordinal;
+    status = nccl_start(node->cuda, ordinals, node->n_devices, NCCL_START_MS, why);
+    free(ordinals);
+    return status;
+}
+
+/* A node without it has groups of its own. */
+static ep_status open_nccl(struct ep_node *node, bool start, struct ep_error *error)
+{
+    struct ep_error why = EP_ERROR_INIT;
+
+    node->nccl_version = nccl_describe(node->cuda, &node->nccl);
+    if (node->nccl_version && start && start_nccl(node, &why)) {
+        EP_WARN("node", "NCCL does not start: no group over several nodes has a rank here", EP_S("error", why.text));
+        node->nccl_version = 0;
+        free(node->nccl);
+        if (asprintf(&node->nccl, "not to be used: it does not start: %s", why.text) < 0)
+            node->nccl = NULL;
+    }
+    return node->nccl ? EP_OK : ep_error_set(error, EP_NO_MEMORY, "node: out of memory");
+}
+
 static ep_status fill(struct ep_node *node, const struct ep_node_options *options, struct ep_error *error)
 {
     ep_status status;
@@ -132,13 +164,10 @@ static ep_status fill(struct ep_node *node, const struct ep_node_options *option
     if (status)
         return status;
     if (node->cuda)
-        node->nccl_version = nccl_describe(node->cuda, &node->nccl);
-    else
-        node->nccl = strdup("");
+        return open_nccl(node, options->several, error);
+    node->nccl = strdup("");
     if (!node->nccl)
         return ep_error_set(error, EP_NO_MEMORY, "node: out of memory");
-    if (node->cuda)
-        return EP_OK;
     set_host_budget(node, options->memory_budget);
     return make_devices(node, options->host_devices, error);
 }

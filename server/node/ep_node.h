@@ -31,6 +31,7 @@ struct ep_node_options {
     uint64_t memory_budget;         /* bytes for windows, on GPUs of each; 0: half of what is free at start */
     uint32_t sms_per_rank;          /* the most multiprocessors for a rank whose ops the server runs; 0: no bound */
     uint64_t region_bytes;          /* of its own memory that a worker may have mapped; 0: none */
+    bool several;                   /* groups over several nodes may have ranks here: NCCL is started on GPUs */
     const char *socket, *admin_address;
 };
 

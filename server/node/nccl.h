@@ -42,6 +42,15 @@ struct nccl_card {
 
 struct nccl_net;
 
+/*
+ * After nccl_check(), and before this process serves a rank.  NCCL loads its kernels when it is first called and when it
+ * first makes a communicator on a GPU.  The driver then waits for all that the process has under way, and keeps other
+ * calls waiting: behind a stream that waits for its worker's doorbell, that is as long as the worker likes.  So each of
+ * these GPUs gets a communicator of one rank, which is left at once.  Blocks for timeout_ms at most.
+ */
+ep_status nccl_start(const struct ep_cuda_api *api, const uint32_t *devices, uint32_t n, uint32_t timeout_ms,
+                     struct ep_error *error);
+
 /* Can it be used?  EP_UNIMPLEMENTED and EP_UNAVAILABLE say what is missing. */
 ep_status nccl_check(const struct ep_cuda_api *api, struct ep_error *error);
 /* Its version, and in words that and who brings GIN; or 0, and why it cannot be used.  *text: malloc'ed, NULL: no memory. */

@@ -2,9 +2,8 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
-#include "ep_clock.h"
+#include "crew.h"
 #include "ep_log.h"
 #include "ep_thread.h"
 #include "nccl_private.h"
@@ -22,94 +21,6 @@ static uint32_t most_nets(uint32_t ranks)
     const uint32_t have_signals = ALL_SIGNALS / ep_net_all_signals(ranks);
 
     return have_signals < MOST_NETS ? have_signals : MOST_NETS;
-}
-
-/* ---- threads, one for each rank ------------------------------------------------------------------ */
-
-struct crew {
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-    uint32_t busy;  /* under lock: hands that are not through */
-    bool abandoned; /* under lock: nobody waits for them, and the last one calls: */
-    void (*end)(struct crew *crew);
-};
-
-/* What one thread works on; the first in its struct. */
-struct hand {
-    struct crew *crew;
-    void (*work)(struct hand *hand);
-};
-
-static void crew_init(struct crew *crew, void (*end)(struct crew *crew))
-{
-    crew->end = end;
-    ep_clock_condition(&crew->changed);
-    pthread_mutex_init(&crew->lock, NULL);
-}
-
-static void crew_fini(struct crew *crew)
-{
-    pthread_cond_destroy(&crew->changed);
-    pthread_mutex_destroy(&crew->lock);
-}
-
-static bool is_abandoned(struct crew *crew)
-{
-    bool abandoned;
-
-    pthread_mutex_lock(&crew->lock);
-    abandoned = crew->abandoned;
-    pthread_mutex_unlock(&crew->lock);
-    return abandoned;
-}
-
-static void through(struct crew *crew)
-{
-    bool last;
-
-    pthread_mutex_lock(&crew->lock);
-    last = --crew->busy == 0 && crew->abandoned;
-    pthread_cond_broadcast(&crew->changed);
-    pthread_mutex_unlock(&crew->lock);
-    if (last)
-        crew->end(crew);
-}
-
-static void *labour(void *arg)
-{
-    struct hand *hand = arg;
-
-    hand->work(hand);
-    through(hand->crew);
-    return NULL;
-}
-
-/* False: there is no thread. */
-static bool set_to_work(struct crew *crew, struct hand *hand, void (*work)(struct hand *hand))
-{
-    pthread_t thread;
-
-    hand->crew = crew;
-    hand->work = work;
-    if (pthread_create(&thread, NULL, labour, hand) == 0)
-        return pthread_detach(thread) == 0;
-    through(crew);
-    return false;
-}
-
-/* False: they were abandoned. */
-static bool await(struct crew *crew, uint32_t timeout_ms)
-{
-    const struct timespec until = ep_clock_timespec(ep_clock_ns() + timeout_ms * EP_NS_PER_MS);
-    bool done;
-
-    pthread_mutex_lock(&crew->lock);
-    while (crew->busy && pthread_cond_timedwait(&crew->changed, &crew->lock, &until) == 0)
-        ;
-    done = crew->busy == 0;
-    crew->abandoned = !done;
-    pthread_mutex_unlock(&crew->lock);
-    return done;
 }
 
 /* ---- communicators ---------------------------------------------------------------------------------- */
@@ -250,11 +161,11 @@ static void leave(struct hand *hand)
 
 static void leave_world(struct world *world)
 {
-    world->crew.busy = world->n;
+    crew_expect(&world->crew, world->n);
     for (uint32_t i = 0; i < world->n; i++)
-        if (!set_to_work(&world->crew, &world->at[i].hand, leave))
+        if (!crew_set_to_work(&world->crew, &world->at[i].hand, leave))
             EP_ERROR("node", "no thread to leave a communicator: what it had is lost", EP_U("rank", world->at[i].rank));
-    if (await(&world->crew, LEAVE_MS))
+    if (crew_await(&world->crew, LEAVE_MS))
         free_world(world);
     else
         EP_ERROR("node", "NCCL does not come back from leaving a communicator: what it had is lost");
@@ -401,7 +312,7 @@ static ep_status join(struct member *member)
     if (!at->comm)
         status = nccl_comm_init(world->id, world->ranks, at->rank, &at->comm, error);
     for (uint32_t i = 0; !status && i < NCCL_MEMORIES; i++) {
-        if (is_abandoned(&member->net->crew)) /* and its memory may be gone */
+        if (crew_is_abandoned(&member->net->crew)) /* and its memory may be gone */
             return ep_error_set(error, EP_DEADLINE_EXCEEDED, "it took too long");
         status = nccl_window_open(at->comm, &member->rank.memory[i], error);
     }
@@ -444,11 +355,11 @@ static void give_back(struct hand *hand)
 /* False: they were abandoned, and the net is lost. */
 static bool run_members(struct nccl_net *net, void (*work)(struct hand *hand), uint32_t timeout_ms)
 {
-    net->crew.busy = net->n;
+    crew_expect(&net->crew, net->n);
     for (uint32_t i = 0; i < net->n; i++)
-        if (!set_to_work(&net->crew, &net->member[i].hand, work))
+        if (!crew_set_to_work(&net->crew, &net->member[i].hand, work))
             (void)ep_error_set(&net->member[i].error, EP_RESOURCE_EXHAUSTED, "no thread for NCCL");
-    return await(&net->crew, timeout_ms);
+    return crew_await(&net->crew, timeout_ms);
 }
 
 /* What it could go on with is of no use when there is another one. */

@@ -6,7 +6,8 @@
  *   window.c     windows, and who has how much memory in them
  *   team.c       teams: what both backends have in common; team_host.c, team_cuda.c the backends
  *   lost.c       nodes that a team over several of them has lost
- *   nccl.c       NCCL, for GPUs of several nodes; span_cuda.c what a team of them has beside that of one node
+ *   nccl.c       NCCL, for GPUs of several nodes: nccl_start.c its beginning, nccl_net.c communicators, crew.c threads for its
+ *                calls; span_cuda.c what a team of them has beside that of one node
  *   watch_cuda.c what kernels count and report; for a worker that runs its own ops nothing else is done
  *   loads_cuda.c rows of each expert, from the routing that kernels keep
  *   serve_cuda.c runs the ops of a worker that hands them over

@@ -296,10 +296,39 @@ measure_pauses() {
     grep -hE '^(nothing|--|server ends)' "$dir"/pauses-*.out
 }
 
-declare -a pids
+# Workers of a group on one node alone, which rest most of the time. NCCL begins with the first group over several nodes, when
+# their streams wait for doorbells.
+alone() {
+    local node i
+    admin group create alone "${group[@]:1}" --ranks="$((ranks / nodes))" --placement=pack --direct=none --wait=60s || return
+    node=$("$bin/ep-admin" group get alone | sed -n 's/^nodes  *node-\([0-9]*\) .*/\1/p')
+    for ((i = 0; i < ranks / nodes; i++)); do
+        "$bin/worker" --group=alone --server="unix:$dir/$node/ep.sock" --mode=both --pause-ms=500 >"$dir/alone-$i.out" 2>&1 &
+        resting+=("$!")
+    done
+    for ((i = 0; i < ranks / nodes; i++)); do
+        until_so reported "$dir/alone-$i.out" 0 || return
+    done
+}
+
+nobody_failed() { ! grep -E 'failures [1-9]|[1-9][0-9]* wrong|lost' "$dir"/alone-*.out; }
+
+# They go on meanwhile and afterwards.
+all_of_them() {
+    admin group create "${group[@]}" --wait=60s && await_reports "$dir"/alone-*.out && nobody_failed
+}
+
+alone_ends() {
+    kill "${resting[@]}" && wait "${resting[@]}"
+    admin group delete alone && nobody_failed
+}
+
+declare -a pids resting
 start_etcd
 step "$nodes servers start" start_nodes || { closing_line; exit 1; }
-step 'a group over all of them' admin group create "${group[@]}" --wait=60s || { closing_line; exit 1; }
+step 'a group on one of them, and its workers' alone
+step 'a group over all of them' all_of_them || { closing_line; exit 1; }
+step 'the group on one of them goes' alone_ends
 step 'executor direct is refused' refused 'several nodes' low --executor=direct --tokens=1 --iters=1 --layouts=packed
 step 'low latency: every layout, verified' low --tokens=1,16 --iters=20
 step 'low latency: fp8' low --tokens=16 --iters=10 --dtypes=fp8

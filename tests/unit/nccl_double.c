@@ -2,10 +2,11 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "nccl.h"
 
-int nccl_double_made, nccl_double_left, nccl_double_windows;
+int nccl_double_made, nccl_double_left, nccl_double_windows, nccl_double_refuses, nccl_double_blocks;
 
 typedef struct { char internal[NCCL_ID_BYTES]; } unique_id;
 
@@ -35,7 +36,9 @@ int ncclGetUniqueId(unique_id *id)
 /* ncclInvalidArgument for an id that nobody made. */
 int ncclCommInitRank(void **comm, int ranks, unique_id id, int rank)
 {
-    if (id.internal[0] != 'n' || rank >= ranks)
+    while (__atomic_load_n(&nccl_double_blocks, __ATOMIC_RELAXED))
+        usleep(1000);
+    if (id.internal[0] != 'n' || rank >= ranks || nccl_double_refuses)
         return 4;
     *comm = malloc(1);
     __atomic_fetch_add(&nccl_double_made, 1, __ATOMIC_RELAXED);

@@ -42,9 +42,12 @@ static uint32_t nccl_version(void)
     return built_with;
 }
 
+static unsigned bound; /* bit d: a thread was, to device d */
+
 static ep_status nccl_bind(uint32_t device, struct ep_error *error)
 {
-    (void)device, (void)error;
+    (void)error;
+    __atomic_fetch_or(&bound, 1u << device, __ATOMIC_RELAXED);
     return EP_OK;
 }
 
@@ -509,19 +512,25 @@ static void without_the_right_nccl_it_is_refused(void **state)
     assert_non_null(strstr(error.text, "version 22809, the kernels were built for 23007"));
 }
 
-static void says(uint32_t nccl_version, const char *nccl)
+static void a_node_says(const struct ep_node_options *options, uint32_t nccl_version, const char *nccl)
 {
-    const struct ep_node_options options = { .name = "n1", .backend = EP_NODE_CUDA, .cuda = &api };
     struct ep_node *node;
     Ep__V1__NodeInfo info;
 
-    assert_int_equal(ep_node_open(&options, &node, NULL), EP_OK);
+    assert_int_equal(ep_node_open(options, &node, NULL), EP_OK);
     ep_node_info(node, &info);
     assert_int_equal(info.nccl_version, nccl_version);
     if (!strstr(info.nccl, nccl))
         fail_msg("\"%s\" does not say \"%s\"", info.nccl, nccl);
     ep_node_info_clear(&info);
     ep_node_close(node);
+}
+
+static void says(uint32_t nccl_version, const char *nccl)
+{
+    const struct ep_node_options options = { .name = "n1", .backend = EP_NODE_CUDA, .cuda = &api };
+
+    a_node_says(&options, nccl_version, nccl);
 }
 
 static void the_inventory_says_what_leads_to_other_nodes(void **state)
@@ -536,9 +545,59 @@ static void the_inventory_says_what_leads_to_other_nodes(void **state)
     says(0, "not to be used: the cuda backend was built without NCCL's headers");
 }
 
+/* Later it would wait for streams that wait for workers. */
+static void nccl_starts_on_all_gpus_of_a_node_in_a_cluster(void **state)
+{
+    struct ep_node_options options = { .name = "n1", .backend = EP_NODE_CUDA, .cuda = &api };
+    const int made = value(&nccl_double_made), left = value(&nccl_double_left);
+
+    (void)state;
+    a_node_says(&options, 22809, "2.28.9");
+    assert_int_equal(value(&nccl_double_made), made); /* it is alone */
+    options.several = true;
+    options.gpus = "1";
+    bound = 0;
+    a_node_says(&options, 22809, "2.28.9");
+    assert_int_equal(bound, 1u << 1);
+    assert_int_equal(value(&nccl_double_made), made + 1);
+    options.gpus = NULL;
+    a_node_says(&options, 22809, "2.28.9");
+    assert_int_equal(value(&nccl_double_made), made + 1 + CUDA_FIXTURE_DEVICES);
+    assert_int_equal(value(&nccl_double_left), left + 1 + CUDA_FIXTURE_DEVICES);
+}
+
+static void where_it_does_not_start_the_node_is_on_its_own(void **state)
+{
+    const struct ep_node_options options = { .name = "n1", .backend = EP_NODE_CUDA, .cuda = &api, .several = true };
+
+    (void)state;
+    nccl_double_refuses = 1;
+    a_node_says(&options, 0, "not to be used: it does not start: device 0: ncclCommInitRank: refused: the double says no more");
+    nccl_double_refuses = 0;
+}
+
+static void a_start_that_takes_too_long_is_abandoned(void **state)
+{
+    static const uint32_t devices[] = { 0, 1 };
+    const int left = value(&nccl_double_left);
+    struct ep_error error = EP_ERROR_INIT;
+
+    (void)state;
+    assert_int_equal(nccl_check(&api, NULL), EP_OK);
+    __atomic_store_n(&nccl_double_blocks, 1, __ATOMIC_RELAXED);
+    assert_int_equal(nccl_start(&api, devices, 2, 20, &error), EP_DEADLINE_EXCEEDED);
+    assert_string_equal(error.text, "it made no communicator within 20 ms");
+    __atomic_store_n(&nccl_double_blocks, 0, __ATOMIC_RELAXED);
+    while (value(&nccl_double_left) < left + 2)
+        usleep(1000);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(nccl_starts_on_all_gpus_of_a_node_in_a_cluster, setup, teardown),
+        cmocka_unit_test_setup_teardown(where_it_does_not_start_the_node_is_on_its_own, setup, teardown),
+        cmocka_unit_test_setup_teardown(a_start_that_takes_too_long_is_abandoned, setup, teardown),
         cmocka_unit_test_setup_teardown(the_inventory_says_what_leads_to_other_nodes, setup, teardown),
         cmocka_unit_test_setup_teardown(states_know_who_is_far_and_what_leads_there, setup, teardown),
         cmocka_unit_test_setup_teardown(beside_a_window_is_room_for_what_goes_elsewhere, setup, teardown),
