@@ -102,12 +102,16 @@ start() {
     started+=("$server")
 }
 
-# A server with the group "moe".
 mode=ll
+make_group() { # NAME RANKS [OPTION...]
+    timeout --kill-after=5 "$says_limit_s" "$bin/ep-admin" group create "$1" --ranks="$2" --experts=$((4 * $2)) \
+        --hidden=1024 --top-k=2 --modes="$mode" --"$mode"-max-tokens=32 --arena=64MiB --wait=20s "${@:3}" || complain "no group $1"
+}
+
+# A server with the group "moe".
 serve() {
     start
-    timeout --kill-after=5 "$says_limit_s" "$bin/ep-admin" group create moe --ranks="$ranks" --experts=$((4 * ranks)) \
-        --hidden=1024 --top-k=2 --modes="$mode" --"$mode"-max-tokens=32 --arena=64MiB --wait=20s "$@" || complain 'no group'
+    make_group moe "$ranks" "$@"
 }
 
 # in_ht FUNCTION [ARGUMENT...]: the group has HT, and its workers use it.
@@ -140,7 +144,7 @@ start_workers() { # FIRST LAST [OPTION...]: named for their ranks
 says() {
     local name=$1 text=$2
     for ((i = 0; i < 10 * says_limit_s; i++)); do
-        tail -n "+${heard[$name]:-1}" "$step_dir/$name.out" | grep -qF -- "$text" && break
+        tail -n "+${heard[$name]:-1}" "$step_dir/$name.out" 2>/dev/null | grep -qF -- "$text" && break
         sleep 0.1
     done
     ((i < 10 * says_limit_s)) || complain "worker $name never says '$text'"
@@ -328,6 +332,22 @@ run_changes() { # EXECUTOR [OPTION...]
     fi
 }
 
+# The first group has one GPU, and its worker rests most of the time. The second one has all of them, and both modes.
+run_second_group() {
+    local rank
+    EP_SERVER_SMS_PER_RANK=4 start # room for both
+    make_group first 1 "$@"
+    start_worker first 0 --group=first --pause-ms=500
+    says first 'absent 0, failures 0'
+    make_group moe "$ranks" --modes=ll,ht "$@"
+    start_workers 0 "$last" --mode=both
+    for ((rank = 0; rank < ranks; rank++)); do
+        says "$rank" 'absent 0, failures 0'
+    done
+    says first 'absent 0, failures 0'
+    none_wrong
+}
+
 run_late() {
     serve --timeout-ms=300 "$@"
     start_workers 0 $((last - 1))
@@ -411,6 +431,7 @@ process_steps() { # NAME [OPTION...]: of the group
     step "$name: kill -9 of the server, with many streams" run_server_killed_streams "$@"
     step "$name: kill -9 of the server, which returns" run_server_returns "$@"
     step "$name: a rank that is late is named" run_late "$@"
+    step "$name: a second group comes while the first one is served" run_second_group "$@"
     step "$name: the group changes under a soak" run_changes "$name" "$@"
 }
 
