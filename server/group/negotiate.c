@@ -10,16 +10,21 @@
 
 #include "group_private.h"
 
+static const struct ep_plan *present_plan(const struct group *group)
+{
+    return group->epoch ? &group->epoch->plan : NULL;
+}
+
 /* Where they are, on other nodes if one of these is drained, and rather there than nowhere. */
 static ep_status place(const struct group *group, const Ep__V1__GroupSpec *asked, bool stay,
                        const struct node_table *table, const struct ep_settled *settled, struct ep_plan *plan,
                        struct ep_error *error)
 {
-    const struct ep_plan *present = stay && group->epoch ? &group->epoch->plan : NULL;
+    const struct ep_plan *present = stay ? present_plan(group) : NULL;
     ep_status status = EP_FAILED_PRECONDITION;
 
     if (!present || ep_plan_check(asked, settled, table->nodes, table->n, present, false, NULL))
-        status = ep_plan_make(asked, settled, table->nodes, table->n, plan, error);
+        status = ep_plan_make(asked, settled, table->nodes, table->n, present_plan(group), plan, error);
     else
         status = EP_OK, ep_plan_copy(present, plan);
     if (!status || !present || ep_plan_check(asked, settled, table->nodes, table->n, present, true, NULL))
@@ -61,7 +66,7 @@ static ep_status settle_and_place(const struct group *group, const Ep__V1__Group
         return status;
     status = place(group, asked, stay, table, settled, plan, error);
     if (status == EP_RESOURCE_EXHAUSTED)
-        (void)ep_plan_lower(asked, settled, table->nodes, table->n, lowered);
+        (void)ep_plan_lower(asked, settled, table->nodes, table->n, present_plan(group), lowered);
     if (!status && ((status = settle_homes(asked, &bounds, plan, settled, error)) ||
                     (status = ep_plan_check_span(settled, table->nodes, table->n, plan, error))))
         ep_plan_clear(plan);

@@ -74,16 +74,19 @@ static uint64_t apart_of(const Ep__V1__Device *device)
 static void fill_told(struct ep_plan_node *node, const Ep__V1__NodeInfo *info, const struct share_told *told)
 {
     const char **names = group_allocate(info->n_devices, sizeof *names);
-    uint64_t *left = group_allocate(info->n_devices, sizeof *left), *apart = group_allocate(info->n_devices, sizeof *apart);
+    uint64_t *left = group_allocate(info->n_devices, sizeof *left), *used = group_allocate(info->n_devices, sizeof *used);
+    uint64_t *apart = group_allocate(info->n_devices, sizeof *apart);
 
     for (size_t i = 0; i < info->n_devices; i++) {
         apart[i] = apart_of(info->devices[i]);
         names[i] = info->devices[i]->name;
-        left[i] = left_of(info->devices[i]->memory_bytes, info->devices[i]->used_bytes + told->device[i]);
+        used[i] = info->devices[i]->used_bytes + told->device[i];
+        left[i] = left_of(info->devices[i]->memory_bytes, used[i]);
         node->has.backend = info->devices[i]->backend;
     }
     node->device = names;
     node->apart = apart;
+    node->device_used = used;
     node->has.devices = (uint32_t)info->n_devices;
     node->has.memory_left = left_of(info->memory_budget_bytes, info->memory_used_bytes + told->all);
     node->has.device_left = left;
@@ -94,15 +97,18 @@ static void fill_own(struct ep_plan_node *node, const struct ep_groups *groups)
     const uint32_t n = ep_node_devices(groups->node);
     const uint64_t *left = ep_node_device_memory_left(groups->node);
     const char **names = group_allocate(n, sizeof *names);
-    uint64_t *copy = group_allocate(n, sizeof *copy), *apart = group_allocate(n, sizeof *apart);
+    uint64_t *copy = group_allocate(n, sizeof *copy), *used = group_allocate(n, sizeof *used);
+    uint64_t *apart = group_allocate(n, sizeof *apart);
 
     for (uint32_t i = 0; i < n; i++) {
         apart[i] = ep_node_device_apart(groups->node, i);
         names[i] = ep_node_device_name(groups->node, i);
         copy[i] = left ? left[i] : 0;
+        used[i] = ep_node_device_memory_used(groups->node, i);
     }
     node->device = names;
     node->apart = apart;
+    node->device_used = used;
     node->nccl_version = ep_node_nccl(groups->node, &node->nccl);
     node->has.granule = ep_node_granule(groups->node);
     node->has.backend = ep_node_backend(groups->node);
@@ -117,7 +123,9 @@ static void share_memory(struct ep_plan_node *node)
     if (node->has.backend == EP__V1__BACKEND__BACKEND_CUDA)
         return;
     free((void *)(uintptr_t)node->has.device_left);
+    free((void *)(uintptr_t)node->device_used);
     node->has.device_left = NULL;
+    node->device_used = NULL;
 }
 
 static void fill_other(struct ep_plan_node *node, const struct ep_groups *groups, const struct group *group,
@@ -175,6 +183,7 @@ void nodes_clear(struct node_table *table)
         free((void *)(uintptr_t)table->nodes[i].device);
         free((void *)(uintptr_t)table->nodes[i].has.device_left);
         free((void *)(uintptr_t)table->nodes[i].apart);
+        free((void *)(uintptr_t)table->nodes[i].device_used);
         free((void *)(uintptr_t)table->nodes[i].release);
     }
     free(table->nodes);

@@ -7,6 +7,7 @@
 
 #include "device_state.h"
 #include "ep_team.h"
+#include "plan_devices.h"
 
 #define ALIKE 16u /* ranks: as many as nodes mostly have devices */
 #define STRATEGY(name) EP__V1__NODE_STRATEGY__NODE_STRATEGY_##name
@@ -325,27 +326,38 @@ static uint32_t most_ranks(const struct ep_spec_bounds *has, uint32_t wanted)
     return wanted > EP_DEVICE_NODE_RANKS && has->devices < EP_DEVICE_NODE_RANKS ? has->devices : EP_DEVICE_NODE_RANKS;
 }
 
-/* beside: taken of a node's memory whatever number of ranks it has. */
-static bool has_room(const struct ep_spec_bounds *has, uint32_t ranks, uint64_t rank_bytes, uint64_t beside)
-{
-    const uint64_t left = has->memory_left > beside ? has->memory_left - beside : 0;
+/* What a rank takes, and what is taken of a node whatever number of ranks it has; 0: memory is not minded. */
+struct need {
+    uint64_t rank, node;
+};
 
-    if (!rank_bytes)
-        return true;
-    if (!has->device_left)
-        return ranks <= left / rank_bytes;
-    for (uint32_t device = 0; device < has->devices && device < ranks; device++)
-        if ((ranks - device - 1) / has->devices + 1 > has->device_left[device] / rank_bytes)
+/* Each on the device that it would have. */
+static bool devices_have_room(const struct ep_plan_node *node, uint32_t ranks, uint64_t rank_bytes, uint64_t held)
+{
+    uint32_t device[EP_DEVICE_NODE_RANKS];
+
+    ep_plan_devices(node, ranks, rank_bytes, held, device);
+    for (uint32_t k = 0; k < ranks; k++)
+        if (k / node->has.devices + 1 > node->has.device_left[device[k]] / rank_bytes)
             return false;
     return true;
 }
 
-static uint32_t room_of(const struct ep_spec_bounds *has, uint32_t wanted, uint64_t rank_bytes, uint64_t beside)
+static bool has_room(const struct ep_plan_node *node, uint32_t ranks, struct need need, uint64_t held)
 {
-    const uint32_t most = most_ranks(has, wanted);
+    const uint64_t left = node->has.memory_left > need.node ? node->has.memory_left - need.node : 0;
+
+    if (!need.rank)
+        return true;
+    return node->has.device_left ? devices_have_room(node, ranks, need.rank, held) : ranks <= left / need.rank;
+}
+
+static uint32_t room_of(const struct ep_plan_node *node, uint32_t wanted, struct need need, uint64_t held)
+{
+    const uint32_t most = most_ranks(&node->has, wanted);
     uint32_t ranks = wanted < most ? wanted : most;
 
-    while (ranks && !has_room(has, ranks, rank_bytes, beside))
+    while (ranks && !has_room(node, ranks, need, held))
         ranks--;
     return ranks;
 }
@@ -354,24 +366,32 @@ static uint32_t room_of(const struct ep_spec_bounds *has, uint32_t wanted, uint6
 struct shares {
     const struct ep_plan_node *nodes;
     size_t n;
+    const struct ep_plan *before;
+    struct need need;
+    uint64_t *held;         /* [n] devices that the group is on */
     uint32_t *room, *ranks; /* [n] */
     uint32_t wanted, left;
 };
 
 static void shares_init(struct shares *s, const struct ep_settled *settled, const struct ep_plan_node *nodes, size_t n,
-                        bool mind_memory, struct ep_team_beside beside)
+                        const struct ep_plan *before, struct need need)
 {
-    *s = (struct shares){ .nodes = nodes, .n = n, .wanted = settled->spec->ranks, .left = settled->spec->ranks };
+    *s = (struct shares){ .nodes = nodes, .n = n, .before = before, .need = need,
+                          .wanted = settled->spec->ranks, .left = settled->spec->ranks };
+    s->held = allocate(n, sizeof *s->held);
     s->room = allocate(n, sizeof *s->room);
     s->ranks = allocate(n, sizeof *s->ranks);
-    for (size_t i = 0; i < n; i++)
-        if (serves(&nodes[i], settled->spec, settled->spec->backend, false))
-            s->room[i] = room_of(&nodes[i].has, s->wanted, mind_memory ? settled->rank_bytes + beside.rank : 0,
-                                 beside.node);
+    for (size_t i = 0; i < n; i++) {
+        if (!serves(&nodes[i], settled->spec, settled->spec->backend, false))
+            continue;
+        s->held[i] = nodes[i].device_used ? ep_plan_held(&nodes[i], before, s->wanted) : 0;
+        s->room[i] = room_of(&nodes[i], s->wanted, need, s->held[i]);
+    }
 }
 
 static void shares_clear(struct shares *s)
 {
+    free(s->held);
     free(s->room);
     free(s->ranks);
 }
@@ -430,24 +450,37 @@ static void spread(struct shares *s)
 
 /* ---- the strategies --------------------------------------------------------------------- */
 
+/* The ranks of a node, from this one on. */
+static void put_share(const struct shares *s, size_t i, uint32_t first, uint32_t *device, struct ep_plan *out)
+{
+    const struct ep_plan_node *node = &s->nodes[i];
+
+    ep_plan_devices(node, s->ranks[i], s->need.rank, s->held[i], device);
+    ep_plan_stay(node, s->before, first, s->ranks[i], device);
+    for (uint32_t k = 0; k < s->ranks[i]; k++)
+        put(out, first + k, node->has.node, node->device[device[k]]);
+}
+
 static void number(const struct shares *s, struct ep_plan *out)
 {
-    uint32_t rank = 0;
+    uint32_t *device = allocate(s->wanted, sizeof *device), first = 0;
 
     init(out, s->wanted);
-    for (size_t i = 0; i < s->n; i++)
-        for (uint32_t k = 0; k < s->ranks[i]; k++)
-            put(out, rank++, s->nodes[i].has.node, s->nodes[i].device[ep_spec_device(k, s->nodes[i].has.devices)]);
+    for (size_t i = 0; i < s->n; i++) {
+        put_share(s, i, first, device, out);
+        first += s->ranks[i];
+    }
+    free(device);
 }
 
 /* False: there is no room for all of them. */
-static bool share_out(const struct ep_settled *settled, const struct ep_plan_node *nodes, size_t n, bool mind_memory,
-                      struct ep_team_beside beside, struct ep_plan *out)
+static bool share_out(const struct ep_settled *settled, const struct ep_plan_node *nodes, size_t n, const struct ep_plan *before,
+                      struct need need, struct ep_plan *out)
 {
     struct shares s;
     bool all;
 
-    shares_init(&s, settled, nodes, n, mind_memory, beside);
+    shares_init(&s, settled, nodes, n, before, need);
     if (settled->spec->placement->nodes == STRATEGY(SPREAD))
         spread(&s);
     else
@@ -471,10 +504,7 @@ static const struct ep_plan_node *find_node(const struct ep_plan_node *nodes, si
 
 static bool has_device(const struct ep_plan_node *node, const char *device)
 {
-    for (uint32_t i = 0; i < node->has.devices; i++)
-        if (!strcmp(node->device[i], device))
-            return true;
-    return false;
+    return ep_plan_device_at(node, device) < node->has.devices;
 }
 
 static ep_status check_home(const struct ep_plan_node *node, const char *name, const char *device,
@@ -533,7 +563,7 @@ static ep_status place_homes(const Ep__V1__GroupSpec *spec, const Ep__V1__RankPl
             const uint32_t turn = before[node - nodes]++;
 
             put(out, r, homes[r]->node,
-                *homes[r]->device ? homes[r]->device : node->device[ep_spec_device(turn, node->has.devices)]);
+                *homes[r]->device ? homes[r]->device : node->device[turn % node->has.devices]);
         }
     }
     free(before);
@@ -649,15 +679,6 @@ static ep_status check_devices(const struct ep_plan *plan, const struct ep_plan_
 
 /* ---- do ranks of a node reach each other ------------------------------------------------------ */
 
-static uint32_t place_of_device(const struct ep_plan_node *node, const char *device)
-{
-    uint32_t i = 0;
-
-    while (i < node->has.devices && strcmp(node->device[i], device) != 0)
-        i++;
-    return i;
-}
-
 static ep_status refuse_apart(const struct ep_plan *plan, uint32_t first, uint32_t second, struct ep_error *error)
 {
     return ep_error_set(error, EP_FAILED_PRECONDITION,
@@ -671,10 +692,10 @@ static ep_status refuse_apart(const struct ep_plan *plan, uint32_t first, uint32
 static ep_status check_rank_reach(const struct ep_plan *plan, const struct ep_plan_node *node, const uint32_t *before,
                                   uint32_t n, uint32_t rank, struct ep_error *error)
 {
-    const uint32_t own = place_of_device(node, plan->device[rank]);
+    const uint32_t own = ep_plan_device_at(node, plan->device[rank]);
 
     for (uint32_t i = 0; own < node->has.devices && i < n; i++) {
-        const uint32_t other = place_of_device(node, plan->device[before[i]]);
+        const uint32_t other = ep_plan_device_at(node, plan->device[before[i]]);
 
         if (other < 64 && node->apart[own] >> other & 1)
             return refuse_apart(plan, before[i], rank, error);
@@ -755,36 +776,35 @@ static ep_status no_devices(const struct ep_settled *settled, const struct ep_pl
 
 /* Ranks on several nodes take memory for the way between them too: how many these are is known after a first look. */
 static bool share_out_by_memory(const struct ep_settled *settled, const struct ep_plan_node *nodes, size_t n,
-                                struct ep_plan *out)
+                                const struct ep_plan *before, struct ep_plan *out)
 {
-    const struct ep_team_beside none = { 0 };
     struct ep_team_beside beside;
 
-    if (!share_out(settled, nodes, n, true, none, out))
+    if (!share_out(settled, nodes, n, before, (struct need){ settled->rank_bytes, 0 }, out))
         return false;
     if (out->n_nodes == 1)
         return true;
     beside = ep_team_beside(settled->spec->backend, &settled->map, out->node);
     ep_plan_clear(out);
-    return share_out(settled, nodes, n, true, beside, out);
+    return share_out(settled, nodes, n, before, (struct need){ settled->rank_bytes + beside.rank, beside.node }, out);
 }
 
 /* Where there is memory for all ranks; else where there are devices, for fit() to say what is missing. */
 static ep_status place(const struct ep_settled *settled, const struct ep_plan_node *nodes, size_t n,
-                       struct ep_plan *out, struct ep_error *error)
+                       const struct ep_plan *before, struct ep_plan *out, struct ep_error *error)
 {
     if (settled->spec->placement->nodes == STRATEGY(EXPLICIT))
         return place_explicit(settled, nodes, n, out, error);
-    if (share_out_by_memory(settled, nodes, n, out) ||
-        share_out(settled, nodes, n, false, (struct ep_team_beside){ 0 }, out))
+    if (share_out_by_memory(settled, nodes, n, before, out) ||
+        share_out(settled, nodes, n, before, (struct need){ 0, 0 }, out))
         return EP_OK;
     return no_devices(settled, nodes, n, error);
 }
 
-ep_status ep_plan_make(const Ep__V1__GroupSpec *asked, const struct ep_settled *settled,
-                       const struct ep_plan_node *nodes, size_t n, struct ep_plan *out, struct ep_error *error)
+ep_status ep_plan_make(const Ep__V1__GroupSpec *asked, const struct ep_settled *settled, const struct ep_plan_node *nodes,
+                       size_t n, const struct ep_plan *before, struct ep_plan *out, struct ep_error *error)
 {
-    ep_status status = place(settled, nodes, n, out, error);
+    ep_status status = place(settled, nodes, n, before, out, error);
 
     if (!status && (status = fit(asked, settled, nodes, n, out, error)))
         ep_plan_clear(out);
@@ -792,14 +812,14 @@ ep_status ep_plan_make(const Ep__V1__GroupSpec *asked, const struct ep_settled *
 }
 
 bool ep_plan_lower(const Ep__V1__GroupSpec *asked, const struct ep_settled *settled, const struct ep_plan_node *nodes,
-                   size_t n, struct ep_plan_lowered *out)
+                   size_t n, const struct ep_plan *before, struct ep_plan_lowered *out)
 {
     struct ep_spec_lowered lowered;
     struct ep_plan plan;
     struct pools pools;
     bool found;
 
-    if (place(settled, nodes, n, &plan, NULL))
+    if (place(settled, nodes, n, before, &plan, NULL))
         return false;
     pools = pools_of(settled, nodes, n, &plan);
     found = ep_spec_lower(asked, settled, pools.list, pools.n, &lowered);

@@ -4,8 +4,8 @@
  * The leader plans; what it planned is stored with the epoch, so that all servers know the same.
  *
  * Kernels reach ranks of their node by loads and stores, and others through NCCL: to the plan a node is one NVLink domain, and
- * packing fills one before it takes another.  Where GPUs of a node do not reach each other, ranks on such two are refused: what
- * the plan places there, the node could not form.  It does not look for those that do; an explicit placement may name them.
+ * packing fills one before it takes another.  On a node, ranks get GPUs that reach each other (plan_devices.h); where there are
+ * not so many they are refused, as are two that are placed one by one on such: the node could not form the group.
  */
 #ifndef EP_GROUP_PLAN_H
 #define EP_GROUP_PLAN_H
@@ -20,6 +20,7 @@ struct ep_plan_node {
     struct ep_spec_bounds has;
     const char *const *device; /* [has.devices] names */
     const uint64_t *apart;     /* [has.devices] bit d: it and device d do not reach each other's memory; NULL: all do */
+    const uint64_t *device_used; /* [has.devices] bytes that groups have of each; NULL: its devices are alike */
     bool cordoned;
     uint32_t modes, dtypes;    /* bits: what it has; 0: everything */
     uint32_t nccl_version;     /* and nccl: as NodeInfo has them */
@@ -38,10 +39,11 @@ struct ep_plan {
 
 /*
  * Places the ranks of a settled spec on nodes of its backend, which are not cordoned, as spec->placement says.  The
- * refusal says what is missing and what would fit.  asked, settled: as for ep_spec_fit().  nodes: by name.
+ * refusal says what is missing and what would fit.  asked, settled: as for ep_spec_fit().  nodes: by name.  before: where its
+ * ranks are now, for those that come to the same node again; NULL: nowhere.
  */
-ep_status ep_plan_make(const Ep__V1__GroupSpec *asked, const struct ep_settled *settled,
-                       const struct ep_plan_node *nodes, size_t n, struct ep_plan *out, struct ep_error *error);
+ep_status ep_plan_make(const Ep__V1__GroupSpec *asked, const struct ep_settled *settled, const struct ep_plan_node *nodes,
+                       size_t n, const struct ep_plan *before, struct ep_plan *out, struct ep_error *error);
 
 /*
  * After a refusal for want of memory: sizes that nobody asked for and that would fit where the ranks would be, as
@@ -52,7 +54,7 @@ struct ep_plan_lowered {
     char why[200];
 };
 bool ep_plan_lower(const Ep__V1__GroupSpec *asked, const struct ep_settled *settled, const struct ep_plan_node *nodes,
-                   size_t n, struct ep_plan_lowered *out);
+                   size_t n, const struct ep_plan *before, struct ep_plan_lowered *out);
 
 /* Would the part of one node fit there?  nodes has that node only.  The last word is the node's own. */
 ep_status ep_plan_fit_part(const struct ep_settled *settled, const struct ep_plan_node *own,

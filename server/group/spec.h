@@ -44,12 +44,6 @@ struct ep_spec_pool {
     uint32_t ranks;
 };
 
-/* Ranks of a node take its devices in turn. */
-static inline uint32_t ep_spec_device(uint32_t rank, uint32_t devices)
-{
-    return rank % devices;
-}
-
 struct ep_settled {
     Ep__V1__GroupSpec *spec; /* every default filled in, homes listed; own message */
     struct ep_layout_map map;

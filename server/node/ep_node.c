@@ -340,6 +340,11 @@ const uint64_t *ep_node_device_memory_left(const struct ep_node *node)
     return node->left;
 }
 
+uint64_t ep_node_device_memory_used(const struct ep_node *node, uint32_t device)
+{
+    return node->devices[device].used;
+}
+
 uint64_t ep_node_granule(const struct ep_node *node)
 {
     return node->cuda ? 2ull << 20 : 1; /* of VMM allocations, on every GPU that has them */

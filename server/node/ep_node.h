@@ -74,6 +74,7 @@ void ep_node_release(struct ep_node *node, uint32_t device, uint64_t bytes);
 uint64_t ep_node_memory_left(const struct ep_node *node); /* of all devices */
 /* What each device has left, [ep_node_devices]; NULL on the host backend, whose devices share it. */
 const uint64_t *ep_node_device_memory_left(const struct ep_node *node);
+uint64_t ep_node_device_memory_used(const struct ep_node *node, uint32_t device);
 /* Allocations are multiples of this: what is reserved should be. */
 uint64_t ep_node_granule(const struct ep_node *node);
 

@@ -223,6 +223,25 @@ class GpusTest(harness.TestCase):
         with Worker(self.server.socket, 0) as w:
             self.assertEqual(word(w.windows[0], 16), 2) # epoch
 
+    # -- which of them a group is on --
+
+    def test_groups_take_gpus_that_others_leave(self):
+        self.server = self.start_server("--backend=auto", env={"EP_CUDA_MODULE": MODULE})
+
+        def gpus(name):
+            return [rank["device"][-1] for rank in
+                    self.admin("group", "get", name, "--output=json").json()["status"]["ranks"]]
+
+        for name, gpu in (("a", "0"), ("b", "1"), ("c", "0")):
+            self.admin("group", "create", name, "--ranks=1", *GROUP[5:])
+            self.assertEqual(gpus(name), [gpu])
+        self.admin("group", "update", "b", "--hidden=128")
+        self.assertEqual(gpus("b"), ["1"])
+        self.admin("group", "update", "b", "--ranks=2")
+        self.assertEqual(gpus("b"), ["1", "0"])
+        self.admin("group", "update", "b", "--placement=spread")
+        self.assertEqual(gpus("b"), ["1", "0"])
+
     # -- workers --
 
     def test_a_direct_worker_gets_all_its_memory(self):

@@ -39,9 +39,9 @@ static Ep__V1__GroupSpec spec_of(uint32_t ranks, Ep__V1__Placement *placement)
     return spec;
 }
 
-/* As the leader does it; text: node and device of each rank, or why not. */
-static ep_status plan(const Ep__V1__GroupSpec *spec, const struct ep_plan_node *nodes, size_t n, char *text,
-                      size_t size)
+/* As the leader does it; text: node and device of each rank, or why not.  before: where they are. */
+static ep_status plan_again(const Ep__V1__GroupSpec *spec, const struct ep_plan_node *nodes, size_t n,
+                            const struct ep_plan *before, char *text, size_t size)
 {
     struct ep_error error = EP_ERROR_INIT;
     struct ep_spec_bounds bounds;
@@ -51,7 +51,7 @@ static ep_status plan(const Ep__V1__GroupSpec *spec, const struct ep_plan_node *
 
     *text = '\0';
     if (!ep_plan_bounds(spec, nodes, n, false, &bounds, &error) && !ep_spec_settle(spec, &bounds, &settled, &error)) {
-        if (!ep_plan_make(spec, &settled, nodes, n, &made, &error)) {
+        if (!ep_plan_make(spec, &settled, nodes, n, before, &made, &error)) {
             for (uint32_t r = 0; r < made.n_ranks; r++)
                 used += (size_t)snprintf(text + used, size - used, "%s%s/%s", r ? " " : "", made.name[made.node[r]],
                                          made.device[r]);
@@ -63,6 +63,11 @@ static ep_status plan(const Ep__V1__GroupSpec *spec, const struct ep_plan_node *
     if (error.status)
         snprintf(text, size, "%s", error.text);
     return error.status;
+}
+
+static ep_status plan(const Ep__V1__GroupSpec *spec, const struct ep_plan_node *nodes, size_t n, char *text, size_t size)
+{
+    return plan_again(spec, nodes, n, NULL, text, size);
 }
 
 /* GPUs, each of which has room for every rank. */
@@ -91,7 +96,7 @@ static void expect_span(uint32_t ranks, const struct ep_plan_node *nodes, size_t
     placement.nodes = NODES(SPREAD);
     assert_int_equal(ep_plan_bounds(&spec, nodes, n, false, &bounds, &error), EP_OK);
     assert_int_equal(ep_spec_settle(&spec, &bounds, &settled, &error), EP_OK);
-    assert_int_equal(ep_plan_make(&spec, &settled, nodes, n, &made, &error), EP_OK);
+    assert_int_equal(ep_plan_make(&spec, &settled, nodes, n, NULL, &made, &error), EP_OK);
     assert_int_equal(ep_plan_check_span(&settled, nodes, n, &made, &error), *wanted ? EP_FAILED_PRECONDITION : EP_OK);
     if (!strstr(error.text, wanted))
         fail_msg("\"%s\" is not \"%s\"", error.text, wanted);
@@ -314,6 +319,91 @@ static void ranks_of_a_node_are_on_gpus_that_reach_each_other(void **state)
     assert_non_null(strstr(text, "rank 0 would be on host2 and rank 1 on host0 of node a"));
 }
 
+static void expect_gpus(uint32_t ranks, const struct ep_plan_node *node, const struct ep_plan *before, const char *wanted)
+{
+    Ep__V1__Placement placement = EP__V1__PLACEMENT__INIT;
+    const Ep__V1__GroupSpec spec = spec_of(ranks, &placement);
+    char text[512];
+
+    (void)plan_again(&spec, node, 1, before, text, sizeof text);
+    assert_string_equal(text, wanted);
+}
+
+static void ranks_get_the_gpus_that_groups_have_least_of(void **state)
+{
+    const uint64_t none[] = { 0, 0, 0, 0 }, used[] = { 5, 0, 0, 9 }, left[] = { GIB, GIB, 1000, GIB };
+    struct ep_plan_node node = linked("a", 4, 22809, "2.28.9, GIN by x");
+
+    (void)state;
+    node.device_used = none;
+    expect_gpus(2, &node, NULL, "a/host0 a/host1");
+    node.device_used = used;
+    expect_gpus(1, &node, NULL, "a/host1");
+    expect_gpus(2, &node, NULL, "a/host1 a/host2");
+    expect_gpus(3, &node, NULL, "a/host0 a/host1 a/host2");
+    expect_gpus(4, &node, NULL, "a/host0 a/host1 a/host2 a/host3");
+    expect_gpus(6, &node, NULL, "a/host0 a/host1 a/host2 a/host3 a/host0 a/host1");
+    node.has.device_left = left; /* one has no room */
+    expect_gpus(2, &node, NULL, "a/host0 a/host1");
+    expect_gpus(3, &node, NULL, "a/host0 a/host1 a/host3");
+}
+
+static void of_those_that_reach_each_other(void **state)
+{
+    static const uint64_t pairs[] = { 0xc, 0xc, 0x3, 0x3 };
+    const uint64_t used[] = { 0, 3, 1, 1 };
+    struct ep_plan_node node = linked("a", 4, 22809, "2.28.9, GIN by x");
+
+    (void)state;
+    node.apart = pairs;
+    node.device_used = used;
+    expect_gpus(1, &node, NULL, "a/host0");
+    expect_gpus(2, &node, NULL, "a/host2 a/host3");
+}
+
+static struct ep_plan on_gpus(uint32_t ranks, char **device)
+{
+    static char a[] = "a";
+    Ep__V1__RankRun run = EP__V1__RANK_RUN__INIT, *runs[] = { &run };
+    struct ep_plan plan;
+
+    run.node = a;
+    run.devices = device;
+    run.n_devices = ranks;
+    assert_int_equal(ep_plan_read(runs, 1, &plan, NULL), EP_OK);
+    return plan;
+}
+
+/* Workers that go over to a new epoch have their memory where they are. */
+static void and_ranks_of_a_group_stay_on_theirs(void **state)
+{
+    static char host1[] = "host1", host3[] = "host3";
+    char *now[] = { host3, host1 }, *both[] = { host3, host3 };
+    const uint64_t used[] = { 0, 7, 0, 7 }, left[] = { GIB, 1000, GIB, GIB };
+    struct ep_plan_node nodes[] = { linked("a", 4, 22809, "2.28.9, GIN by x"), linked("b", 4, 22809, "2.28.9, GIN by x") };
+    struct ep_plan before = on_gpus(2, now);
+    Ep__V1__Placement placement = EP__V1__PLACEMENT__INIT;
+    const Ep__V1__GroupSpec spec = spec_of(2, &placement);
+    char text[512];
+
+    (void)state;
+    nodes[0].device_used = nodes[1].device_used = used;
+    expect_gpus(1, &nodes[0], &before, "a/host3");
+    expect_gpus(2, &nodes[0], &before, "a/host3 a/host1");
+    expect_gpus(3, &nodes[0], &before, "a/host3 a/host1 a/host0");
+    expect_gpus(4, &nodes[0], &before, "a/host3 a/host1 a/host2 a/host0");
+    expect_gpus(2, &nodes[1], &before, "b/host0 b/host2");
+    ep_plan_clear(&before);
+    before = on_gpus(2, both);
+    expect_gpus(2, &nodes[0], &before, "a/host3 a/host0");
+    ep_plan_clear(&before);
+    before = on_gpus(2, now);
+    nodes[0].has.device_left = left; /* it is refused, rather than that a rank goes elsewhere */
+    assert_int_equal(plan_again(&spec, nodes, 1, &before, text, sizeof text), EP_RESOURCE_EXHAUSTED);
+    assert_non_null(strstr(text, "host1"));
+    ep_plan_clear(&before);
+}
+
 static void so_it_has_where_ranks_are_placed_one_by_one(void **state)
 {
     enum { RANKS = EP_DEVICE_NODE_RANKS + 1 };
@@ -505,6 +595,9 @@ int main(void)
         cmocka_unit_test(each_gpu_has_what_its_rank_puts_to_other_nodes),
         cmocka_unit_test(on_gpus_a_node_has_32_ranks_of_a_group_at_most),
         cmocka_unit_test(ranks_of_a_node_are_on_gpus_that_reach_each_other),
+        cmocka_unit_test(ranks_get_the_gpus_that_groups_have_least_of),
+        cmocka_unit_test(of_those_that_reach_each_other),
+        cmocka_unit_test(and_ranks_of_a_group_stay_on_theirs),
         cmocka_unit_test(so_it_has_where_ranks_are_placed_one_by_one),
         cmocka_unit_test(nodes_of_another_release_or_without_a_mode_are_no_members),
         cmocka_unit_test(groups_are_of_one_backend),
