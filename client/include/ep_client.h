@@ -212,7 +212,9 @@ typedef struct ep_join_options {
  * context: most of a second, against milliseconds of a process that has one.  Where it takes longer than the rank is
  * kept for it, 5 s, the rank is claimed again.  A program that holds several ranks of one GPU sets
  * CUDA_DEVICE_MAX_CONNECTIONS=32 in its environment when it begins: with fewer hardware queues, streams of ranks that
- * share a GPU may stand in each other's way.
+ * share a GPU may stand in each other's way.  A program that holds several ranks of a group also loads its own kernels
+ * before their ops run (CUDA_MODULE_LOADING=EAGER, or a launch of each): what the driver loads later waits for all that the
+ * process has under way, an op that waits for another of its ranks too, and that one's launch waits for the driver.
  */
 EP_API ep_status ep_join(ep_client *client, const ep_join_options *options, ep_rank **rank);
 

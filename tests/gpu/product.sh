@@ -332,15 +332,16 @@ run_changes() { # EXECUTOR [OPTION...]
     fi
 }
 
-# The first group has one GPU, and its worker rests most of the time. The second one has all of them, and both modes.
+# The first group has one GPU, and its worker rests most of the time. The second one has all of them, and HT beside LL.
 run_second_group() {
-    local rank
+    local rank modes=ll,ht uses=both
+    ((quick)) && modes=ll uses=ll
     EP_SERVER_SMS_PER_RANK=4 start # room for both
     make_group first 1 "$@"
     start_worker first 0 --group=first --pause-ms=500
     says first 'absent 0, failures 0'
-    make_group moe "$ranks" --modes=ll,ht "$@"
-    start_workers 0 "$last" --mode=both
+    make_group moe "$ranks" --modes="$modes" "$@"
+    start_workers 0 "$last" --mode="$uses"
     for ((rank = 0; rank < ranks; rank++)); do
         says "$rank" 'absent 0, failures 0'
     done

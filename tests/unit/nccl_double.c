@@ -48,7 +48,7 @@ int ncclCommInitRank(void **comm, int ranks, unique_id id, int rank)
 int ncclCommAbort(void *comm)
 {
     free(comm);
-    __atomic_fetch_add(&nccl_double_left, 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&nccl_double_left, 1, __ATOMIC_RELEASE); /* whoever sees it may set up anew what this one has read */
     return 0;
 }
 

@@ -356,7 +356,7 @@ static void a_node_that_is_cut_is_lost_to_both(void **state)
 
 static int value(const int *counter)
 {
-    return __atomic_load_n(counter, __ATOMIC_RELAXED);
+    return __atomic_load_n(counter, __ATOMIC_ACQUIRE);
 }
 
 static void destroy_team(struct fixture *f, uint32_t own)
