@@ -213,6 +213,16 @@ class Server(Process):
             self.values = dict(line.rstrip("\n").split("=", 1) for line in f)
         return self
 
+    def open_files(self):
+        """What each of its descriptors is, as /proc has it; those that are closed meanwhile are left out."""
+        fds, found = "/proc/%d/fd" % self.pid, []
+        for fd in os.listdir(fds):
+            try:
+                found.append(os.readlink(os.path.join(fds, fd)))
+            except FileNotFoundError:
+                pass
+        return found
+
     def http(self, path, method="GET"):
         """(status, headers, body) of the metrics port."""
         request = urllib.request.Request("http://127.0.0.1:%d%s" % (self.metrics_port, path), method=method)

@@ -95,18 +95,12 @@ class RegionsTest(harness.TestCase):
 
     def held(self):
         """Descriptors and mappings of memory of workers' own that the server has."""
-        base = "/proc/%d/" % self.server.pid
-        links = 0
-        for fd in os.listdir(base + "fd"):
-            try:
-                links += os.readlink(base + "fd/" + fd).startswith("/memfd:own")
-            except FileNotFoundError:
-                pass # closed meanwhile
-        with open(base + "maps") as maps:
+        links = sum(link.startswith("/memfd:own") for link in self.server.open_files())
+        with open("/proc/%d/maps" % self.server.pid) as maps:
             return links + sum("/memfd:own" in line for line in maps)
 
     def descriptors(self):
-        return len(os.listdir("/proc/%d/fd" % self.server.pid))
+        return len(self.server.open_files())
 
     # -- ops --
 

@@ -158,21 +158,13 @@ class StartTest(harness.TestCase):
         self.assertTrue(os.path.exists(first.socket))
         self.assertEqual(first.stop(), 0)
 
-    @staticmethod
-    def has_open(server, path):
-        fds = "/proc/%d/fd" % server.pid
-        try:
-            return any(os.readlink(os.path.join(fds, fd)) == path for fd in os.listdir(fds))
-        except FileNotFoundError:  # one was closed meanwhile, or the server is gone
-            return not server.alive()
-
     def test_a_server_is_patient_with_one_that_is_being_taken_apart(self):
         state = self.path("held")
         os.makedirs(state)
         with open(os.path.join(state, "lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             server = self.start_server("--state-dir=" + state, ready=False)
-            harness.wait_until(lambda: self.has_open(server, lock.name), "it asks for the lock")
+            harness.wait_until(lambda: lock.name in server.open_files(), "it asks for the lock")
         self.assertEqual(server.wait_ready().stop(), 0)
 
     def test_what_a_killed_server_left_is_no_obstacle(self):
