@@ -148,7 +148,9 @@ struct ep_host_net;
 #define EP_HOST_CARD_BYTES 288u
 struct ep_host_card { uint8_t bytes[EP_HOST_CARD_BYTES]; }; /* how other nodes reach this one; as secret as a key */
 
-ep_status ep_host_net_listen(struct ep_host_net **out, struct ep_host_card *card, struct ep_error *error);
+/* silence_ms: a node that acknowledges nothing for so long over TCP is lost; EP_GIN_SILENCE_S holds where that is less. */
+ep_status ep_host_net_listen(uint32_t silence_ms, struct ep_host_net **out, struct ep_host_card *card,
+                             struct ep_error *error);
 /* Collective: all nodes call it with all cards.  Blocks until all are connected, timeout_ms at most; the error names
  * the node.  One that failed can only be closed. */
 ep_status ep_host_net_connect(struct ep_host_net *net, const struct ep_host_card *cards, uint32_t nodes, uint32_t own,

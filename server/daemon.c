@@ -361,6 +361,7 @@ static ep_status open_node(struct daemon *d, struct ep_error *error)
         .sms_per_rank = (uint32_t)d->options->sms_per_rank,
         .region_bytes = d->options->max_region_bytes,
         .several = *d->options->store != '\0',
+        .silence_ms = (uint32_t)d->options->lost_after,
         .socket = d->options->socket,
         .admin_address = d->options->listen,
     };

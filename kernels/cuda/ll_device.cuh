@@ -311,20 +311,20 @@ __device__ inline void add_counts_up(const ep_ll_args &a, const uint32_t *rows, 
             if (threadIdx.x % 32 == 0)
                 total[l] = sum;
         }
-        return;
-    }
+    } else {
 #pragma unroll 1
-    for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads) {
-        uint32_t sum = 0;
+        for (uint32_t l = threadIdx.x; l < a.local_experts; l += kThreads) {
+            uint32_t sum = 0;
 
 #pragma unroll 1
-        for (uint32_t s = 0; s < a.ranks; s++) {
-            const uint32_t count = min(base[l * a.ranks + s], rows[s]);
+            for (uint32_t s = 0; s < a.ranks; s++) {
+                const uint32_t count = min(base[l * a.ranks + s], rows[s]);
 
-            base[l * a.ranks + s] = sum;
-            sum += count;
+                base[l * a.ranks + s] = sum;
+                sum += count;
+            }
+            total[l] = sum;
         }
-        total[l] = sum;
     }
 }
 
@@ -336,11 +336,12 @@ __device__ inline uint32_t most_rows(const ep_ll_args &a, const uint32_t *rows)
     if constexpr (kNet) {
         each_rank(a, [&](uint32_t s) { most = max(most, rows[s]); });
         return __reduce_max_sync(kAll, most);
-    }
+    } else {
 #pragma unroll 1
-    for (uint32_t s = 0; s < a.ranks; s++)
-        most = max(most, rows[s]);
-    return most;
+        for (uint32_t s = 0; s < a.ranks; s++)
+            most = max(most, rows[s]);
+        return most;
+    }
 }
 
 /*

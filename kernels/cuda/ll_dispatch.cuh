@@ -58,11 +58,12 @@ __device__ __forceinline__ bool lacks(const ep_ll_args &a, const Asked &q, uint6
         if (is_far(a, r))
             return !has_room(a, n, bank, r);
         return !has_credit(a, n, load_u64(&a.state->from[r]), load_u64(credit_at(a, a.rank, r, bank)));
-    }
+    } else {
 #pragma unroll
-    for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
-        credit = i == bank ? q.credit[i] : credit;
-    return !has_credit(a, n, q.from, credit);
+        for (uint32_t i = 0; i < EP_MAX_LL_BANKS; i++)
+            credit = i == bank ? q.credit[i] : credit;
+        return !has_credit(a, n, q.from, credit);
+    }
 }
 
 __device__ __forceinline__ void begin(const ep_ll_args &a, Op *op, const Asked &q)

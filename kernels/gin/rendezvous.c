@@ -25,6 +25,7 @@ enum { GUESTS = 64, BACKLOG = 1024, BUFFER_BYTES = 4 << 20 };
 
 /* A connection that says nothing is closed. */
 #define GUEST_NS (5 * EP_NS_PER_S)
+#define DIAL_NS (1 * EP_NS_PER_S)
 
 struct ep_gin_listener {
     int tcp, local; /* -1: none */
@@ -297,8 +298,8 @@ static ep_status finish_connect(int fd, uint32_t rank, uint64_t deadline, struct
     return result == 0 ? EP_OK : ep_error_errno(error, EP_IO, "connecting to rank %u", rank);
 }
 
-static ep_status dial(const union address *address, socklen_t length, uint32_t rank, uint64_t deadline, int *out,
-                      struct ep_error *error)
+static ep_status dial_once(const union address *address, socklen_t length, uint32_t rank, uint64_t deadline, int *out,
+                           struct ep_error *error)
 {
     ep_status status = EP_OK;
     int fd = socket(address->any.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -312,6 +313,20 @@ static ep_status dial(const union address *address, socklen_t length, uint32_t r
         close(fd);
     else
         *out = fd;
+    return status;
+}
+
+/* TCP itself asks again after 1, 3, 7 s: a path that was mended meanwhile is found sooner so. */
+static ep_status dial(const union address *address, socklen_t length, uint32_t rank, uint64_t deadline, int *out,
+                      struct ep_error *error)
+{
+    ep_status status;
+
+    do {
+        const uint64_t soon = ep_clock_ns() + DIAL_NS;
+
+        status = dial_once(address, length, rank, soon < deadline ? soon : deadline, out, error);
+    } while (status == EP_DEADLINE_EXCEEDED && ep_clock_ns() < deadline);
     return status;
 }
 

@@ -43,7 +43,8 @@ void ep_host_net_cut(struct ep_host_net *net, uint32_t node)
 
 /* ---- opening and closing ---------------------------------------------------------------------------- */
 
-ep_status ep_host_net_listen(struct ep_host_net **out, struct ep_host_card *card, struct ep_error *error)
+ep_status ep_host_net_listen(uint32_t silence_ms, struct ep_host_net **out, struct ep_host_card *card,
+                             struct ep_error *error)
 {
     struct ep_host_net *net = calloc(1, sizeof *net);
     struct ep_gin_handle handle;
@@ -53,6 +54,8 @@ ep_status ep_host_net_listen(struct ep_host_net **out, struct ep_host_card *card
     if (!net)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a team's network");
     status = ep_gin_settings_read(&net->settings, error);
+    if (net->settings.silence_ms > silence_ms)
+        net->settings.silence_ms = silence_ms;
     if (status == EP_OK)
         status = ep_gin_listen(&net->settings, &handle, &net->listener, error);
     if (status != EP_OK) {

@@ -186,6 +186,10 @@ void group_assess(struct group *group)
         group_phase(group, EP_PHASE_RANK_LOST, "this node has no part of the epoch yet: it is formed anew");
         return;
     }
+    if (!lost && *group->epoch->torn_there) {
+        group_phase(group, EP_PHASE_RANK_LOST, group->epoch->torn_there);
+        return;
+    }
     if (!lost) {
         group_phase(group, EP_PHASE_ALL_WELL, NULL);
         return;

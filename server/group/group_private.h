@@ -128,7 +128,8 @@ struct epoch {
     uint64_t each_bytes;  /* reserved for each rank here */
     uint64_t span_bytes;  /* and beside them, with the first one's */
     struct connecting *connecting;
-    char torn[REASON_MAX]; /* why not all its members are connected any more; empty: they are */
+    char torn[REASON_MAX]; /* why this member is not connected with all others any more; empty: it is */
+    char torn_there[REASON_MAX]; /* why one of the others is not, in its words; empty: none has said so */
     uint64_t empty_since;  /* loop time, ms, since when no rank of several nodes is attached; 0: one is */
     struct ep_team *team;
     struct rank *ranks;

@@ -217,9 +217,14 @@ static void apply_told(struct epoch *epoch, uint32_t node, const Ep__V1__RankSta
     }
 }
 
-/* Of the epoch that runs. */
+/* Of the epoch that runs.  Members who have lost each other do not find each other again in it. */
 static void apply(struct epoch *epoch, uint32_t node, const struct report *report)
 {
+    if (*report->status->reason && !*epoch->torn_there) {
+        snprintf(epoch->torn_there, sizeof epoch->torn_there, "node %.80s: %.160s", epoch->plan.name[node],
+                 report->status->reason);
+        heal_later(epoch->group);
+    }
     for (size_t i = 0; i < report->status->n_ranks; i++)
         apply_told(epoch, node, report->status->ranks[i]);
 }

@@ -159,6 +159,7 @@ static ep_status fill(struct ep_node *node, const struct ep_node_options *option
     node->cpus = count_cpus();
     node->sms_per_rank = options->sms_per_rank ? options->sms_per_rank : UINT32_MAX;
     node->region_bytes = options->region_bytes;
+    node->silence_ms = options->silence_ms ? options->silence_ms : UINT32_MAX;
     node->started_us = ep_clock_wall_us();
     status = ep_node_choose_backend(node, options, error);
     if (status)

@@ -46,7 +46,7 @@ ep_status ep_team_net_listen(struct ep_node *node, const struct ep_team_net_opti
     if (!net)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a team's network");
     net->node = node;
-    status = ep_host_net_listen(&net->host, (struct ep_host_card *)card, error);
+    status = ep_host_net_listen(node->silence_ms, &net->host, (struct ep_host_card *)card, error);
     if (!status && is_cuda(node)) {
         status = open_gpus(net, options, &gpus, error);
         if (!status && options->first)

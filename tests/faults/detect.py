@@ -9,6 +9,7 @@ An etcd of three members, three servers, a worker at each rank.  In turn, each s
     killed       with SIGKILL, and started again
     cut          from all others and from the store
     cut at once  as soon as another is back from that: the server that was away may take what goes for what comes back
+    cut one way  what it sends to one other goes nowhere; both have the store, and the third one
 
 Told for each: how long it took until both others say DEGRADED (the later one; as a watch of the group tells it), and from
 the end of the loss until all three say READY (as they are asked, which takes some 0.1 s).
@@ -47,6 +48,20 @@ class Cut:
 
 class CutAtOnce(Cut):
     name, rest_s = "cut at once", 0.0
+
+
+class CutOneWay:
+    name, rest_s = "cut one way", REST_S
+
+    @staticmethod
+    def whom(node):
+        return node, NODES[(NODES.index(node) + 1) % len(NODES)]
+
+    def begin(self, world, node):
+        world.net.cut_one_way(*self.whom(node))
+
+    def end(self, world, node):
+        world.net.mend_one_way(*self.whom(node))
 
 
 def is_in(status, phase):
@@ -103,7 +118,7 @@ def main():
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not before the world is closed
     world = World("ll")
-    losses = (Killed(), Cut(), CutAtOnce()) if world.cuttable else (Killed(),)
+    losses = (Killed(), Cut(), CutAtOnce(), CutOneWay()) if world.cuttable else (Killed(),)
     try:
         world.start()
         harness.wait_until(lambda: attached(world), "all ranks attached", 60.0)

@@ -145,10 +145,16 @@ class CutTest(FaultTest):
         harness.wait_until(knows, "node %s knows of it" % node, interval=0.02)
         self.wait_well()
 
-    def test_a_node_cut_from_one_other_comes_back(self):
+    def test_nodes_that_have_lost_each_other_work_with_the_third_which_says_so(self):
         self.world.net.cut_one_way("a", "b")
+        self.wait_phase("DEGRADED", "a", reason="node b is lost: its connection is closed")
+        self.wait_phase("DEGRADED", "b", reason="node a is lost: its connection is closed")
+        self.wait_phase("DEGRADED", "c", reason="is lost: its connection is closed")
+        self.wait_steps("a", "b", absent=RANKS_PER_NODE)
         self.wait_steps("c")
+        harness.wait_until(lambda: self.update("c", "--label=n=1").code == 0, "a change is taken")
         self.world.net.mend_one_way("a", "b")
+        self.wait_label("1")
         self.wait_well()
 
     def test_a_cut_node_and_a_lost_member_of_the_store_leave_the_rest_at_work(self):

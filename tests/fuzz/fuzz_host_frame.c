@@ -65,7 +65,7 @@ static struct ep_host_net *make_net(void)
     setenv("EP_GIN_INTERFACE", "=lo", 0);
     for (uint32_t n = 0; n < 2; n++) {
         ends[n].own = n;
-        check(ep_host_net_listen(&ends[n].net, &cards[n], NULL) == EP_OK);
+        check(ep_host_net_listen(20000, &ends[n].net, &cards[n], NULL) == EP_OK);
     }
     check(pthread_create(&thread, NULL, connect_end, &ends[1]) == 0);
     connect_end(&ends[0]);

@@ -112,7 +112,7 @@ static void connect_nodes(struct fixture *f, struct connecting *c)
     setenv("EP_GIN_INTERFACE", "=lo", 0);
     for (uint32_t n = 0; n < f->nodes; n++) {
         c[n] = (struct connecting){ .f = f, .cards = cards, .own = n };
-        CHECK(ep_host_net_listen(&c[n].net, &cards[n], &error) == EP_OK, "%s", error.text);
+        CHECK(ep_host_net_listen(SILENCE_MS, &c[n].net, &cards[n], &error) == EP_OK, "%s", error.text);
     }
     for (uint32_t n = 0; n < f->nodes; n++)
         CHECK(pthread_create(&c[n].thread, NULL, connect_one, &c[n]) == 0, "thread");

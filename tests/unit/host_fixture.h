@@ -29,6 +29,7 @@
 #define HIDDEN 272u /* two whole fp8 blocks and a piece, one whole chunk of a sum and a piece */
 #define LL_TOKENS 8u
 #define HT_TOKENS 12u
+#define SILENCE_MS 20000u /* no shorter than the machine may stand still */
 
 /* Runs in any thread, where cmocka's assertions may not. */
 #define CHECK(condition, ...)                                                        \

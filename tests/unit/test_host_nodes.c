@@ -409,7 +409,7 @@ static void meet(struct meeting *m, uint32_t own, struct ep_host_net **net)
     struct ep_error error = EP_ERROR_INIT;
 
     setenv("EP_GIN_INTERFACE", "=lo", 0);
-    CHECK(ep_host_net_listen(net, &m->card[own], &error) == EP_OK, "%s", error.text);
+    CHECK(ep_host_net_listen(SILENCE_MS, net, &m->card[own], &error) == EP_OK, "%s", error.text);
     __atomic_fetch_add(&m->ready, 1, __ATOMIC_SEQ_CST);
     for (uint64_t end = ep_clock_ns() + 20 * EP_NS_PER_S; __atomic_load_n(&m->ready, __ATOMIC_SEQ_CST) < 2;)
         CHECK(ep_clock_ns() < end, "the other process does not come");
@@ -509,7 +509,7 @@ static void what_does_not_fit_the_network_is_refused(void **s)
     struct ep_host_net *net;
 
     (void)s;
-    assert_int_equal(ep_host_net_listen(&net, &card, &error), EP_OK);
+    assert_int_equal(ep_host_net_listen(SILENCE_MS, &net, &card, &error), EP_OK);
     assert_int_equal(ep_host_net_connect(net, &card, 1, 0, 100, &error), EP_INVALID_ARGUMENT);
     ep_host_net_close(net);
     assert_int_equal(ep_host_net_bytes(1), 0);
