@@ -25,6 +25,7 @@ enum { GUESTS = 64, BACKLOG = 1024, BUFFER_BYTES = 4 << 20 };
 
 /* A connection that says nothing is closed. */
 #define GUEST_NS (5 * EP_NS_PER_S)
+/* TCP itself asks again after 1, 3, 7 s: who dials anew finds a path that was mended meanwhile sooner. */
 #define DIAL_NS (1 * EP_NS_PER_S)
 
 struct ep_gin_listener {
@@ -316,7 +317,6 @@ static ep_status dial_once(const union address *address, socklen_t length, uint3
     return status;
 }
 
-/* TCP itself asks again after 1, 3, 7 s: a path that was mended meanwhile is found sooner so. */
 static ep_status dial(const union address *address, socklen_t length, uint32_t rank, uint64_t deadline, int *out,
                       struct ep_error *error)
 {
