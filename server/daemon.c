@@ -27,6 +27,7 @@
 #define RPC_GRACE_MS 1000     /* calls under way when the servers close */
 #define STORE_FILE "ep-server.db"
 #define DESCRIPTORS 16384     /* so many have room from the beginning */
+#define STORE_FIRST_MS 500u   /* of a server that is gone the store is to know before its connections to others end */
 
 enum phase { STARTING, SERVING, DRAINING, CLOSING };
 
@@ -361,7 +362,7 @@ static ep_status open_node(struct daemon *d, struct ep_error *error)
         .sms_per_rank = (uint32_t)d->options->sms_per_rank,
         .region_bytes = d->options->max_region_bytes,
         .several = *d->options->store != '\0',
-        .silence_ms = (uint32_t)d->options->lost_after,
+        .silence_ms = (uint32_t)d->options->lost_after + STORE_FIRST_MS,
         .socket = d->options->socket,
         .admin_address = d->options->listen,
     };

@@ -100,9 +100,9 @@ const struct ep_option ep_options_table[] = {
              "ep-server, are one cluster" },
     { "lost-after", "node", EP_TYPE_DURATION, 0, FIELD(lost_after), .fallback = "2s", .min = 2000, .max = HOUR_MS,
       .doc = "How long the store may hear nothing of this server until the cluster does without its ranks, and, if it "
-             "leads, another leads; and how long another server that has ranks of its groups may acknowledge nothing "
-             "of what this one sends until their ranks do without each other. No shorter than etcd's shortest lease; "
-             "longer where machines stand still for seconds and go on" },
+             "leads, another leads; and, half a second more, how long another server that has ranks of its groups may "
+             "acknowledge nothing of what this one sends until their ranks do without each other. No shorter than "
+             "etcd's shortest lease; longer where machines stand still for seconds and go on" },
     { "store-ca", "node", EP_TYPE_PATH, 0, FIELD(store_ca), .fallback = "",
       .doc = "PEM file of the authority of etcd's certificates; with it, or with store-cert, connections are TLS" },
     { "store-cert", "node", EP_TYPE_PATH, 0, FIELD(store_cert), .fallback = "",
