@@ -167,6 +167,8 @@ def main():
         world.start()
         heal(world, watch)
         kinds, healed = soak(world, watch, asked.seconds, asked.seed, asked.only)
+        if world.wrong:
+            print(world.last_words())
     finally:
         world.close()
     for wrong in world.wrong:

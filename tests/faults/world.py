@@ -18,6 +18,7 @@ STORES = ("e0", "e1", "e2")
 RANKS_PER_NODE = 2
 RANKS = RANKS_PER_NODE * len(NODES)
 OP_MS = 2000  # the group's timeout
+WORDS = 8000  # characters of what each has said last
 NODE_MIB, STORE_MIB = 32, 192  # disks; a member of etcd takes 128 MiB ahead for its log
 
 
@@ -154,6 +155,13 @@ class World:
             if slot.process:
                 slot.process.stop()
             self.listen(slot)
+
+    def last_words(self):
+        """Of all, for whoever looks for the reason of what was wrong."""
+        workers = [("worker of rank %d" % slot.rank, slot.process.out() + slot.process.log())
+                   for slot in self.slots if slot.process]
+        servers = [("server " + node, server.log()) for node, server in self.servers.items()]
+        return "".join("\n--- %s\n%s" % (who, text[-WORDS:]) for who, text in workers + servers)
 
     def close(self):
         self.stop_workers()
