@@ -487,7 +487,10 @@ class AttachTest(harness.TestCase):
 
     def hello_to_a_stopped_server(self):
         """Its answer; None when it must be tried again, as this machine stood still by itself for too long."""
-        connection, began = self.side(), time.monotonic()
+        before, began = set(self.server.open_files()), time.monotonic()
+        connection = self.side()
+        harness.wait_until(lambda: set(self.server.open_files()) - before or time.monotonic() - began > 1.0,
+                           "the connection accepted, or dropped already", interval=0.001)
         try:
             ticket, ticket_ms, _ = self.claim(0)
         except rawrpc.RpcError:

@@ -498,9 +498,10 @@ static void many_changes_come_gathered_and_none_is_lost(void **state)
     assert_int_equal(flood.wholes, 1);
     assert_false(flood.disorder);
     assert_int_equal(flood.apart, 0);
+    assert_true(flood.commits <= MANY);
     assert_true(flood.calls < MANY);
     put_surely(f, "k/00", "1");
-    RUN_UNTIL(f, flood.apart == 1);
+    RUN_UNTIL(f, flood.apart > 0);
     ep_watch_close(watch);
 }
 
