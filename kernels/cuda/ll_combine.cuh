@@ -97,8 +97,8 @@ __device__ inline Range range_of(const ep_ll_args &a, uint32_t part)
     return { min(part * each, pieces), min((part + 1) * each, pieces) };
 }
 
-/* Pieces [at, at + kUnder) of a thread: terms j .. j + kTerms - 1 are fetched, then added in their order. */
-template <class T, bool kWeighted, uint32_t kUnder, uint32_t kTerms>
+/* kUnder pieces of a thread, from `at` on: terms j .. j + kTerms - 1 are fetched, then added in their order. */
+template <class T, bool kWeighted, uint32_t kBy, uint32_t kUnder, uint32_t kTerms>
 __device__ inline void add_terms(const Terms &terms, uint32_t j, uint32_t at, uint32_t end, Vec (*v)[kUnder],
                           float (*sum)[Format<T>::n])
 {
@@ -106,8 +106,8 @@ __device__ inline void add_terms(const Terms &terms, uint32_t j, uint32_t at, ui
     for (uint32_t k = 0; k < kTerms; k++)
 #pragma unroll
         for (uint32_t i = 0; i < kUnder; i++)
-            if (j + k < terms.n && at + i * kThreads < end)
-                v[k][i] = load_row(terms.row[j + k] + (uint64_t)(at + i * kThreads) * 16);
+            if (j + k < terms.n && at + i * kBy < end)
+                v[k][i] = load_row(terms.row[j + k] + (uint64_t)(at + i * kBy) * 16);
 #pragma unroll
     for (uint32_t k = 0; k < kTerms; k++) {
         const float weight = kWeighted && j + k < terms.n ? terms.weight[j + k] : 1.0f;
@@ -125,24 +125,24 @@ __device__ inline void add_terms(const Terms &terms, uint32_t j, uint32_t at, ui
     }
 }
 
-/* The sum of the terms to `to`, by all threads.  One term with weight 1 is a copy, bit for bit. */
-template <class T, bool kWeighted>
+/* The first kBy threads: the sum of the terms to `to`.  One term with weight 1 is a copy, bit for bit. */
+template <class T, bool kWeighted, uint32_t kBy>
 __device__ inline void sum_rows(const Terms &terms, Range range, const uint8_t *bias, uint8_t *to)
 {
     constexpr uint32_t kElements = Format<T>::n, kUnder = 2, kTerms = 4; /* what a thread has under way */
     const bool copies = terms.n == 1 && !bias && (!kWeighted || terms.weight[0] == 1.0f);
 
-    for (uint32_t at = range.from + threadIdx.x; at < range.to; at += kUnder * kThreads) {
+    for (uint32_t at = range.from + threadIdx.x; at < range.to; at += kUnder * kBy) {
         float sum[kUnder][kElements] = {};
         Vec v[kTerms][kUnder];
 
         for (uint32_t j = 0; j < terms.n; j += kTerms)
-            add_terms<T, kWeighted, kUnder, kTerms>(terms, j, at, range.to, v, sum);
+            add_terms<T, kWeighted, kBy, kUnder, kTerms>(terms, j, at, range.to, v, sum);
 #pragma unroll
         for (uint32_t i = 0; i < kUnder; i++) {
-            const uint64_t byte = (uint64_t)(at + i * kThreads) * 16;
+            const uint64_t byte = (uint64_t)(at + i * kBy) * 16;
 
-            if (at + i * kThreads >= range.to)
+            if (at + i * kBy >= range.to)
                 continue;
             if (bias) {
                 float x[kElements];
@@ -258,8 +258,8 @@ __device__ inline void push_partial(const ep_ll_args &a, const Op &op, const Ite
         return;
     const uint32_t at = is_far(a, item.s) ? item.slot : terms.token, region = region_at(a, item.s);
 
-    sum_rows<T, true>(terms, range_of(a, item.part), nullptr,
-                      item_at(a, item.s, op.bank, a.bank.combine_rows, region, at, a.combine_row_bytes));
+    sum_rows<T, true, kThreads>(terms, range_of(a, item.part), nullptr,
+                                item_at(a, item.s, op.bank, a.bank.combine_rows, region, at, a.combine_row_bytes));
     if (threadIdx.x == 0)
         pushed->number[pushed->n++] = number_at(a, item.s, op.bank, region, at, item.part);
 }
@@ -271,7 +271,7 @@ __device__ inline void put_partials(const ep_ll_args &a, const Op &op, uint32_t 
     put_items(a, op.bank, a.bank.combine_numbers, s, EP_COMBINE_PARTS * 4, rows);
 }
 
-/* The last warp, when all have pushed: warp 0 looks for peers' partials already.  The last block's gives the credit,
+/* The clerk, when all have pushed: warp 0 looks for peers' partials already.  The last block's gives the credit,
  * which for ranks on other nodes says that the partials are there. */
 __device__ inline void end_push(const ep_ll_args &a, const Op &op, const Pushed &pushed, const uint32_t *rows)
 {
@@ -306,7 +306,6 @@ __device__ inline uint32_t rows_sent(const ep_ll_args &a, const uint32_t *rows)
     return sent;
 }
 
-/* The last warp may still be in end_push() afterwards: a barrier has to come before the block arrives. */
 template <class T>
 __device__ inline void push_partials(const ep_ll_args &a, const Op &op, uint32_t excluded, Terms *terms)
 {
@@ -353,7 +352,7 @@ __device__ inline void push_partials(const ep_ll_args &a, const Op &op, uint32_t
         }
     }
     __syncthreads();
-    if (threadIdx.x >= kThreads - 32)
+    if (is_clerk())
         end_push(a, op, pushed, rows);
 }
 
@@ -431,7 +430,7 @@ __device__ inline void find_partials(const ep_ll_args &a, Op *op, uint32_t t, ui
 }
 
 /* Parts of tokens are counted from the last block, as rows are from the first: with small batches no block
- * has both.  Does arrives() with warp 0 when no more has to be waited for, before the last sum. */
+ * has both.  Does arrives() with the clerk when no more has to be waited for, beside the last sum. */
 __device__ inline uint32_t first_sum(const ep_ll_args &a) { return a.blocks - 1 - blockIdx.x; }
 
 template <class T, class Arrives>
@@ -441,11 +440,8 @@ __device__ inline void sum_partials(const ep_ll_args &a, Op *op, int32_t route, 
     uint32_t i = first_sum(a);
     bool more = i < sums;
 
-    if (!more) {
-        __syncthreads(); /* end_push */
-        if (threadIdx.x < 32)
-            arrives();
-    }
+    if (!more && is_clerk())
+        arrives();
     while (more) {
         const uint32_t t = i / EP_COMBINE_PARTS, part = i % EP_COMBINE_PARTS;
         const uint64_t row = (uint64_t)t * a.row_bytes;
@@ -458,9 +454,10 @@ __device__ inline void sum_partials(const ep_ll_args &a, Op *op, int32_t route, 
         __syncthreads();
         i += a.blocks;
         more = i < sums;
-        if (!more && threadIdx.x < 32)
+        if (!is_clerk())
+            sum_rows<T, false, kMovers>(*terms, range_of(a, part), a.bias ? a.bias + row : nullptr, a.out + row);
+        else if (!more)
             arrives();
-        sum_rows<T, false>(*terms, range_of(a, part), a.bias ? a.bias + row : nullptr, a.out + row);
         if (more)
             __syncthreads(); /* the terms are done with */
     }
@@ -520,12 +517,10 @@ template <class T> __device__ __forceinline__ void run(const ep_ll_args &a)
 
     if (begun == EP_OK && a.phases & EP_LL_RECEIVE) {
         sum_partials<T>(a, &op, route, &terms, arrives);
-    } else {
-        __syncthreads(); /* end_push */
-        if (threadIdx.x < 32)
-            arrives();
+    } else if (is_clerk()) {
+        arrives();
     }
-    if (threadIdx.x < 32 && was_last(a, arrival))
+    if (is_clerk() && was_last(a, arrival))
         finish(a, op, begun);
 }
 

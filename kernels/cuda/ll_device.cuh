@@ -81,6 +81,13 @@ namespace ep {
 
 constexpr uint32_t kThreads = EP_LL_THREADS;
 constexpr uint32_t kWarps = kThreads / 32;
+/*
+ * Threads that move rows to where they stay.  The last warp has no part in that: it arrives meanwhile, and finishes the
+ * op when its block is the last one.  A row of 896 pieces (H 7168, bf16) is four for each of the others as it would be
+ * for all.
+ */
+constexpr uint32_t kMovers = kThreads - 32;
+__device__ inline bool is_clerk() { return threadIdx.x >= kMovers; }
 constexpr uint32_t kBlocks = 3; /* of a multiprocessor, at least */
 constexpr uint32_t kLooks = 64; /* at a flag, between two looks at clock and membership */
 constexpr int32_t kBadRoute = -2; /* an expert that does not exist; -1: none was asked for */
@@ -400,15 +407,15 @@ struct Arrival {
 };
 
 /*
- * Warp 0 of a block that waits for nothing more, and does not wait for the answer either.  It may still have rows to
- * write: only what it tells in the scratch is there for the last one to arrive, if `told`.
+ * The clerk of a block that waits for nothing more.  It may still have rows to write: only what it tells in the scratch
+ * is there for the last one to arrive, if `told`.
  */
 __device__ inline void arrive(const ep_ll_args &a, const Op &op, bool told, Arrival *arrival)
 {
     let_next_come();
     __syncwarp();
     arrival->asked = true;
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == kMovers) {
         uint32_t outsiders = 0;
 
         for (uint32_t w = 0; w < words_of(a); w++) {
@@ -422,30 +429,30 @@ __device__ inline void arrive(const ep_ll_args &a, const Op &op, bool told, Arri
             atomicAdd(&a.state->scratch.outsiders, outsiders);
         if (told || outsiders)
             __threadfence();
-        arrival->before = count_relaxed(&a.state->scratch.done);
+        arrival->before = count_acquire(&a.state->scratch.done);
     }
 }
 
-/* Warp 0: was it the last block?  Then it sees what the others have told. */
+/* The clerk: was it the last block?  Then it sees what the others have told. */
 __device__ inline bool was_last(const ep_ll_args &a, const Arrival &arrival)
 {
-    if (__shfl_sync(kAll, arrival.before, 0) != a.blocks - 1)
-        return false;
-    __threadfence();
-    return true;
+    const bool last = __shfl_sync(kAll, arrival.before, 0) == a.blocks - 1;
+
+    __syncwarp(); /* what one lane has acquired, all of them see */
+    return last;
 }
 
-/* Warp 0: fn(i) for the words of the scratch; of a group of one node a lane has one. */
+/* A warp: fn(i) for the words of the scratch; of a group of one node a lane has one. */
 template <class Fn> __device__ inline void each_scratch_word(Fn fn)
 {
     if constexpr (kNet)
-        for (uint32_t i = threadIdx.x; i < sizeof(struct ep_device_scratch) / 4; i += 32)
+        for (uint32_t i = threadIdx.x % 32; i < sizeof(struct ep_device_scratch) / 4; i += 32)
             fn(i);
     else
-        fn(threadIdx.x);
+        fn(threadIdx.x % 32);
 }
 
-/* Warp 0 of the last block: what the blocks have left, to *s in shared memory. */
+/* The clerk of the last block: what the blocks have left, to *s in shared memory. */
 __device__ inline void read_scratch(const ep_ll_args &a, struct ep_device_scratch *s)
 {
     each_scratch_word([&](uint32_t i) { ((uint32_t *)s)[i] = load_u32((const uint32_t *)&a.state->scratch + i); });
@@ -478,7 +485,7 @@ __device__ inline bool anybody_counted_in(const ep_ll_args &a, const Op &op, con
     return all != 0;
 }
 
-/* Warp 0: the scratch is empty, but for the number of ops. */
+/* A warp: the scratch is empty, but for the number of ops. */
 __device__ inline void empty_scratch(struct ep_device_scratch *s)
 {
     constexpr uint32_t sequence = offsetof(struct ep_device_scratch, sequence) / 4;
@@ -489,11 +496,11 @@ __device__ inline void empty_scratch(struct ep_device_scratch *s)
     });
 }
 
-/* Warp 0 of the last block has read *s: the scratch is empty again, and *s counts this op. */
+/* The clerk of the last block has read *s: the scratch is empty again, and *s counts this op. */
 __device__ inline void clear_scratch(const ep_ll_args &a, struct ep_device_scratch *s)
 {
     empty_scratch(&a.state->scratch);
-    if (threadIdx.x == 0)
+    if (threadIdx.x % 32 == 0)
         a.state->scratch.sequence = ++s->sequence;
     __syncwarp();
 }
@@ -546,13 +553,13 @@ __device__ inline uint32_t first_late(const ep_ll_args &a, const struct ep_devic
     return kNobody;
 }
 
-/* Warp 0 of the last block: the record, the counters, the first failure. */
+/* The clerk of the last block: the record, the counters, the first failure. */
 __device__ inline void op_record(const ep_ll_args &a, const Op &op, const struct ep_device_scratch &s,
                                  uint32_t part, int32_t status)
 {
     __shared__ struct ep_device_record r;
     struct ep_device_report *report = &((struct ep_control *)a.own)->gpu.report;
-    const uint32_t lane = threadIdx.x, late = first_late(a, s);
+    const uint32_t lane = threadIdx.x % 32, late = first_late(a, s);
 
     clear_record(&r);
     if (lane == 0) {

@@ -102,7 +102,7 @@ __device__ __noinline__ inline void give_up_failed(const ep_ll_args &a, uint64_t
     give_credit(a, n);
 }
 
-/* Warp 0 of the last block, which has read the scratch; no block reads rows or headers of the number any more if
+/* The clerk of the last block, which has read the scratch; no block reads rows or headers of the number any more if
  * somebody was late.  The handle belongs to this number from here on, unless it could not be used: a send-only op's has
  * lost its bank meanwhile. */
 __device__ inline void finish(const ep_ll_args &a, const Op &op, struct ep_device_scratch &s)
@@ -117,7 +117,7 @@ __device__ inline void finish(const ep_ll_args &a, const Op &op, struct ep_devic
     const bool receives = a.phases & EP_LL_RECEIVE;
     const bool routed = receives && status == EP_OK && first_late(a, s) == kNobody;
 
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == kMovers) {
         a.state->left_before += a.blocks;
         if (op.valid) {
             a.state->number = a.phases & EP_LL_SEND ? op.number : a.state->number;
@@ -239,18 +239,18 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ll_args &a, uint3
         again = 0; /* seen after the next barrier */
     exchange<C>(a, &op, batch, rows, base, total, &header, &there);
     const bool receives = a.phases & EP_LL_RECEIVE && op.valid;
-    /* Warp 0 of a block that waits for nothing more; all but the row in hand is written. */
+    /* The clerk of a block that waits for nothing more; all but the row in hand is written. */
     const auto arrives = [&] {
         if (!arrival.asked)
             arrive(a, op, told, &arrival);
     };
-    /* Warp 0, when that row is written, too. */
+    /* The clerk, while that row is written, too. */
     const auto last = [&] {
         if (!was_last(a, arrival))
             return;
         read_scratch(a, &scratch);
         if (!repeats && receives && differed(a, scratch)) {
-            if (threadIdx.x == 0)
+            if (threadIdx.x == kMovers)
                 again = 1;
         } else {
             finish(a, op, scratch);
@@ -267,12 +267,12 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ll_args &a, uint3
                 receive_in_place(a, &op, share, rows);
             }
             __syncthreads();
-            if (threadIdx.x < 32)
+            if (is_clerk())
                 arrives();
         }
         if (repeats)
-            __syncthreads(); /* all warps have placed their part of the last row */
-        if (threadIdx.x < 32)
+            __syncthreads(); /* all warps have placed their part of the last row: a credit may follow */
+        if (is_clerk())
             last();
         __syncthreads();
         if (!again || repeats)

@@ -134,28 +134,29 @@ __device__ inline void take_header(const ep_ll_args &a, Op *op, const uint32_t *
     __syncwarp();
 }
 
-/* A thread's part of a row, from piece `at` on: asked for, and not waited for. */
-__device__ inline void load_pieces(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t slot, uint32_t at, Vec *v)
+/* The part of a row that one of so many movers has, from piece `at` on: asked for, and not waited for. */
+__device__ inline void load_pieces(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t slot, uint32_t at,
+                                   uint32_t movers, Vec *v)
 {
     const uint8_t *row = item_at(a, a.rank, op.bank, a.bank.rows, s, slot, a.row_bytes);
 
 #pragma unroll
     for (uint32_t i = 0; i < kVecs; i++)
-        if (at + i * kThreads < a.row_bytes / 16)
-            v[i] = load_row(row + (uint64_t)(at + i * kThreads) * 16);
+        if (at + i * movers < a.row_bytes / 16)
+            v[i] = load_row(row + (uint64_t)(at + i * movers) * 16);
 }
 
-/* The row to its places, and what stands beside it.  fetched: its first pieces are in v. */
+/* So many movers: the row to its places, and what stands beside it.  fetched: its first pieces are in v. */
 __device__ inline void place_row(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t slot, const Places &places,
-                                 bool fetched, Vec *v)
+                                 uint32_t movers, bool fetched, Vec *v)
 {
     const uint32_t pieces = a.row_bytes / 16, n = places.n;
     const uint8_t *scales = item_at(a, a.rank, op.bank, a.bank.scales, s, slot, a.scales_bytes);
 
 #pragma unroll 1
-    for (uint32_t at = threadIdx.x; at < pieces; at += kVecs * kThreads) {
+    for (uint32_t at = threadIdx.x; at < pieces; at += kVecs * movers) {
         if (!fetched)
-            load_pieces(a, op, s, slot, at, v);
+            load_pieces(a, op, s, slot, at, movers, v);
         fetched = false;
 #pragma unroll 1
         for (uint32_t j = 0; j < n; j++) {
@@ -163,12 +164,12 @@ __device__ inline void place_row(const ep_ll_args &a, const Op &op, uint32_t s, 
 
 #pragma unroll
             for (uint32_t i = 0; i < kVecs; i++)
-                if (at + i * kThreads < pieces)
-                    store_row(to + (uint64_t)(at + i * kThreads) * 16, v[i]);
+                if (at + i * movers < pieces)
+                    store_row(to + (uint64_t)(at + i * movers) * 16, v[i]);
         }
     }
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < a.row_scales; i += kThreads) {
+    for (uint32_t i = threadIdx.x; i < a.row_scales; i += movers) {
         const uint32_t scale = load_scale(a, scales, i);
 
 #pragma unroll 1
@@ -247,7 +248,7 @@ __device__ inline bool find_row(const ep_ll_args &a, const uint32_t *rows, uint3
 }
 
 /* The header is that of the block's first item, which may not be there; `there`: it is, and so is the row.  Does
- * arrives() with warp 0 when no more has to be waited for: before the last row is placed. */
+ * arrives() with the clerk when no more has to be waited for: while the last row is placed. */
 template <class Arrives>
 __device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Header header, bool there,
                                   const uint32_t *rows, uint32_t *base, uint32_t *total, uint32_t *first,
@@ -260,8 +261,8 @@ __device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Head
     uint32_t most = 0;
     Vec v[kVecs];
 
-    if (there)
-        load_pieces(a, *op, first_source, first_slot, threadIdx.x, v);
+    if (there && !is_clerk())
+        load_pieces(a, *op, first_source, first_slot, threadIdx.x, kMovers, v);
     const uint64_t spanned = place_rows(a, rows, base, total, first);
 
     if (tells)
@@ -277,12 +278,12 @@ __device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Head
     __syncthreads(); /* all that is told is told */
     bool more = find_row(a, rows, most, share, &item);
 
-    if (!more && threadIdx.x < 32)
+    if (!more && is_clerk())
         arrives();
 #pragma unroll 1
     while (more) {
         const Item here = item;
-        const bool is_first = here.slot == first_slot && here.s == first_source;
+        const bool is_first = here.slot == first_slot && here.s == first_source, fetched = there && is_first;
 
         header.there = header.there && is_first;
         if (threadIdx.x < 32)
@@ -290,10 +291,12 @@ __device__ void receive_by_expert(const ep_ll_args &a, Op *op, Share share, Head
         __syncthreads();
         step(a, share, &item);
         more = find_row(a, rows, most, share, &item);
-        if (!more && threadIdx.x < 32)
+        if (!more && is_clerk())
             arrives();
-        if (places.there)
-            place_row(a, *op, here.s, here.slot, places, there && is_first, v);
+        const uint32_t movers = more && !fetched ? kThreads : kMovers;
+
+        if (places.there && threadIdx.x < movers)
+            place_row(a, *op, here.s, here.slot, places, movers, fetched, v);
         if (more)
             __syncthreads(); /* the places are done with */
     }

@@ -89,10 +89,10 @@ __device__ inline void store_row(void *p, Vec v)
 /* ---- counting, of the blocks of one op ------------------------------------------------- */
 
 /* Adds 1; returns what was there. */
-__device__ inline uint32_t count_relaxed(uint32_t *p)
+__device__ inline uint32_t count_acquire(uint32_t *p)
 {
     uint32_t before;
-    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
+    asm volatile("atom.acquire.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
     return before;
 }
 __device__ inline uint32_t count_acq_rel(uint32_t *p)

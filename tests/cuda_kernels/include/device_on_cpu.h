@@ -75,7 +75,7 @@ inline void store_row(void *p, Vec v) { memcpy(p, &v, sizeof v); }
 
 /* ---- counting, the clock, streams -------------------------------------------------------------------- */
 
-inline uint32_t count_relaxed(uint32_t *p) { return __atomic_fetch_add(p, 1, __ATOMIC_SEQ_CST); }
+inline uint32_t count_acquire(uint32_t *p) { return __atomic_fetch_add(p, 1, __ATOMIC_SEQ_CST); }
 inline uint32_t count_acq_rel(uint32_t *p) { return __atomic_fetch_add(p, 1, __ATOMIC_SEQ_CST); }
 inline void count_release(uint32_t *p) { __atomic_fetch_add(p, 1, __ATOMIC_SEQ_CST); }
 inline void count_release(uint64_t *p) { __atomic_fetch_add(p, 1, __ATOMIC_SEQ_CST); }
