@@ -259,7 +259,7 @@ __device__ inline bool has_released(const ep_ll_args &a, const Op &op, uint32_t 
     return (is_far(a, rank) ? released_by(a, bank, rank) : load_u64(credit_at(a, a.rank, rank, bank))) >= op.number;
 }
 
-/* Warp 0 of one block: nobody here reads number m any more.  Everything before is ordered before it.  To ranks on other
+/* A warp of one block: nobody here reads number m any more.  Everything before is ordered before it.  To ranks on other
  * nodes it may have to be said again. */
 __device__ inline void give_credit(const ep_ll_args &a, uint64_t m)
 {
