@@ -82,9 +82,9 @@ namespace ep {
 constexpr uint32_t kThreads = EP_LL_THREADS;
 constexpr uint32_t kWarps = kThreads / 32;
 /*
- * Threads that move rows to where they stay.  The last warp has no part in that: it arrives meanwhile, and finishes the
- * op when its block is the last one.  A row of 896 pieces (H 7168, bf16) is four for each of the others as it would be
- * for all.
+ * Threads that move a block's last row to where it stays.  The last warp, the clerk, has no part in that: it arrives
+ * meanwhile, and finishes the op when its block is the last one.  A row of 896 pieces (H 7168, bf16) is four for a thread
+ * with it as without.
  */
 constexpr uint32_t kMovers = kThreads - 32;
 __device__ inline bool is_clerk() { return threadIdx.x >= kMovers; }
@@ -234,7 +234,7 @@ __device__ inline Wait wait_for(const ep_ll_args &a, Op &op, uint32_t peer, Ther
     }
 }
 
-/* This block goes on without `peer`. */
+/* This block goes on without `peer`; arrive() fences what is told here. */
 __device__ inline void miss(const ep_ll_args &a, Op *op, uint32_t peer, Wait why, uint32_t phase)
 {
     auto &seen = a.state->scratch.ranks[word_of(peer)];
@@ -246,7 +246,6 @@ __device__ inline void miss(const ep_ll_args &a, Op *op, uint32_t peer, Wait why
     } else {
         atomicOr(&seen.gone, bit_of(peer));
     }
-    __threadfence(); /* before this block arrives at the end */
 }
 
 /* ---- credits ------------------------------------------------------------------------ */
@@ -407,8 +406,8 @@ struct Arrival {
 };
 
 /*
- * The clerk of a block that waits for nothing more.  It may still have rows to write: only what it tells in the scratch
- * is there for the last one to arrive, if `told`.
+ * The clerk of a block that waits for nothing more, after a barrier.  The block may still have rows to write: only what it
+ * has told in the scratch is there for the last one to arrive, if `told`, or if it is about ranks.
  */
 __device__ inline void arrive(const ep_ll_args &a, const Op &op, bool told, Arrival *arrival)
 {
@@ -427,8 +426,8 @@ __device__ inline void arrive(const ep_ll_args &a, const Op &op, bool told, Arri
         }
         if (outsiders)
             atomicAdd(&a.state->scratch.outsiders, outsiders);
-        if (told || outsiders)
-            __threadfence();
+        if (told || outsiders || anybody(a, op.missed))
+            __threadfence(); /* release; partner: count_acquire of the last block */
         arrival->before = count_acquire(&a.state->scratch.done);
     }
 }

@@ -244,7 +244,7 @@ template <Cast C> __device__ __forceinline__ void run(const ep_ll_args &a, uint3
         if (!arrival.asked)
             arrive(a, op, told, &arrival);
     };
-    /* The clerk, while that row is written, too. */
+    /* The clerk, while that row is being written. */
     const auto last = [&] {
         if (!was_last(a, arrival))
             return;

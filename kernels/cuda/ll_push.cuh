@@ -146,12 +146,12 @@ __device__ inline void place_token(const ep_ll_args &a, const Op &op, const Batc
     }
 }
 
-/* For the combine, where ranks are on other nodes; the last warp has the least to do with headers. */
+/* For the combine, where ranks are on other nodes; the clerk has the least to do with headers. */
 __device__ inline void keep_slots(const ep_ll_args &a, const Batch &b, uint32_t t)
 {
-    const uint32_t k = threadIdx.x - (kThreads - 32);
+    const uint32_t k = threadIdx.x - kMovers;
 
-    if (threadIdx.x < kThreads - 32 || k >= a.top_k)
+    if (!is_clerk() || k >= a.top_k)
         return;
     const uint32_t i = t * a.top_k + k;
 
