@@ -116,8 +116,9 @@ static struct call *new_call(struct ep_cluster *c, const char *node, ep_cluster_
     return call;
 }
 
-void call_anew(struct ep_cluster *c, const char *node, const ProtobufCServiceDescriptor *service, const char *method,
-               const ProtobufCMessage *request, uint32_t timeout_ms, ep_cluster_done_fn done, void *user)
+void ep_cluster_call_anew(struct ep_cluster *c, const char *node, const ProtobufCServiceDescriptor *service,
+                          const char *method, const ProtobufCMessage *request, uint32_t timeout_ms,
+                          ep_cluster_done_fn done, void *user)
 {
     struct call *call = new_call(c, node, done, user);
     struct entry *e;

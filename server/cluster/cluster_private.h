@@ -156,10 +156,6 @@ void cordon_close(struct ep_cluster *cluster);
 /* ---- call.c ------------------------------------------------------------------------------ */
 
 void call_close_channel(struct entry *entry);
-/* As ep_cluster_call(), over a connection of its own: that of the node may still hang where the network was cut. */
-void call_anew(struct ep_cluster *cluster, const char *node, const ProtobufCServiceDescriptor *service,
-               const char *method, const ProtobufCMessage *request, uint32_t timeout_ms, ep_cluster_done_fn done,
-               void *user);
 void call_check_left(struct ep_cluster *cluster);
 
 #endif

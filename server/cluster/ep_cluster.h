@@ -157,5 +157,9 @@ typedef void (*ep_cluster_done_fn)(const struct ep_error *error, const ProtobufC
 void ep_cluster_call(struct ep_cluster *cluster, const char *node, const ProtobufCServiceDescriptor *service,
                      const char *method, const ProtobufCMessage *request, uint32_t timeout_ms, ep_cluster_done_fn done,
                      void *user);
+/* The same, over a connection of its own: that of the node may still hang where the network was cut. */
+void ep_cluster_call_anew(struct ep_cluster *cluster, const char *node, const ProtobufCServiceDescriptor *service,
+                          const char *method, const ProtobufCMessage *request, uint32_t timeout_ms,
+                          ep_cluster_done_fn done, void *user);
 
 #endif

@@ -70,7 +70,8 @@ void grace_ask(struct ep_cluster *c, struct entry *e)
     memcpy(question->node, e->node.name, n);
     e->asked = true;
     request.node = question->node;
-    call_anew(c, question->node, &ep__v1__node__descriptor, "Ping", &request.base, AWAITED_MS, on_answer, question);
+    ep_cluster_call_anew(c, question->node, &ep__v1__node__descriptor, "Ping", &request.base, AWAITED_MS, on_answer,
+                         question);
 }
 
 /* Asks once more; at the end of the time, what has not come back is gone. */

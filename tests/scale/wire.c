@@ -144,7 +144,7 @@ static void carry(struct ep_cluster *cluster, const char *node, const char *meth
 typedef void call_fn(struct ep_cluster *cluster, const char *node, const ProtobufCServiceDescriptor *service,
                      const char *method, const ProtobufCMessage *request, uint32_t timeout_ms, ep_cluster_done_fn done,
                      void *user);
-call_fn __wrap_ep_cluster_call, __wrap_call_anew;
+call_fn __wrap_ep_cluster_call, __wrap_ep_cluster_call_anew;
 
 void __wrap_ep_cluster_call(struct ep_cluster *cluster, const char *node, const ProtobufCServiceDescriptor *service,
                             const char *method, const ProtobufCMessage *request, uint32_t timeout_ms,
@@ -155,9 +155,9 @@ void __wrap_ep_cluster_call(struct ep_cluster *cluster, const char *node, const 
 }
 
 /* Over a connection of its own, which says nothing here. */
-void __wrap_call_anew(struct ep_cluster *cluster, const char *node, const ProtobufCServiceDescriptor *service,
-                      const char *method, const ProtobufCMessage *request, uint32_t timeout_ms, ep_cluster_done_fn done,
-                      void *user)
+void __wrap_ep_cluster_call_anew(struct ep_cluster *cluster, const char *node,
+                                 const ProtobufCServiceDescriptor *service, const char *method,
+                                 const ProtobufCMessage *request, uint32_t timeout_ms, ep_cluster_done_fn done, void *user)
 {
     (void)service, (void)timeout_ms;
     carry(cluster, node, method, request, done, user);
