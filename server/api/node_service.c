@@ -95,6 +95,7 @@ GROUP_HANDLER(on_hold, ep_groups_hold, Ep__V1__HoldRequest)
 GROUP_HANDLER(on_admit, ep_groups_admit, Ep__V1__AdmitRequest)
 GROUP_HANDLER(on_left, ep_groups_left, Ep__V1__LeaveRequest)
 GROUP_HANDLER(on_turn, ep_groups_turn, Ep__V1__TurnRequest)
+GROUP_HANDLER(on_reach, ep_groups_reach, Ep__V1__ReachRequest)
 
 static const struct ep_rpc_handler handlers[] = {
     { .method = "Ping", .for_peers = true, .on_request = on_ping },
@@ -105,6 +106,7 @@ static const struct ep_rpc_handler handlers[] = {
     { .method = "Admit", .for_peers = true, .on_request = on_admit, .on_closed = on_closed },
     { .method = "Leave", .for_peers = true, .on_request = on_left, .on_closed = on_closed },
     { .method = "Turn", .for_peers = true, .on_request = on_turn, .on_closed = on_closed },
+    { .method = "Reach", .for_peers = true, .on_request = on_reach, .on_closed = on_closed },
     { .method = "GetStats", .for_peers = true, .on_request = api_get_stats_here },
     { .method = "CreateGroup", .for_peers = true, .on_request = api_create_group_here, .on_closed = api_pending_closed },
     { .method = "UpdateGroup", .for_peers = true, .on_request = api_update_group_here, .on_closed = api_pending_closed },

@@ -166,6 +166,7 @@ void ep_groups_hold(struct ep_groups *groups, const Ep__V1__HoldRequest *request
 void ep_groups_admit(struct ep_groups *groups, const Ep__V1__AdmitRequest *request, ep_cluster_done_fn done, void *user);
 void ep_groups_left(struct ep_groups *groups, const Ep__V1__LeaveRequest *request, ep_cluster_done_fn done, void *user);
 void ep_groups_turn(struct ep_groups *groups, const Ep__V1__TurnRequest *request, ep_cluster_done_fn done, void *user);
+void ep_groups_reach(struct ep_groups *groups, const Ep__V1__ReachRequest *request, ep_cluster_done_fn done, void *user);
 
 /* ---- attachments ------------------------------------------------------------------ */
 

@@ -98,7 +98,7 @@ static void drop_dead(struct ep_groups *groups)
 
     for (size_t i = 0; i < groups->n; i++)
         if (groups->list[i]->dead && !groups->list[i]->freeing && !groups->list[i]->report_under_way &&
-            !groups->list[i]->turn.waiting)
+            !groups->list[i]->turn.waiting && !groups->list[i]->reach.waiting)
             free_group(groups->list[i]);
         else
             groups->list[kept++] = groups->list[i];
@@ -350,7 +350,7 @@ static bool is_tried(const struct ep_groups *groups)
     if (!leads && (!ep_cluster_leader(groups->cluster) || !strcmp(ep_cluster_leader(groups->cluster), nodes_self(groups))))
         return false;
     for (size_t i = 0; i < groups->n; i++)
-        if (leads && (groups->list[i]->change || (heal_due(groups->list[i]) && !groups->list[i]->heal_failures)))
+        if (leads && (groups->list[i]->change || (heal_due(groups->list[i]) && !heal_failed(groups->list[i]))))
             return false;
     return true;
 }

@@ -13,6 +13,7 @@
  *   part.c     the member's side: its part of an epoch that is not decided yet
  *   term.c     whose requests a member heeds: those of the last leader there has been
  *   heal.c     the leader forms an epoch anew that a member does not have, or that all workers have left
+ *   reach.c    whether members that have lost each other find each other again
  *   records.c  what the store keeps of a group, and how it is written;  history.c: the last changes
  *   view.c     the watch of these records: what is there is put into service
  *
@@ -130,6 +131,7 @@ struct epoch {
     struct connecting *connecting;
     char torn[REASON_MAX]; /* why this member is not connected with all others any more; empty: it is */
     char torn_there[REASON_MAX]; /* why one of the others is not, in its words; empty: none has said so */
+    bool store_lost;             /* the store has lost a member since it was agreed on */
     uint64_t empty_since;  /* loop time, ms, since when no rank of several nodes is attached; 0: one is */
     struct ep_team *team;
     struct rank *ranks;
@@ -247,6 +249,16 @@ struct turn {
     uint64_t until, since;            /* loop time, ms: when to look again; when it was begun */
 };
 
+/* What the leader asks members that have lost each other. */
+struct reach {
+    uint32_t waiting;        /* answers that are missing; the group is not freed before */
+    uint64_t asked;          /* the epoch whose members they are of */
+    struct ep_error failure; /* the first of this round */
+    bool found;              /* in the last round all did, and nobody has looked yet */
+    bool failed;             /* in the last round somebody did not */
+    uint64_t blind_after;    /* loop time, ms: then it is done without those who do not know the question */
+};
+
 struct retired {
     uint32_t rank;
     struct ep_rank_counters counters;
@@ -273,6 +285,7 @@ struct group {
     uint64_t report_by;       /* loop time, ms: then at the latest, as something is new that all see for themselves; 0: nothing */
     uint64_t heal_after;      /* loop time, ms */
     uint32_t heal_failures;   /* in a row */
+    struct reach reach;
     uint64_t created_us, updated_us;
     bool visible;          /* its records are there: before, only its name is taken */
     bool seen, gone;       /* view.c: among all that is there; its records are not there any more */
@@ -498,12 +511,26 @@ void part_drop(struct group *group, const char *why);
 void part_give_up(struct group *group, uint64_t fence, const char *why);
 void part_sweep(struct group *group);
 
+/* ---- reach.c ----------------------------------------------------------------------- */
+
+/* Members of the epoch have lost each other, and the store has lost none. */
+bool reach_needed(const struct group *group);
+/* All of them have just said that they find each other again.  That counts once: the way may be lost again. */
+bool reach_take(struct group *group);
+/* Asks them, if they are not being asked. */
+void reach_ask(struct group *group);
+/* A member is lost now. */
+void reach_lost(struct group *group);
+/* What failed until now says nothing about the next attempt. */
+void reach_forget(struct group *group);
+
 /* ---- heal.c ------------------------------------------------------------------------ */
 
 /* Looks at a group that the leader might have to form anew.  Each attempt that fails makes the next one later. */
 void heal_look(struct group *group);
 /* Is there anything that it would do as soon as it may? */
 bool heal_due(const struct group *group);
+bool heal_failed(const struct group *group); /* the last time, or members did not find each other */
 void heal_later(struct group *group);        /* a member was lost */
 void heal_at_once(struct ep_groups *groups); /* what hindered it may be gone */
 

@@ -2,7 +2,8 @@
  * What the leader does of its own accord: it forms a group's epoch anew
  *
  *   - where a member that is there has no part of it: its server was started again, or it lost what it had prepared,
- *   - where members have lost each other, once all are there again,
+ *   - where members have lost each other, once all are there again: where the store has lost none of them, once they say
+ *     that they find each other (reach.c),
  *   - where the workers of several nodes have all left: then every rank is expected again.
  *
  * The ranks stay where they are, if that is possible.  It waits for nodes that are not there: the others go on without
@@ -42,6 +43,11 @@ bool heal_due(const struct group *group)
            all_there(group);
 }
 
+bool heal_failed(const struct group *group)
+{
+    return group->heal_failures || group->reach.failed;
+}
+
 /* Each failure makes the next attempt later. */
 static uint64_t pause_ms(const struct group *group)
 {
@@ -67,26 +73,39 @@ static void begin(struct group *group, struct ep_settled *settled, struct ep_pla
     agree_begin(change_new_epoch(group, CHANGE_RENEWAL, NULL, settled, plan, NULL, NULL, NULL));
 }
 
+/* Members that find each other again are not kept waiting: the pause was for them. */
+static bool may_begin(const struct group *group, bool found)
+{
+    return !group->change && !turn_writes(group) && (found || group_now(group->groups) >= group->heal_after) &&
+           !change_check_lead(group->groups, NULL) && heal_due(group);
+}
+
 void heal_look(struct group *group)
 {
+    const bool found = reach_take(group);
     struct ep_error error = EP_ERROR_INIT;
     struct ep_settled settled = { 0 };
     struct ep_plan plan = { 0 };
 
-    if (group->change || turn_writes(group) || group_now(group->groups) < group->heal_after ||
-        change_check_lead(group->groups, NULL) || !heal_due(group))
+    if (!may_begin(group, found))
         return;
     group->heal_after = group_now(group->groups) + pause_ms(group);
+    if (reach_needed(group) && !found) {
+        reach_ask(group);
+        return;
+    }
+    reach_forget(group);
     if (negotiate(group, group->asked, true, &settled, &plan, &error))
         fail(group, &error);
     else
         begin(group, &settled, &plan);
 }
 
-/* A member is lost: if its server is gone, that is to be known first. */
+/* The others that see it say so meanwhile, and are asked too.  Its server may be gone: then it is not found. */
 void heal_later(struct group *group)
 {
-    group->heal_after = group_now(group->groups) + ep_cluster_lost_ms(group->groups->cluster);
+    group->heal_after = group_now(group->groups) + FIRST_MS;
+    reach_lost(group);
 }
 
 /* What failed until now says nothing about the next attempt, nor how long the pause after it has to be. */
@@ -94,6 +113,7 @@ static void forget_pause(struct group *group)
 {
     group->heal_after = 0;
     group->heal_failures = 0;
+    reach_forget(group);
 }
 
 void heal_at_once(struct ep_groups *groups)

@@ -252,8 +252,10 @@ static void apply_of(struct epoch *epoch, uint32_t node, size_t *at)
 
     if (report && report->epoch == epoch->number)
         apply(epoch, node, report);
-    if (node != epoch->own && !is_there(group, epoch->plan.name[node], report))
+    if (node != epoch->own && !is_there(group, epoch->plan.name[node], report)) {
+        epoch->store_lost = true;
         report_torn(epoch, node, "it is not there");
+    }
 }
 
 void report_apply(struct group *group)
@@ -454,8 +456,10 @@ static void lose(struct epoch *epoch, const char *node)
 {
     const uint32_t i = ep_plan_find(&epoch->plan, node);
 
-    if (i < epoch->plan.n_nodes && i != epoch->own)
-        report_torn(epoch, i, "its server is gone, or the store has not heard of it");
+    if (i == epoch->plan.n_nodes || i == epoch->own)
+        return;
+    epoch->store_lost = true;
+    report_torn(epoch, i, "its server is gone, or the store has not heard of it");
 }
 
 void report_lost(struct ep_groups *groups, const char *node)

@@ -62,6 +62,11 @@ class FaultTest(harness.TestCase):
         result = self.operate(self.world.servers[node], "group", "update", "moe", *flags)
         self.assertEqual(result.code, 0, result)
 
+    def renewals(self, node):
+        """What became of those, the last first."""
+        told = self.world.admin(node, "group", "history", "moe", "-o", "json", must=True).json()["changes"]
+        return [change["outcome"] for change in told if change["change"] == "renewal"]
+
     def label(self, node):
         return (self.world.group(node) or {}).get("spec", {}).get("labels", {}).get("n")
 
@@ -152,10 +157,12 @@ class CutTest(FaultTest):
         self.wait_phase("DEGRADED", "c", reason="is lost: its connection is closed")
         self.wait_steps("a", "b", absent=RANKS_PER_NODE)
         self.wait_steps("c")
-        harness.wait_until(lambda: self.update("c", "--label=n=1").code == 0, "a change is taken")
-        self.world.net.mend_one_way("a", "b")
+        self.change("c", "--label=n=1")
         self.wait_label("1")
+        self.assertEqual(self.renewals("c"), [])  # it would come to nothing
+        self.world.net.mend_one_way("a", "b")
         self.wait_well()
+        self.assertEqual(self.renewals("c"), ["made"])
 
     def test_a_cut_node_and_a_lost_member_of_the_store_leave_the_rest_at_work(self):
         self.world.net.cut("c")

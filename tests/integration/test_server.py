@@ -483,6 +483,19 @@ class LimitsTest(harness.TestCase):
                 create_group(rpc)
                 self.assertEqual(group_names(rpc), ["moe"])
 
+    def test_what_has_lost_nobody_and_what_does_not_run(self):
+        server = self.start_server("--host-ranks=2")
+        for target in self.targets(server)[1:]:
+            with reflect.Client(target) as rpc:
+                create_group(rpc)
+                rpc.call("ep.v1.Node/Reach", {"group": "moe", "epoch": "1"})
+                for name, epoch in (("moe", 2), ("other", 1), ("", 0)):
+                    with self.assertRaises(grpc.RpcError) as refused:
+                        rpc.call("ep.v1.Node/Reach", {"group": name, "epoch": str(epoch)})
+                    self.assertEqual(refused.exception.code(), grpc.StatusCode.NOT_FOUND)
+                    self.assertRegex(refused.exception.details(),
+                                     'epoch %d of group "%s" does not run on node ' % (epoch, name))
+
     def test_texts_that_servers_would_keep(self):
         server = self.start_server()
         for target in self.targets(server):

@@ -24,6 +24,7 @@ SERVE(hold, HoldRequest)
 SERVE(admit, AdmitRequest)
 SERVE(left, LeaveRequest)
 SERVE(turn, TurnRequest)
+SERVE(reach, ReachRequest)
 
 static void serve_ping(const struct sim_node *node, const ProtobufCMessage *request, ep_cluster_done_fn done, void *user)
 {
@@ -44,6 +45,7 @@ static const struct method methods[] = {
     { "Admit", &ep__v1__admit_request__descriptor, &ep__v1__admit_reply__descriptor, serve_admit },
     { "Leave", &ep__v1__leave_request__descriptor, &ep__v1__leave_reply__descriptor, serve_left },
     { "Turn", &ep__v1__turn_request__descriptor, &ep__v1__turn_reply__descriptor, serve_turn },
+    { "Reach", &ep__v1__reach_request__descriptor, &ep__v1__reach_reply__descriptor, serve_reach },
 };
 
 struct packet {

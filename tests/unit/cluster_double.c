@@ -23,7 +23,9 @@ struct ep_cluster {
     struct ep_cluster_watch *watches;
     Ep__V1__NodeInfo info;
     struct ep_cluster_node entry;
-    bool alive, crashed, held, offer_held, term_held;
+    bool alive, crashed, held, offer_held, term_held, rebooted;
+    const struct ep_cluster *parted; /* from that one */
+    const char *unlearned;           /* a method */
 };
 
 struct message {
@@ -43,6 +45,8 @@ struct world {
     struct ep_cluster *servers[SERVERS]; /* by name */
     size_t n;
     struct message *first, **last;
+    struct message *kept, **kept_last;
+    const char *kept_kind;
     uv_idle_t pump;
     world_step_fn on_step;
     void *user;
@@ -84,6 +88,11 @@ static void on_pump(uv_idle_t *pump);
 
 static void post(struct world *world, struct message *message)
 {
+    if (world->kept_kind && !strcmp(message->kind, world->kept_kind)) {
+        *world->kept_last = message;
+        world->kept_last = &message->next;
+        return;
+    }
     *world->last = message;
     world->last = &message->next;
     if (!world->held)
@@ -99,6 +108,34 @@ void world_hold(struct world *world, bool held)
         uv_idle_start(&world->pump, on_pump);
 }
 
+void world_keep(struct world *world, const char *kind)
+{
+    world->kept_kind = kind;
+}
+
+size_t world_kept(const struct world *world)
+{
+    size_t n = 0;
+
+    for (const struct message *message = world->kept; message; message = message->next)
+        n++;
+    return n;
+}
+
+void world_hand_over(struct world *world)
+{
+    struct message *message = world->kept, *next;
+
+    world->kept = NULL;
+    world->kept_last = &world->kept;
+    world->kept_kind = NULL;
+    for (; message; message = next) {
+        next = message->next;
+        message->next = NULL;
+        post(world, message);
+    }
+}
+
 /* The request, on its way back as its own answer. */
 static void on_served(const struct ep_error *error, const ProtobufCMessage *reply, void *user)
 {
@@ -111,12 +148,27 @@ static void on_served(const struct ep_error *error, const ProtobufCMessage *repl
     post(the_world, message);
 }
 
-static void refuse(struct message *message)
+static void refuse(struct message *message, ep_status status, const char *why)
 {
     struct ep_error error = EP_ERROR_INIT;
 
-    ep_error_set(&error, EP_UNAVAILABLE, "the server is not there");
+    ep_error_set(&error, status, "%s", why);
     on_served(&error, NULL, message);
+}
+
+static void pong(struct message *message)
+{
+    static const struct ep_error none = EP_ERROR_INIT;
+    Ep__V1__PingReply reply = EP__V1__PING_REPLY__INIT;
+
+    reply.node = (char *)(uintptr_t)message->to->entry.name;
+    reply.boot_us = message->to->entry.boot + message->to->rebooted;
+    on_served(&none, &reply.base, message);
+}
+
+static bool knows(const struct ep_cluster *cluster, const char *method)
+{
+    return !cluster->unlearned || strcmp(cluster->unlearned, method) != 0;
 }
 
 static void serve(struct message *message)
@@ -125,7 +177,9 @@ static void serve(struct message *message)
     ProtobufCMessage *body = message->body;
 
     message->body = NULL;
-    if (!strcmp(message->method, "Prepare"))
+    if (!knows(message->to, message->method))
+        refuse(message, EP_UNIMPLEMENTED, "this server has no such method");
+    else if (!strcmp(message->method, "Prepare"))
         ep_groups_prepare(groups, (Ep__V1__PrepareRequest *)body, on_served, message);
     else if (!strcmp(message->method, "Connect"))
         ep_groups_connect(groups, (Ep__V1__ConnectRequest *)body, on_served, message);
@@ -139,6 +193,10 @@ static void serve(struct message *message)
         ep_groups_left(groups, (Ep__V1__LeaveRequest *)body, on_served, message);
     else if (!strcmp(message->method, "Turn"))
         ep_groups_turn(groups, (Ep__V1__TurnRequest *)body, on_served, message);
+    else if (!strcmp(message->method, "Reach"))
+        ep_groups_reach(groups, (Ep__V1__ReachRequest *)body, on_served, message);
+    else if (!strcmp(message->method, "Ping"))
+        pong(message);
     else
         abort();
     protobuf_c_message_free_unpacked(body, NULL);
@@ -164,9 +222,14 @@ static bool is_there(const struct ep_cluster *cluster)
     return cluster && cluster->groups && !cluster->crashed;
 }
 
+static bool are_parted(const struct message *message)
+{
+    return message->to && message->from && message->to->parted == message->from;
+}
+
 static void answer(struct message *message)
 {
-    if (!is_there(message->from) || (!message->body && !message->error.status))
+    if (!is_there(message->from) || are_parted(message) || (!message->body && !message->error.status))
         ep_error_set(&message->error, EP_UNAVAILABLE, "the call has ended");
     message->done(&message->error, message->error.status ? NULL : message->body, message->user);
     if (message->body)
@@ -193,12 +256,12 @@ static void on_pump(uv_idle_t *pump)
         lose(message);
     else if (!message->method)
         answer(message);
-    else if (is_there(message->to) && is_there(message->from))
+    else if (is_there(message->to) && is_there(message->from) && !are_parted(message))
         serve(message);
     else if (message->body) {
         protobuf_c_message_free_unpacked(message->body, NULL);
         message->body = NULL;
-        refuse(message);
+        refuse(message, EP_UNAVAILABLE, "the server is not there");
     }
 }
 
@@ -219,6 +282,13 @@ void ep_cluster_call(struct ep_cluster *cluster, const char *node, const Protobu
         if (!strcmp(cluster->world->servers[i]->entry.name, node))
             message->to = cluster->world->servers[i];
     post(cluster->world, message);
+}
+
+void ep_cluster_call_anew(struct ep_cluster *cluster, const char *node, const ProtobufCServiceDescriptor *service,
+                          const char *method, const ProtobufCMessage *request, uint32_t timeout_ms,
+                          ep_cluster_done_fn done, void *user)
+{
+    ep_cluster_call(cluster, node, service, method, request, timeout_ms, done, user);
 }
 
 /* ---- commits of leaders ---------------------------------------------------------------- */
@@ -473,6 +543,7 @@ struct world *world_open(uv_loop_t *loop, struct ep_store *store)
     world->loop = loop;
     world->store = store;
     world->last = &world->first;
+    world->kept_last = &world->kept;
     uv_idle_init(loop, &world->pump);
     world->pump.data = world;
     the_world = world;
@@ -539,6 +610,30 @@ void world_crash(struct ep_cluster *cluster)
     end_session(cluster);
 }
 
+void world_part(struct ep_cluster *one, struct ep_cluster *other, bool parted)
+{
+    one->parted = parted ? other : NULL;
+    other->parted = parted ? one : NULL;
+}
+
+void world_unlearn(struct ep_cluster *cluster, const char *method)
+{
+    cluster->unlearned = method;
+}
+
+void world_reboot(struct ep_cluster *cluster, bool rebooted)
+{
+    cluster->rebooted = rebooted;
+}
+
+static void forget(struct message *messages, const struct ep_cluster *cluster)
+{
+    for (struct message *m = messages; m; m = m->next) {
+        m->to = m->to == cluster ? NULL : m->to;
+        m->from = m->from == cluster ? NULL : m->from;
+    }
+}
+
 void world_remove(struct ep_cluster *cluster)
 {
     struct world *world = cluster->world;
@@ -549,10 +644,11 @@ void world_remove(struct ep_cluster *cluster)
         at++;
     memmove(world->servers + at, world->servers + at + 1, (world->n - at - 1) * sizeof *world->servers);
     world->n--;
-    for (struct message *m = world->first; m; m = m->next) {
-        m->to = m->to == cluster ? NULL : m->to;
-        m->from = m->from == cluster ? NULL : m->from;
-    }
+    forget(world->first, cluster);
+    forget(world->kept, cluster);
+    for (size_t i = 0; i < world->n; i++)
+        if (world->servers[i]->parted == cluster)
+            world->servers[i]->parted = NULL;
     if (cluster->info.name)
         ep_node_info_clear(&cluster->info);
     free(cluster);

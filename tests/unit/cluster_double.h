@@ -29,6 +29,20 @@ void world_hold_table(struct ep_cluster *cluster, bool held);
 /* It does not know who leads by its watch, until it does again. */
 void world_hold_term(struct ep_cluster *cluster, bool held);
 
+/* Between the two no message arrives: their callers are told so. */
+void world_part(struct ep_cluster *one, struct ep_cluster *other, bool parted);
+
+/* Its server is of an older version, which does not know that method; NULL: it knows all. */
+void world_unlearn(struct ep_cluster *cluster, const char *method);
+
+/* It says that it was started again, which the store does not know of. */
+void world_reboot(struct ep_cluster *cluster, bool rebooted);
+
+/* Messages of that kind that are sent from now on are kept back, until they are handed over; NULL: none. */
+void world_keep(struct world *world, const char *kind);
+size_t world_kept(const struct world *world); /* so many are */
+void world_hand_over(struct world *world);
+
 /* What others are told of its node stays as it is now, until it is told anew. */
 void world_hold_offer(struct ep_cluster *cluster, bool held);
 

@@ -61,12 +61,35 @@ void __wrap_ep_team_net_close(struct ep_team_net *net)
     free(net);
 }
 
+static const struct ep_team_span *newest[SERVERS]; /* of each server; its epoch's */
+
+static void note_span(const char *name, const struct ep_team_span *span)
+{
+    for (uint32_t i = 0; i < SERVERS; i++)
+        if (!strcmp(name, span_names[i]))
+            newest[i] = span;
+}
+
+static void lose(uint32_t one, uint32_t other)
+{
+    newest[one]->on_lost(newest[other]->own, "its connection is closed", newest[one]->user);
+}
+
+void span_tear(struct fixture *f, uint32_t one, uint32_t other)
+{
+    assert_non_null(f->servers[one].groups);
+    assert_non_null(f->servers[other].groups);
+    lose(one, other);
+    lose(other, one);
+}
+
 ep_status __wrap_ep_team_create(const struct ep_team_options *options, struct ep_team **out, struct ep_error *error)
 {
     struct ep_team_options alone = *options;
 
     if (options->span)
         free(options->span->net); /* the team's now */
+    note_span(ep_node_name(options->node), options->span);
     alone.span = NULL;
     return __real_ep_team_create(&alone, out, error);
 }

@@ -64,6 +64,8 @@ void span_start(struct fixture *f, uint32_t server);
 void span_stop(struct fixture *f, uint32_t server);
 bool span_all_ready(const struct fixture *f);
 uint32_t span_leader(const struct fixture *f); /* SERVERS: none */
+/* Members of the newest epoch lose each other, as where a connection between them ends. */
+void span_tear(struct fixture *f, uint32_t one, uint32_t other);
 
 /* What became of a change. */
 struct answer {
