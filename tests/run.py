@@ -313,7 +313,7 @@ def gin_tasks(preset):
                                            os.path.join(folder, "gin")], SCRIPT_S, parse=parse_lines)
 
 
-SCALE_NODES = 16
+SCALE_NODES = 40  # half of them are more than a server may ask at once
 
 
 def scale_task():

@@ -16,6 +16,11 @@ void *group_allocate(size_t n, size_t size)
     return memory;
 }
 
+char *group_copy(const char *text)
+{
+    return strcpy(group_allocate(strlen(text) + 1, 1), text);
+}
+
 /* ---- the list ------------------------------------------------------------------ */
 
 struct group *group_find(struct ep_groups *groups, const char *name)
@@ -47,8 +52,9 @@ struct group *group_new(struct ep_groups *groups, const char *name)
     struct group **list = realloc(groups->list, (groups->n + 1) * sizeof *list);
     size_t at = 0;
 
-    if (!list || !(group->name = strdup(name)))
+    if (!list)
         abort();
+    group->name = group_copy(name);
     group->groups = groups;
     share_open(group);
     group->phase = EP_PHASE(PENDING);

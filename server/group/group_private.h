@@ -367,6 +367,7 @@ struct ep_groups {
 /* ---- group.c ------------------------------------------------------------------ */
 
 void *group_allocate(size_t n, size_t size); /* zeroed; the process ends when there is none */
+char *group_copy(const char *text);          /* as group_allocate() */
 struct group *group_find(struct ep_groups *groups, const char *name); /* invisible ones too */
 struct group *group_new(struct ep_groups *groups, const char *name);
 /* Groups may be added meanwhile; dead ones are left out. */

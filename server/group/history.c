@@ -16,20 +16,11 @@
 
 #define TEXT_MAX 200u
 
-static char *own(const char *text)
-{
-    char *copy = strdup(text);
-
-    if (!copy)
-        abort(); /* as in arena.c */
-    return copy;
-}
-
 static void set(char **field, const char *text)
 {
     if (*field != protobuf_c_empty_string)
         free(*field);
-    *field = own(text);
+    *field = group_copy(text);
 }
 
 /* ---- fields as text -------------------------------------------------------------------------- */
@@ -142,9 +133,9 @@ static void add_field(Ep__V1__GroupChange *entry, const char *field, const char 
         abort();
     new = group_allocate(1, sizeof *new);
     ep__v1__field_change__init(new);
-    new->field = own(field);
-    new->from = own(from);
-    new->to = own(to);
+    new->field = group_copy(field);
+    new->from = group_copy(from);
+    new->to = group_copy(to);
     entry->fields = fields;
     entry->fields[entry->n_fields++] = new;
 }
@@ -210,12 +201,12 @@ Ep__V1__GroupChange *history_begin(struct group *group, const char *change, cons
 
     ep__v1__group_change__init(entry);
     entry->number = is_again(group, change) ? group->history_number : ++group->history_number;
-    entry->change = own(change);
+    entry->change = group_copy(change);
     entry->time_us = ep_clock_wall_us();
-    entry->by = own(asker ? asker->by : nodes_self(group->groups));
-    entry->server = own(asker ? asker->server : nodes_self(group->groups));
+    entry->by = group_copy(asker ? asker->by : nodes_self(group->groups));
+    entry->server = group_copy(asker ? asker->server : nodes_self(group->groups));
     entry->epoch_before = entry->epoch_after = group->epoch_number;
-    entry->outcome = own("committed");
+    entry->outcome = group_copy("committed");
     return entry;
 }
 

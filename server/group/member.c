@@ -17,7 +17,7 @@ void worker_clear(struct worker *worker)
 
 void worker_set(struct worker *worker, const struct ep_worker *from)
 {
-    char *name = from->name && *from->name ? strdup(from->name) : NULL;
+    char *name = from->name && *from->name ? group_copy(from->name) : NULL;
 
     worker_clear(worker);
     *worker = (struct worker){ .pid = from->pid, .uid = from->uid, .name = name };
@@ -94,10 +94,8 @@ void rank_set_state(struct rank *rank, enum ep_rank_event event)
 
 void rank_set_reason(struct rank *rank, const char *reason)
 {
-    char *copy = *reason ? strdup(reason) : NULL;
+    char *copy = *reason ? group_copy(reason) : NULL;
 
-    if (*reason && !copy)
-        abort();
     free(rank->reason);
     rank->reason = copy;
 }

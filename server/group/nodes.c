@@ -56,9 +56,7 @@ static void fill_offer(struct ep_plan_node *node, const Ep__V1__NodeInfo *info)
     if (!nodes_release_differs(info->version, differs, sizeof differs))
         return;
     snprintf(text, sizeof text, "is of %s as the leader", differs);
-    node->release = strdup(text);
-    if (!node->release)
-        abort(); /* as in arena.c */
+    node->release = group_copy(text);
 }
 
 static uint64_t apart_of(const Ep__V1__Device *device)

@@ -17,12 +17,16 @@
 
 #define MEMBER_MS 1500u /* longer than a member waits for the others */
 #define OTHER_MS  500u
+#define AT_ONCE   16u /* connections that a member opens: a large group may have lost half of itself */
 
 /* ---- a member ------------------------------------------------------------------------------ */
 
 struct round {
     struct ep_groups *groups;
-    uint32_t waiting;
+    char *group;
+    uint64_t epoch;
+    uint32_t next;    /* node of the epoch that has not been looked at */
+    uint32_t waiting; /* questions under way, and the function that asks them */
     struct ep_error failure; /* the first */
     ep_cluster_done_fn done;
     void *user;
@@ -40,6 +44,7 @@ static void end_question(struct round *round)
     if (--round->waiting)
         return;
     round->done(&round->failure, round->failure.status ? NULL : &reply.base, round->user);
+    free(round->group);
     free(round);
 }
 
@@ -50,6 +55,8 @@ static ep_status judge(const struct question *question, const Ep__V1__PingReply 
         return EP_OK;
     return ep_error_set(error, EP_UNAVAILABLE, "node %.80s was started again", pong->node);
 }
+
+static void ask_on(struct round *round);
 
 static void on_pong(const struct ep_error *error, const ProtobufCMessage *reply, void *user)
 {
@@ -63,6 +70,7 @@ static void on_pong(const struct ep_error *error, const ProtobufCMessage *reply,
     else if (!round->failure.status)
         (void)judge(question, (const Ep__V1__PingReply *)reply, &round->failure);
     free(question);
+    ask_on(round);
     end_question(round);
     group_later(groups);
 }
@@ -88,36 +96,37 @@ static bool has_lost(const struct epoch *epoch, uint32_t node)
     return there.n && epoch->ranks[there.number[0]].away;
 }
 
-static void ask_lost(struct round *round, const struct epoch *epoch)
+/* The epoch that is asked about, where it is the one that runs here. */
+static const struct epoch *find_epoch(struct round *round)
 {
-    for (uint32_t i = 0; i < epoch->plan.n_nodes; i++)
-        if (i != epoch->own && has_lost(epoch, i))
-            ask_node(round, epoch->plan.name[i]);
+    const struct group *group = group_find(round->groups, round->group);
+
+    if (group && group->epoch && group->epoch->number == round->epoch)
+        return group->epoch;
+    ep_error_set(&round->failure, EP_NOT_FOUND, "epoch %llu of group \"%.64s\" does not run on node %s",
+                 (unsigned long long)round->epoch, round->group, nodes_self(round->groups));
+    return NULL;
 }
 
-/* The epoch that is asked about, where it is the one that runs here. */
-static const struct epoch *find_epoch(struct ep_groups *groups, const Ep__V1__ReachRequest *request,
-                                      struct ep_error *error)
+/* Asks the next ones; nobody any more, once one was not found. */
+static void ask_on(struct round *round)
 {
-    const struct group *group = group_find(groups, request->group);
+    const struct epoch *epoch = round->failure.status ? NULL : find_epoch(round);
 
-    if (group && group->epoch && group->epoch->number == request->epoch)
-        return group->epoch;
-    ep_error_set(error, EP_NOT_FOUND, "epoch %llu of group \"%.64s\" does not run on node %s",
-                 (unsigned long long)request->epoch, request->group, nodes_self(groups));
-    return NULL;
+    for (; epoch && round->next < epoch->plan.n_nodes && round->waiting <= AT_ONCE; round->next++)
+        if (round->next != epoch->own && has_lost(epoch, round->next))
+            ask_node(round, epoch->plan.name[round->next]);
 }
 
 void ep_groups_reach(struct ep_groups *groups, const Ep__V1__ReachRequest *request, ep_cluster_done_fn done, void *user)
 {
     struct round *round = group_allocate(1, sizeof *round);
-    const struct epoch *epoch;
 
-    *round = (struct round){ .groups = groups, .failure = EP_ERROR_INIT, .done = done, .user = user };
-    round->waiting = 1; /* this function */
-    epoch = find_epoch(groups, request, &round->failure);
-    if (epoch)
-        ask_lost(round, epoch);
+    *round = (struct round){
+        .groups = groups, .group = group_copy(request->group), .epoch = request->epoch, .waiting = 1,
+        .failure = EP_ERROR_INIT, .done = done, .user = user
+    };
+    ask_on(round);
     end_question(round);
 }
 

@@ -345,14 +345,13 @@ static struct report *add(struct group *group, const char *node)
 {
     const size_t at = place_of(group, node);
     struct report *reports = realloc(group->reports, (group->n_reports + 1) * sizeof *reports), *report;
-    char *name = strdup(node);
 
-    if (!reports || !name)
+    if (!reports)
         abort();
     group->reports = reports;
     report = reports + at;
     memmove(report + 1, report, (group->n_reports++ - at) * sizeof *report);
-    *report = (struct report){ .node = name, .alive = nodes_alive(group->groups, node) };
+    *report = (struct report){ .node = group_copy(node), .alive = nodes_alive(group->groups, node) };
     return report;
 }
 

@@ -603,15 +603,6 @@ void status_timeout(struct rank *rank, const struct ep_engine_timeout *timeout)
 
 /* ---- statistics ------------------------------------------------------------------- */
 
-static char *own(const char *text)
-{
-    char *copy = strdup(text);
-
-    if (!copy)
-        abort();
-    return copy;
-}
-
 #define BUCKETS (sizeof ((struct ep_op_counters *)NULL)->buckets / sizeof(uint64_t))
 
 static void fill_buckets(const struct ep_op_counters *op, Ep__V1__OpStats *stats)
@@ -629,7 +620,7 @@ static Ep__V1__OpStats *op_stats(enum ep_op_class class, const struct ep_op_coun
     Ep__V1__OpStats *stats = group_allocate(1, sizeof *stats);
 
     ep__v1__op_stats__init(stats);
-    stats->op = own(ep_op_class_name(class));
+    stats->op = group_copy(ep_op_class_name(class));
     stats->count = load(&op->count);
     stats->errors = load(&op->errors);
     stats->timeouts = load(&op->timeouts);
@@ -672,7 +663,7 @@ static Ep__V1__RankStats *rank_stats(const struct rank *rank, bool experts)
     Ep__V1__RankStats *stats = group_allocate(1, sizeof *stats);
 
     ep__v1__rank_stats__init(stats);
-    stats->group = own(rank->epoch->group->name);
+    stats->group = group_copy(rank->epoch->group->name);
     stats->epoch = rank->epoch->number;
     stats->rank = rank->number;
     stats->state = rank->state;
@@ -709,7 +700,7 @@ void ep_groups_stats(struct ep_groups *groups, const char *name, bool experts, E
 {
     ep__v1__stats__init(stats);
     stats->time_us = ep_clock_wall_us();
-    stats->node = own(ep_node_name(groups->node));
+    stats->node = group_copy(ep_node_name(groups->node));
     for (size_t i = 0; i < groups->n; i++) {
         const struct group *group = groups->list[i];
 

@@ -4,12 +4,14 @@
 #include "sim.h"
 
 static struct tally tally;
-static uint64_t *written; /* [sim.nodes] */
+static uint64_t *written, *opened; /* [sim.nodes] opened: connections that are open now */
 
 void tally_reset(void)
 {
-    if (!written)
+    if (!written) {
         written = sim_allocate(sim.nodes, sizeof *written);
+        opened = sim_allocate(sim.nodes, sizeof *opened);
+    }
     memset(written, 0, sim.nodes * sizeof *written);
     tally = (struct tally){ 0 };
 }
@@ -28,6 +30,17 @@ void tally_call(size_t bytes)
 {
     tally.calls++;
     tally.call_bytes += bytes;
+}
+
+void tally_opened(const struct sim_node *node)
+{
+    if (++opened[node->index] > tally.most_opened)
+        tally.most_opened = opened[node->index];
+}
+
+void tally_closed(const struct sim_node *node)
+{
+    opened[node->index]--;
 }
 
 /* nodes/NAME/server, groups/GROUP/members/NAME; NULL: a record of the leader's, or of the election. */

@@ -132,10 +132,11 @@ static void end(const char *name)
     const struct tally t = tally_read();
 
     printf("{\"step\": \"%s\", \"seconds\": %.3f, \"commits\": %llu, \"writes\": %llu, \"bytes\": %llu, \"most_writes\": "
-           "%llu, \"calls\": %llu, \"call_bytes\": %llu, \"cpu_seconds\": %.3f, \"waited_seconds\": %.3f, \"resident_kib\": "
-           "%llu}\n",
+           "%llu, \"calls\": %llu, \"call_bytes\": %llu, \"most_opened\": %llu, \"cpu_seconds\": %.3f, \"waited_seconds\": "
+           "%.3f, \"resident_kib\": %llu}\n",
            name, seconds, (unsigned long long)t.commits, (unsigned long long)t.writes, (unsigned long long)t.bytes,
            (unsigned long long)t.most_writes, (unsigned long long)t.calls, (unsigned long long)t.call_bytes,
+           (unsigned long long)t.most_opened,
            (double)(cpu_us() - step.cpu_us) / 1e6, (double)(waited_ns() - step.waited_ns) / EP_NS_PER_S,
            (unsigned long long)resident_kib());
     fflush(stdout);
@@ -327,6 +328,17 @@ static void heal(void)
     end("heal");
 }
 
+/* The halves lose each other and find each other again, and the leader forms the epoch anew. */
+static void split(void)
+{
+    begin();
+    teams_split(sim.nodes / 2);
+    wait_all("split", is_healed);
+    epoch = node_epoch(leader());
+    wait_all("split", has_epoch);
+    end("split");
+}
+
 static void delete_group(void)
 {
     begin();
@@ -449,6 +461,8 @@ int main(int argc, char **argv)
     move_all();
     kill_some();
     heal();
+    move_all();
+    split();
     move_all();
     delete_group();
     stop_all();

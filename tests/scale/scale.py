@@ -11,6 +11,7 @@ between the steps; repeats that, each time with a new etcd, and prints medians:
     KiB      of these records with their keys
     puts     what etcd counted, with the markers of its client;  sent: MiB that etcd sent to the nodes' watches
     calls    messages between servers, and their MiB
+    open     the most connections for one call each that one server had at once
 
 --check is for CI: no times are looked at, but each node may write at most CHECK_WRITES records a step.
 """
@@ -32,6 +33,7 @@ BUILD = os.environ.get("EP_BUILD", os.path.join(ROOT, "build"))
 
 SWEEP = (8, 16, 32, 64, 128, 256, 512)
 CHECK_WRITES = 16      # by one node, in one step; 2 to 4 are usual, and a machine so busy that leases run out makes more
+CHECK_OPEN = 16        # by one node at once
 CHECK_CALLS = 12       # between the leader and one node in a step that forms an epoch
 FORMING = ("form", "update", "heal")
 ETCD_S = 30            # until it answers
@@ -131,6 +133,7 @@ def figures(step):
     return {"seconds": step["seconds"], "own": max(own, 0.0), "cpu": step["cpu_seconds"], "etcd_cpu": step["etcd"]["cpu"],
             "writes": step["writes"], "most": step["most_writes"], "KiB": step["bytes"] / 1024, "puts": step["etcd"]["puts"],
             "sent": step["etcd"]["sent"] / 2**20, "calls": step["calls"], "calls_MiB": step["call_bytes"] / 2**20,
+            "open": step["most_opened"],
             "resident": step["resident_kib"] / 1024, "etcd_resident": step["etcd"]["resident"] / 2**20}
 
 
@@ -139,20 +142,20 @@ def medians(runs):
             for name in runs[0]}
 
 
-HEAD = ("%-9s %8s %7s %7s %7s %7s %5s %8s %7s %7s %8s %8s %7s" %
-        ("step", "seconds", "own", "cpu", "etcd", "writes", "most", "KiB", "puts", "sent", "calls", "MiB", "RSS MiB"))
+HEAD = ("%-9s %8s %7s %7s %7s %7s %5s %8s %7s %7s %8s %8s %5s %7s" %
+        ("step", "seconds", "own", "cpu", "etcd", "writes", "most", "KiB", "puts", "sent", "calls", "MiB", "open", "RSS MiB"))
 
 
 def print_table(nodes, options, steps):
     print("\n%d nodes of %d ranks, median of %d" % (nodes, options.ranks, options.runs))
     print(HEAD)
     for name, f in steps.items():
-        print("%-9s %8.2f %7.2f %7.2f %7.2f %7d %5d %8.0f %7d %7.1f %8d %8.1f %7.0f" %
+        print("%-9s %8.2f %7.2f %7.2f %7.2f %7d %5d %8.0f %7d %7.1f %8d %8.1f %5d %7.0f" %
               (name, f["seconds"], f["own"], f["cpu"], f["etcd_cpu"], f["writes"], f["most"], f["KiB"], f["puts"],
-               f["sent"], f["calls"], f["calls_MiB"], f["resident"]), flush=True)
+               f["sent"], f["calls"], f["calls_MiB"], f["open"], f["resident"]), flush=True)
 
 
-CURVE = ("register", "form", "attach", "update", "move", "detect", "heal", "delete")
+CURVE = ("register", "form", "attach", "update", "move", "detect", "heal", "split", "delete")
 
 
 def print_curve(curve, key):
@@ -172,6 +175,8 @@ def check(nodes, steps):
     wrong += ["%s: %d messages between servers, at most %d for each of %d nodes are expected"
               % (name, steps[name]["calls"], CHECK_CALLS, nodes)
               for name in FORMING if steps[name]["calls"] > CHECK_CALLS * nodes]
+    wrong += ["%s: a server had %d connections for one call each at once, at most %d are expected"
+              % (name, f["open"], CHECK_OPEN) for name, f in steps.items() if f["open"] > CHECK_OPEN]
     for text in wrong:
         print("FAIL " + text)
     print("%s counts of %d nodes" % ("FAIL" if wrong else "ok", nodes))

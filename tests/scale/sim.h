@@ -42,6 +42,7 @@ struct tally {
     uint64_t commits, writes, bytes; /* records written or deleted, and their keys and values; without etcd's markers */
     uint64_t most_writes;            /* by one node; the leader's records are not among them */
     uint64_t calls, call_bytes;      /* requests and answers between nodes */
+    uint64_t most_opened;            /* connections for one call, by one node at once */
 };
 
 struct sim {
@@ -91,11 +92,15 @@ uint64_t node_epoch(const struct sim_node *node); /* the newest */
 
 /* All that had a net with the node lose it. */
 void teams_cut(uint32_t node);
+/* Nodes before that one and the others lose each other, though messages arrive. */
+void teams_split(uint32_t node);
 
 /* ---- count.c --------------------------------------------------------------------------- */
 
 void tally_reset(void);
 struct tally tally_read(void);
 void tally_call(size_t bytes);
+void tally_opened(const struct sim_node *node);
+void tally_closed(const struct sim_node *node);
 
 #endif

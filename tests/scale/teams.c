@@ -84,6 +84,14 @@ void teams_cut(uint32_t node)
     cut(node, 0);
 }
 
+void teams_split(uint32_t node)
+{
+    for (struct ep_team *team = teams; team; team = team->next)
+        for (uint32_t i = 0; i < sim.nodes; i++)
+            if (!is_closed(team) && (team->net->own < node) != (i < node))
+                lose(team, i);
+}
+
 /* ---- network ------------------------------------------------------------------------------ */
 
 struct ep_team_beside ep_team_beside(Ep__V1__Backend backend, const struct ep_layout_map *map, const uint32_t *where)

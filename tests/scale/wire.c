@@ -54,6 +54,7 @@ struct packet {
     uint8_t *bytes; /* NULL: an error */
     size_t size;
     struct ep_error error;
+    bool alone; /* over a connection of its own */
     ep_cluster_done_fn done;
     void *user;
 };
@@ -92,6 +93,9 @@ static const ProtobufCMessage *unpack(struct packet *packet, const ProtobufCMess
 static void answer(void *user)
 {
     struct packet *packet = user;
+
+    if (packet->alone)
+        tally_closed(&sim.node[packet->from]);
     packet->done(&packet->error, unpack(packet, packet->method->reply), packet->user);
     free(packet);
 }
@@ -127,13 +131,17 @@ static void refuse(struct packet *packet, const char *node)
 }
 
 static void carry(struct ep_cluster *cluster, const char *node, const char *method, const ProtobufCMessage *request,
-                  ep_cluster_done_fn done, void *user)
+                  bool alone, ep_cluster_done_fn done, void *user)
 {
     const struct ep_cluster_node *known = ep_cluster_find(cluster, node);
     struct packet *packet = sim_allocate(1, sizeof *packet);
 
-    *packet = (struct packet){ .method = find(method), .error = EP_ERROR_INIT, .done = done, .user = user };
+    *packet = (struct packet){
+        .method = find(method), .error = EP_ERROR_INIT, .alone = alone, .done = done, .user = user
+    };
     packet->from = sim_find(ep_cluster_self(cluster))->index;
+    if (alone)
+        tally_opened(&sim.node[packet->from]);
     if (!known || !known->alive || sim.node[packet->from].away) {
         refuse(packet, node);
         return;
@@ -153,14 +161,13 @@ void __wrap_ep_cluster_call(struct ep_cluster *cluster, const char *node, const 
                             ep_cluster_done_fn done, void *user)
 {
     (void)service, (void)timeout_ms;
-    carry(cluster, node, method, request, done, user);
+    carry(cluster, node, method, request, false, done, user);
 }
 
-/* Over a connection of its own, which says nothing here. */
 void __wrap_ep_cluster_call_anew(struct ep_cluster *cluster, const char *node,
                                  const ProtobufCServiceDescriptor *service, const char *method,
                                  const ProtobufCMessage *request, uint32_t timeout_ms, ep_cluster_done_fn done, void *user)
 {
     (void)service, (void)timeout_ms;
-    carry(cluster, node, method, request, done, user);
+    carry(cluster, node, method, request, true, done, user);
 }

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #define SERVERS 8
-#define TTL_MS  2000
+#define TTL_MS  20000 /* longer than a busy machine stands still */
 
 struct ep_cluster_watch {
     struct ep_cluster_watch *next;
