@@ -34,7 +34,6 @@
 #define EP_GIN_DEPTH 1024u        /* puts of one peer and context that may be under way */
 #define EP_GIN_PUTS (1u << 16)    /* of all peers, at least, for each context */
 #define EP_GIN_MANY_CPUS 16       /* a host that has so many can spare one */
-#define EP_GIN_HOST_STREAMS 2u    /* that puts to a peer of this host take in turn */
 #define EP_GIN_MAX_CONTEXTS 128u  /* of a communicator, at a time */
 #define EP_GIN_MAX_REGIONS 1024u  /* of a communicator, at a time */
 
@@ -119,7 +118,7 @@ void ep_gin_stream_close(struct ep_gin_stream *stream);
 void ep_gin_stream_copy(struct ep_gin_stream *stream, void *to, const void *from, uint64_t bytes);
 void ep_gin_stream_store(struct ep_gin_stream *stream, void *to, uint64_t value);
 /* What will be reached when all that it holds is over, once the stream is flushed. */
-uint64_t ep_gin_stream_mark(struct ep_gin_stream *stream);
+uint64_t ep_gin_stream_mark(const struct ep_gin_stream *stream);
 void ep_gin_stream_flush(struct ep_gin_stream *stream);
 bool ep_gin_stream_reached(const struct ep_gin_stream *stream, uint64_t mark);
 /* Flushes and waits.  False: not within the time. */

@@ -71,7 +71,7 @@ void ep_gin_stream_store(struct ep_gin_stream *stream, void *to, uint64_t value)
     store(stream, to, value);
 }
 
-uint64_t ep_gin_stream_mark(struct ep_gin_stream *stream)
+uint64_t ep_gin_stream_mark(const struct ep_gin_stream *stream)
 {
     return stream->written + stream->dirty;
 }

@@ -5,8 +5,9 @@
  * one copy by the GPU's copy engine, with nobody's help at the other end.  When the copy is over, and all before it, the
  * message goes into a ring in the peer's memory.  A peer that sleeps is woken through its eventfd.
  *
- * Puts take streams in turn: between two copies of one stream, of which the first is marked as over, the wire does nothing
- * for 3 us, in which NVLink carries a megabyte.
+ * One copy is under way for each peer, or as many as do not continue each other: to begin one takes 3 us, in which NVLink
+ * carries a megabyte, and so does what is between two.  So the last put waits while another copy is under way, and puts
+ * that continue it, at both ends, are one copy with it.
  *
  * To oneself the region is where it is and the ring is this process's; host memory may be the target too.
  */
@@ -23,8 +24,10 @@
 
 #include "ring.h"
 
-/* Copies of one link: the driver waits in a launch when a stream holds more than about 1000. */
+/* Puts of one link: the driver waits in a launch when a stream holds more than about 1000. */
 #define IN_FLIGHT 512u
+/* Of a copy of several puts: with more it is hardly faster, and its first byte is told with its last. */
+#define COPY_BYTES (32u << 20)
 /* Messages of one peer, then the others. */
 #define TURN 64u
 
@@ -43,23 +46,16 @@ _Static_assert(sizeof(struct region_card) <= EP_GIN_CARD_BYTES, "a card holds it
 struct host_link {
     struct ep_gin_comm *comm;
     struct ep_gin_peer *peer;
-    struct ep_gin_stream stream[EP_GIN_HOST_STREAMS]; /* put i takes i modulo their number; to oneself, the first */
+    struct ep_gin_stream stream;
     struct ep_gin_ring *in;  /* the peer writes */
     struct ep_gin_ring *out; /* the peer reads; to oneself the same */
     int wake;                /* the peer's eventfd */
     bool own, broken;
+    struct ep_gin_queue run;     /* puts that are to be one copy, each continues the one before */
+    uint64_t run_bytes;
     struct ep_gin_queue copying; /* puts, in their order */
-    uint64_t begun, over;        /* puts ever */
+    uint32_t puts;               /* in both */
 };
-
-static uint32_t streams_of(const struct host_link *link)
-{
-    return link->own ? 1 : EP_GIN_HOST_STREAMS;
-}
-static struct ep_gin_stream *stream_of(struct host_link *link, uint64_t put)
-{
-    return &link->stream[put % streams_of(link)];
-}
 
 /* ---- rings -------------------------------------------------------------------------------------------- */
 
@@ -122,8 +118,7 @@ static void host_link_close(void *opened)
 {
     struct host_link *link = opened;
 
-    for (uint32_t i = 0; i < EP_GIN_HOST_STREAMS; i++)
-        ep_gin_stream_close(&link->stream[i]);
+    ep_gin_stream_close(&link->stream);
     if (link->out && !link->own)
         munmap(link->out, sizeof *link->out);
     if (link->in)
@@ -137,10 +132,8 @@ static void host_link_close(void *opened)
 static ep_status prepare(struct host_link *link, struct ep_gin_card *mine, struct ep_error *error)
 {
     int wake, ring = -1;
-    ep_status status = EP_OK;
+    ep_status status = ep_gin_stream_open(link->comm, &link->stream, error);
 
-    for (uint32_t i = 0; i < streams_of(link) && status == EP_OK; i++)
-        status = ep_gin_stream_open(link->comm, &link->stream[i], error);
     if (status == EP_OK)
         status = make_ring(&ring, &link->in, error);
     if (status != EP_OK)
@@ -280,15 +273,17 @@ static ep_status host_region_reach(void *opened, const struct ep_gin_region *reg
     return status;
 }
 
+static void start_run(struct host_link *link);
+
 static void host_region_leave(void *opened, const struct ep_gin_region *region, void *remote)
 {
     struct host_link *link = opened;
     struct mapped *mapped = remote;
 
     (void)region;
-    for (uint32_t i = 0; i < streams_of(link); i++)
-        if (!ep_gin_stream_wait(&link->stream[i], link->comm->settings.timeout_ns))
-            return; /* it stays mapped: the GPU still writes there */
+    start_run(link); /* nothing is begun that goes there when it is not mapped any more */
+    if (!ep_gin_stream_wait(&link->stream, link->comm->settings.timeout_ns))
+        return; /* it stays mapped: the GPU still writes there */
     if (mapped->memory)
         link->comm->cuda->memory_destroy(mapped->memory);
     free(mapped);
@@ -296,30 +291,74 @@ static void host_region_leave(void *opened, const struct ep_gin_region *region, 
 
 /* ---- sending ------------------------------------------------------------------------------------------------- */
 
+static uint8_t *target_of(const struct ep_gin_put *put)
+{
+    return ((const struct mapped *)put->reached)->at + put->offset;
+}
+
 static bool on_host(const struct host_link *link, const struct ep_gin_put *put)
 {
     return link->own && put->source->type == NCCL_MEMORY_HOST && put->target->type == NCCL_MEMORY_HOST;
 }
 
+static bool continues_run(const struct host_link *link, const struct ep_gin_put *put)
+{
+    const struct ep_gin_put *first = link->run.head;
+
+    return first && put->bytes <= COPY_BYTES - link->run_bytes && put->source == first->source &&
+           put->reached == first->reached && put->from == first->from + link->run_bytes &&
+           put->offset == first->offset + link->run_bytes;
+}
+
+static void copy_run(struct host_link *link)
+{
+    const struct ep_gin_put *first = link->run.head;
+
+    if (link->run_bytes == 0)
+        return;
+    if (on_host(link, first))
+        memmove(target_of(first), first->from, link->run_bytes);
+    else
+        ep_gin_stream_copy(&link->stream, target_of(first), first->from, link->run_bytes);
+}
+
+static void start_run(struct host_link *link)
+{
+    struct ep_gin_put *put;
+
+    copy_run(link);
+    while ((put = ep_gin_queue_pop(&link->run)) != NULL) {
+        put->mark = ep_gin_stream_mark(&link->stream);
+        ep_gin_queue_push(&link->copying, put);
+    }
+    link->run_bytes = 0;
+}
+
+static bool is_idle(const struct host_link *link)
+{
+    return ep_gin_stream_reached(&link->stream, ep_gin_stream_mark(&link->stream));
+}
+
+/* Only what may still grow is worth a wait. */
+static bool run_waits(const struct host_link *link)
+{
+    return link->run_bytes < COPY_BYTES && !is_idle(link);
+}
+
 static bool host_put_start(void *opened, struct ep_gin_put *put)
 {
     struct host_link *link = opened;
-    struct ep_gin_stream *stream = stream_of(link, link->begun);
 
-    if (link->begun - link->over == IN_FLIGHT)
+    if (link->puts == IN_FLIGHT)
         return false;
-    if (put->bytes > 0) {
-        uint8_t *to = ((const struct mapped *)put->reached)->at + put->offset;
-
-        if (on_host(link, put))
-            memmove(to, put->from, put->bytes);
-        else
-            ep_gin_stream_copy(stream, to, put->from, put->bytes);
-    }
+    if (!continues_run(link, put))
+        start_run(link);
     put->taken = put->bytes;
-    put->mark = ep_gin_stream_mark(stream);
-    ep_gin_queue_push(&link->copying, put);
-    link->begun++;
+    ep_gin_queue_push(&link->run, put);
+    link->run_bytes += put->bytes;
+    link->puts++;
+    if (!run_waits(link))
+        start_run(link);
     return true;
 }
 
@@ -343,21 +382,30 @@ static void wake_peer(const struct host_link *link)
         (void)!write(link->wake, &one, sizeof one); /* full: it is awake */
 }
 
-static void host_progress(void *opened)
+/* True: somebody is to be told of what is over. */
+static bool reap(struct host_link *link)
 {
-    struct host_link *link = opened;
     bool told = false;
 
-    for (uint32_t i = 0; i < streams_of(link); i++)
-        ep_gin_stream_flush(&link->stream[i]);
-    while (link->copying.head && ep_gin_stream_reached(stream_of(link, link->over), link->copying.head->mark) &&
+    while (link->copying.head && ep_gin_stream_reached(&link->stream, link->copying.head->mark) &&
            tell(link, link->copying.head)) {
         struct ep_gin_put *put = ep_gin_queue_pop(&link->copying);
 
-        link->over++;
+        link->puts--;
         told = true;
         ep_gin_put_sent(put, put->bytes);
     }
+    return told;
+}
+
+static void host_progress(void *opened)
+{
+    struct host_link *link = opened;
+    const bool told = reap(link);
+
+    if (!run_waits(link))
+        start_run(link);
+    ep_gin_stream_flush(&link->stream);
     if (told)
         wake_peer(link);
 }
