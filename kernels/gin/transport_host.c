@@ -24,8 +24,8 @@
 
 #include "ring.h"
 
-/* Puts of one link: the driver waits in a launch when a stream holds more than about 1000. */
-#define IN_FLIGHT 512u
+/* Puts of one link, each perhaps with a copy and a mark: the driver waits in a launch when a stream holds more than about 1000. */
+#define IN_FLIGHT 400u
 /* Of a copy of several puts: with more it is hardly faster, and its first byte is told with its last. */
 #define COPY_BYTES (32u << 20)
 /* Messages of one peer, then the others. */

@@ -90,9 +90,7 @@ static ep_status seal(Ep__V1__AttachToken *token, struct ep_error *error)
     if (!*hash)
         return ep_error_errno(error, EP_INTERNAL, "attach_token: cannot be hashed");
     free_text(token->token);
-    token->hash = strdup(hash);
-    if (!token->hash)
-        abort(); /* as in arena.c */
+    token->hash = group_copy(hash);
     token->state_case = STATE(HASH);
     return EP_OK;
 }

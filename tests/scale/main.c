@@ -136,9 +136,8 @@ static void end(const char *name)
            "%.3f, \"resident_kib\": %llu}\n",
            name, seconds, (unsigned long long)t.commits, (unsigned long long)t.writes, (unsigned long long)t.bytes,
            (unsigned long long)t.most_writes, (unsigned long long)t.calls, (unsigned long long)t.call_bytes,
-           (unsigned long long)t.most_opened,
-           (double)(cpu_us() - step.cpu_us) / 1e6, (double)(waited_ns() - step.waited_ns) / EP_NS_PER_S,
-           (unsigned long long)resident_kib());
+           (unsigned long long)t.most_opened, (double)(cpu_us() - step.cpu_us) / 1e6,
+           (double)(waited_ns() - step.waited_ns) / EP_NS_PER_S, (unsigned long long)resident_kib());
     fflush(stdout);
 }
 

@@ -13,7 +13,8 @@ between the steps; repeats that, each time with a new etcd, and prints medians:
     calls    messages between servers, and their MiB
     open     the most connections for one call each that one server had at once
 
---check is for CI: no times are looked at, but each node may write at most CHECK_WRITES records a step.
+--check is for CI: no times are looked at, but each node may write at most CHECK_WRITES records a step and have CHECK_OPEN such
+connections, and an epoch is formed with CHECK_CALLS messages for each node.
 """
 import argparse
 import json
@@ -33,7 +34,7 @@ BUILD = os.environ.get("EP_BUILD", os.path.join(ROOT, "build"))
 
 SWEEP = (8, 16, 32, 64, 128, 256, 512)
 CHECK_WRITES = 16      # by one node, in one step; 2 to 4 are usual, and a machine so busy that leases run out makes more
-CHECK_OPEN = 16        # by one node at once
+CHECK_OPEN = 16        # of one node at once; as many as reach.c asks
 CHECK_CALLS = 12       # between the leader and one node in a step that forms an epoch
 FORMING = ("form", "update", "heal")
 ETCD_S = 30            # until it answers

@@ -399,7 +399,7 @@ static void what_waits_is_copied_before_its_region_is_left(void **state)
 
 static void no_more_puts_are_under_way_than_the_stream_takes(void **state)
 {
-    enum { MANY = 600, ROOM = 512 };
+    enum { MANY = 600, ROOM = 400 };
     struct world *w = *state;
 
     keep_busy(w);
