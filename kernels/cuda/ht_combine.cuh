@@ -13,7 +13,7 @@ namespace ep {
 namespace ht {
 namespace combine {
 
-constexpr uint32_t kPushingSms = 16, kPackedPushingSms = 88; /* at most; of packed rows several make one partial */
+constexpr uint32_t kPushingSms = 32, kPackedPushingSms = 88; /* at most; of packed rows several make one partial */
 
 /* ---- asks ---------------------------------------------------------------------------------------- */
 
@@ -369,10 +369,12 @@ __device__ inline void refuse(const ep_ht_args &a, const Op &op, uint32_t served
 }
 
 /* Does this block push from the beginning?  So many multiprocessors keep the wire busy, and the others sum undisturbed:
- * where one pushes, all stores stand behind those for the wire. */
+ * where one pushes, all stores stand behind those for the wire.  Where they are few, a third of them sums flat rows. */
 __device__ inline bool pushes_first(const ep_ht_args &a)
 {
-    return blockIdx.x % a.sms < (a.layout == EP_LAYOUT_PACKED ? kPackedPushingSms : kPushingSms);
+    const uint32_t pushing = a.layout == EP_LAYOUT_PACKED ? kPackedPushingSms : min(kPushingSms, (2 * a.sms + 2) / 3);
+
+    return blockIdx.x % a.sms < pushing;
 }
 
 template <class T> __device__ inline void move(const ep_ht_args &a, const Op &op, uint32_t *shared)
