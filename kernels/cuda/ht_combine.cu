@@ -1,5 +1,6 @@
 /* HT combine as kernels of its own, told by value what to do. */
 #include "ht_combine.cuh"
+#include "ht_entry.cuh"
 #include "launch.cuh"
 
 namespace ep {
@@ -7,14 +8,12 @@ namespace ht {
 namespace {
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 2) combine_op(const __grid_constant__ ep_ht_args a)
+__global__ void __launch_bounds__(kThreads, kBlocks) combine_op(const __grid_constant__ ep_ht_expected e)
 {
     extern __shared__ __align__(128) uint32_t shared[]; /* bulk copies to and from odd places are a third slower */
 
-    combine::run<T>(a, shared);
+    run_expected(e, [&] { combine::run<T>(e.args, shared); });
 }
-
-using Kernel = void (*)(ep_ht_args);
 
 Kernel kernel_of(const ep_ht_args &a)
 {
@@ -33,13 +32,17 @@ int combine_prepare(uint32_t *blocks_per_sm)
                      (const void *)combine_op<float> }, EP_DEVICE_HT_RING_BYTES, blocks_per_sm);
 }
 
+int launch_combine(const ep_ht_expected &e, void *stream)
+{
+    return launch(kernel_of(e.args), e.args.blocks, kThreads, EP_DEVICE_HT_RING_BYTES, false, stream, e);
+}
+
 } // namespace ht
 } // namespace ep
 
 extern "C" int ep_ht_combine(const struct ep_ht_args *args, void *stream)
 {
-    ep::ht::kernel_of(*args)<<<args->blocks, ep::kThreads, EP_DEVICE_HT_RING_BYTES, (cudaStream_t)stream>>>(*args);
-    return cudaGetLastError();
+    return ep::ht::launch_combine({ *args, {}, {} }, stream);
 }
 
 extern "C" int ep_ht_prepare(uint32_t shared_bytes, uint32_t *dispatch_blocks, uint32_t *combine_blocks)

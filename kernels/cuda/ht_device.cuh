@@ -101,7 +101,7 @@
  *              which waits for nobody.
  *   counts, offsets   written; one that is read again (zero_padding) is held against the next expert's first row.
  *   topk, rows, scales, weights, gradients, bias   as in ll_device.cuh.
- * All blocks have the same op, a copy that nobody else can reach (ht_serve.cu).
+ * All blocks have the same op, a copy that nobody else can reach (ht_serve.cu, ht_entry.cuh).
  */
 #ifndef EP_HT_DEVICE_CUH
 #define EP_HT_DEVICE_CUH
@@ -114,6 +114,7 @@
 namespace ep {
 namespace ht {
 
+constexpr uint32_t kBlocks = 2; /* of a multiprocessor: a combine's rings fill it, and with three a dispatch takes longer */
 constexpr uint64_t kDrainNs = 20000000; /* for writers that are gone; more than a time slice of a GPU */
 
 /* ---- places ------------------------------------------------------------------------ */

@@ -1,5 +1,6 @@
 /* HT dispatch as kernels of its own, told by value what to do. */
 #include "ht_dispatch.cuh"
+#include "ht_entry.cuh"
 #include "launch.cuh"
 
 namespace ep {
@@ -22,14 +23,12 @@ int prepare(std::initializer_list<const void *> kernels, uint32_t shared_bytes, 
 namespace {
 
 template <Cast C>
-__global__ void __launch_bounds__(kThreads, kBlocks) dispatch_op(const __grid_constant__ ep_ht_args a)
+__global__ void __launch_bounds__(kThreads, kBlocks) dispatch_op(const __grid_constant__ ep_ht_expected e)
 {
     extern __shared__ uint32_t shared[];
 
-    dispatch::run<C>(a, shared);
+    run_expected(e, [&] { dispatch::run<C>(e.args, shared); });
 }
-
-using Kernel = void (*)(ep_ht_args);
 
 Kernel kernel_of(const ep_ht_args &a)
 {
@@ -51,11 +50,15 @@ int dispatch_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm)
                    shared_bytes, blocks_per_sm);
 }
 
+int launch_dispatch(const ep_ht_expected &e, uint32_t shared_bytes, void *stream)
+{
+    return launch(kernel_of(e.args), e.args.blocks, kThreads, shared_bytes, false, stream, e);
+}
+
 } // namespace ht
 } // namespace ep
 
 extern "C" int ep_ht_dispatch(const struct ep_ht_args *args, uint32_t shared_bytes, void *stream)
 {
-    ep::ht::kernel_of(*args)<<<args->blocks, ep::kThreads, shared_bytes, (cudaStream_t)stream>>>(*args);
-    return cudaGetLastError();
+    return ep::ht::launch_dispatch({ *args, {}, {} }, shared_bytes, stream);
 }

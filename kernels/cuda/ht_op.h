@@ -22,6 +22,7 @@ struct ep_ht_desk {
     struct ep_op op;
     uint64_t ended;         /* as in struct ep_forecast_log, before it */
     uint32_t spins, place;
+    uint64_t verdict;       /* kernel: of the last entry that expected an HT op, see ht_entry.cuh */
 };
 EP_STATIC_ASSERT(sizeof(struct ep_ht_args) % 8 == 0 && offsetof(struct ep_ht_desk, args) % 8 == 0
                      && offsetof(struct ep_ht_desk, op) % 8 == 0, "args and op are copied in pieces of 8 bytes");

@@ -1,7 +1,7 @@
 /*
- * Executor server: HT ops.  The kernel that finds out what is in a mailbox (ll_serve.cu) does not execute them.  Its
- * block 0 judges its copy of the op, makes the arguments from it and puts both at the desk, where this kernel, which
- * stands behind it, finds them.
+ * Executor server: HT ops that were not expected (ht_entry.cuh).  The kernel that finds out what is in a mailbox
+ * (ll_serve.cu) does not execute them.  Its block 0 judges its copy of the op, makes the arguments from it and puts both at
+ * the desk, where this kernel, which stands behind it, finds them.
  *
  * All blocks of an HT op wait for each other, so all must have the same op: what is at the desk nobody else can change.
  * When the op was none of HT, nothing of this entry is there, and the blocks leave.
@@ -42,7 +42,7 @@ __device__ inline void execute(uint32_t kind)
     }
 }
 
-__global__ void __launch_bounds__(kThreads, 2) serve(const __grid_constant__ ep_ll_serve s)
+__global__ void __launch_bounds__(kThreads, kBlocks) serve(const __grid_constant__ ep_ll_serve s)
 {
     const struct ep_ht_desk *desk = &s.desk->ht;
 
@@ -63,12 +63,29 @@ __global__ void __launch_bounds__(kThreads, 2) serve(const __grid_constant__ ep_
 } // namespace ht
 } // namespace ep
 
+/* All that a rank's ops may have, so that one number of blocks is good for each. */
 extern "C" int ep_ht_serve_prepare(uint32_t shared_bytes, uint32_t *blocks)
 {
-    return ep::fit_one((const void *)ep::ht::serve, shared_bytes, blocks);
+    int error = ep::fit_one((const void *)ep::ht::serve, shared_bytes, blocks);
+#if !EP_LL_NET
+    uint32_t dispatch = 0, combine = 0;
+
+    if (error == cudaSuccess)
+        error = ep_ht_prepare(shared_bytes, &dispatch, &combine);
+    *blocks = min(*blocks, min(dispatch, combine));
+#endif
+    return error;
 }
 
 extern "C" int ep_ht_serve_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, void *stream)
 {
     return ep::launch(ep::ht::serve, serve->ht_blocks, ep::kThreads, shared_bytes, false, stream, *serve);
 }
+
+#if !EP_LL_NET
+extern "C" int ep_ht_expect(const struct ep_ht_expected *expected, uint32_t shared_bytes, void *stream)
+{
+    return expected->at.op.kind == EP_OP_COMBINE ? ep::ht::launch_combine(*expected, stream)
+                                                 : ep::ht::launch_dispatch(*expected, shared_bytes, stream);
+}
+#endif

@@ -5,6 +5,7 @@
 #include <initializer_list>
 
 #include "ll_device.cuh"
+#include "ll_op.h"
 
 namespace ep {
 
@@ -72,6 +73,11 @@ namespace ht {
 int prepare(std::initializer_list<const void *> kernels, uint32_t shared_bytes, uint32_t *blocks_per_sm);
 int dispatch_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm);
 int combine_prepare(uint32_t *blocks_per_sm);
+
+/* e.serve.mailbox: NULL, or the kernel waits for the op there. */
+using Kernel = void (*)(ep_ht_expected);
+int launch_dispatch(const ep_ht_expected &e, uint32_t shared_bytes, void *stream);
+int launch_combine(const ep_ht_expected &e, void *stream);
 
 } // namespace ht
 

@@ -15,35 +15,6 @@
 namespace ep {
 namespace {
 
-struct Seen {
-    uint64_t ended; /* ops before */
-    uint32_t closing, spins;
-};
-
-__device__ inline bool same(Vec a, Vec b)
-{
-    return ((a.w[0] ^ b.w[0]) | (a.w[1] ^ b.w[1]) | (a.w[2] ^ b.w[2]) | (a.w[3] ^ b.w[3])) == 0;
-}
-
-/* All threads: is it the op that is in the mailbox? */
-__device__ inline bool is_there(const ep_ll_expected &e, Seen *seen)
-{
-    const struct ep_op *op = &e.serve.mailbox->op[e.at.place];
-    bool differs = false;
-
-    if (threadIdx.x < kOpVecs)
-        differs = !same(load_vec((const Vec *)op + threadIdx.x), ((const Vec *)&e.at.op)[threadIdx.x]);
-    else if (threadIdx.x == kOpVecs)
-        seen->closing = load_u32(&e.serve.desk->closing);
-    else if (threadIdx.x == kOpVecs + 1)
-        seen->spins = load_u32(&e.serve.mailbox->spins);
-    else if (threadIdx.x == kOpVecs + 2)
-        seen->ended = load_u64(&e.serve.desk->log.ended);
-    else if (threadIdx.x == kOpVecs + 3)
-        differs = ep_bell_op(load_u32(&e.serve.mailbox->bell)) != e.at.place;
-    return !__syncthreads_or(differs);
-}
-
 /* Block 0: the op is executed here and nowhere else. */
 __device__ inline void take(const ep_ll_expected &e, bool spins)
 {
@@ -75,7 +46,7 @@ __device__ inline void end(const ep_ll_expected &e, const Seen &seen, bool there
 template <class Run> __device__ __forceinline__ void expect(const ep_ll_expected &e, Run run)
 {
     __shared__ Seen seen;
-    const bool there = is_there(e, &seen);
+    const bool there = is_there(e.serve, e.at, &seen);
 
     if (seen.closing)
         return;

@@ -53,12 +53,11 @@ struct ep_ll_expected {
     struct ep_forecast_op at;
     struct ep_ll_serve serve;
 };
-
-/* An op that passed ep_op_check, and of a complete the one that it finishes: can a kernel for LL ops be told of it? */
-EP_HD static inline ep_status ep_ll_can(const struct ep_op *op)
-{
-    return op->kind == EP_OP_RELEASE || op->mode == EP_MODE_LL ? EP_OK : EP_UNIMPLEMENTED;
-}
+struct ep_ht_expected {
+    struct ep_ht_args args;
+    struct ep_forecast_op at;
+    struct ep_ll_serve serve;
+};
 
 /* What is to be done of an op; `completes`: it was sent before. */
 EP_HD static inline uint32_t ep_ll_phases(const struct ep_op *op, bool completes)

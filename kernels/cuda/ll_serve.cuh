@@ -1,6 +1,6 @@
 /*
- * What the kernels that serve a worker have in common: ll_serve.cu, for whatever is in its mailbox, and ll_expect.cu,
- * for the op that is expected there.
+ * What the kernels that serve a worker have in common: ll_serve.cu, for whatever is in its mailbox, ll_expect.cu and
+ * ht_entry.cuh, for the op that is expected there, and ht_serve.cu.
  */
 #ifndef EP_LL_SERVE_CUH
 #define EP_LL_SERVE_CUH
@@ -18,6 +18,36 @@ template <class What> __device__ inline void copy_words(What *to, const What *fr
 {
     for (uint32_t i = threadIdx.x; i < sizeof *to / sizeof(uint64_t); i += kThreads)
         ((uint64_t *)to)[i] = ((const uint64_t *)from)[i];
+}
+
+/* What is there beside the op. */
+struct Seen {
+    uint64_t ended; /* ops before */
+    uint32_t closing, spins;
+};
+
+__device__ inline bool same(Vec a, Vec b)
+{
+    return ((a.w[0] ^ b.w[0]) | (a.w[1] ^ b.w[1]) | (a.w[2] ^ b.w[2]) | (a.w[3] ^ b.w[3])) == 0;
+}
+
+/* All threads: is it the op that is in the mailbox? */
+__device__ inline bool is_there(const ep_ll_serve &s, const struct ep_forecast_op &at, Seen *seen)
+{
+    const struct ep_op *op = &s.mailbox->op[at.place];
+    bool differs = false;
+
+    if (threadIdx.x < kOpVecs)
+        differs = !same(load_vec((const Vec *)op + threadIdx.x), ((const Vec *)&at.op)[threadIdx.x]);
+    else if (threadIdx.x == kOpVecs)
+        seen->closing = load_u32(&s.desk->closing);
+    else if (threadIdx.x == kOpVecs + 1)
+        seen->spins = load_u32(&s.mailbox->spins);
+    else if (threadIdx.x == kOpVecs + 2)
+        seen->ended = load_u64(&s.desk->log.ended);
+    else if (threadIdx.x == kOpVecs + 3)
+        differs = ep_bell_op(load_u32(&s.mailbox->bell)) != at.place;
+    return !__syncthreads_or(differs);
 }
 
 /* One block of the op: what its complete will find. */

@@ -13,7 +13,7 @@
  * a worker that begins to do something else has EP_CUDA_SERVE_OPS / FIND_OUT_EVERY ops at most that wait for
  * FIND_OUT_EVERY - 1 entries each; what is posted after them expects nothing until ops repeat themselves again.
  *
- * In a group that has HT, a kernel for HT ops stands behind each that finds out.  HT ops are not expected.
+ * In a group that has HT, a kernel for HT ops stands behind each that finds out.
  *
  * ## What a process that serves may ask of the driver
  * A stream of it waits for a doorbell nearly all the time, for as long as a worker likes.  Whatever waits for all
@@ -347,38 +347,59 @@ static ep_status look_ahead(struct ep_cuda_serve *serve, struct ep_error *error)
     return status;
 }
 
-/* Is an op expected of the entry that is posted now, and can a kernel be told of it?  It is judged here: what was
- * copied of the log may be parts of two ops. */
-static bool expects(const struct ep_cuda_serve *serve, struct ep_ll_expected *e)
+/* The op that is expected of the entry that is posted now, if a kernel can be told of it; or NULL.  It is judged here: what
+ * was copied of the log may be parts of two ops. */
+static const struct ep_forecast_op *expected(const struct ep_cuda_serve *serve)
 {
     const struct ep_forecast_op *at = ep_forecast_of(&serve->log, serve->period, serve->ll.number);
     struct ep_error ignored = EP_ERROR_INIT;
 
-    if (!at || at->place >= EP_MAILBOX_OPS || (at->op.kind != EP_OP_DISPATCH && at->op.kind != EP_OP_COMBINE)
-        || ep_op_check(&serve->map, &at->op, &ignored) != EP_OK || ep_ll_can(&at->op) != EP_OK)
-        return false;
-    e->args = serve->rank.base;
-    ep_ll_fill(&serve->rank, NULL, &at->op, false, &e->args);
-    e->at = *at;
-    e->serve = serve->ll;
-    return true;
+    if (serve->ll.number % FIND_OUT_EVERY == 0 || !at || at->place >= EP_MAILBOX_OPS
+        || (at->op.kind != EP_OP_DISPATCH && at->op.kind != EP_OP_COMBINE)
+        || ep_op_check(&serve->map, &at->op, &ignored) != EP_OK)
+        return NULL;
+    if (at->op.mode == EP_MODE_HT)
+        return serve->ll.ht_blocks > 0 && ep_ht_can_reach(&at->op) ? at : NULL;
+    return at;
+}
+
+static int launch_ll(const struct ep_cuda_serve *serve, const struct ep_forecast_op *at, CUstream stream)
+{
+    struct ep_ll_expected e = { .args = serve->rank.base, .at = *at, .serve = serve->ll };
+
+    ep_ll_fill(&serve->rank, NULL, &at->op, false, &e.args);
+    return ep_ll_expect(&e, serve->shared_bytes, stream);
+}
+
+static int launch_ht(const struct ep_cuda_serve *serve, const struct ep_forecast_op *at, CUstream stream)
+{
+    struct ep_ht_expected e = { .args = serve->ht.base, .at = *at, .serve = serve->ll };
+
+    ep_ht_fill(&serve->ht, NULL, &at->op, &e.args);
+    return ep_ht_expect(&e, serve->ht_shared_bytes, stream);
+}
+
+/* For any op. */
+static int launch_any(const struct ep_cuda_serve *serve, CUstream stream)
+{
+    const uint32_t blocks = serve->rank.dispatch_blocks;
+    const int failed = serve->net ? ep_cuda_net_one(&serve->ll, blocks, serve->shared_bytes, stream)
+                                  : ep_ll_serve_one(&serve->ll, blocks, serve->shared_bytes, stream);
+
+    if (failed || serve->ll.ht_blocks == 0)
+        return failed;
+    return serve->net ? ep_cuda_net_ht_one(&serve->ll, serve->ht_shared_bytes, stream)
+                      : ep_ht_serve_one(&serve->ll, serve->ht_shared_bytes, stream);
 }
 
 /* What is done when the doorbell rings. */
 static int launch(const struct ep_cuda_serve *serve, CUstream stream)
 {
-    struct ep_ll_expected expected;
-    int failed;
+    const struct ep_forecast_op *at = expected(serve);
 
-    if (serve->net) {
-        failed = ep_cuda_net_one(&serve->ll, serve->rank.dispatch_blocks, serve->shared_bytes, stream);
-        return failed || serve->ll.ht_blocks == 0 ? failed
-                                                  : ep_cuda_net_ht_one(&serve->ll, serve->ht_shared_bytes, stream);
-    }
-    if (serve->ll.number % FIND_OUT_EVERY != 0 && expects(serve, &expected))
-        return ep_ll_expect(&expected, serve->shared_bytes, stream);
-    failed = ep_ll_serve_one(&serve->ll, serve->rank.dispatch_blocks, serve->shared_bytes, stream);
-    return failed || serve->ll.ht_blocks == 0 ? failed : ep_ht_serve_one(&serve->ll, serve->ht_shared_bytes, stream);
+    if (!at)
+        return launch_any(serve, stream);
+    return at->op.mode == EP_MODE_HT ? launch_ht(serve, at, stream) : launch_ll(serve, at, stream);
 }
 
 /* Under the lock; the device's context is current. */

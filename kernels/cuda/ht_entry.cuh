@@ -1,0 +1,79 @@
+/*
+ * ht_entry.cuh: executor server: an HT op that is expected (forecast.h), by a kernel that was told by value what to do.  It is
+ * executor direct's own, which has no mailbox to look at.
+ *
+ * All blocks of an HT op wait for each other, so all of them execute it or none does.  Whether it is the op that the worker
+ * rings for block 0 alone sees, as the worker can write to its mailbox at any time, and tells the others by a verdict at the
+ * desk.  If it is another one, all leave everything as it was, the doorbell too, to the entry behind.
+ */
+#ifndef EP_HT_ENTRY_CUH
+#define EP_HT_ENTRY_CUH
+
+#include "ht_device.cuh"
+#include "ll_serve.cuh"
+
+namespace ep {
+namespace ht {
+
+/* Of an entry: its number, and of that these. */
+enum Verdict : uint32_t { kThere = 1, kSpins = 2 };
+constexpr uint32_t kVerdictShift = 2;
+
+/* All threads of block 0. */
+__device__ inline void decide(const ep_ht_expected &e)
+{
+    __shared__ Seen seen;
+    const bool there = is_there(e.serve, e.at, &seen) && !seen.closing;
+
+    if (there)
+        answer_bell(e.serve, seen.spins, gridDim.x);
+    if (threadIdx.x == 0)
+        store_u64(&e.serve.desk->ht.verdict,
+                  e.serve.number << kVerdictShift | (there ? kThere : 0) | (seen.spins ? kSpins : 0));
+}
+
+/* All threads.  Block 0 always comes. */
+__device__ inline uint32_t verdict_on(const ep_ht_expected &e)
+{
+    __shared__ uint32_t verdict;
+    uint64_t v = 0;
+
+    if (blockIdx.x == 0)
+        decide(e);
+    if (threadIdx.x == 0) {
+        while (v >> kVerdictShift != e.serve.number)
+            v = load_u64(&e.serve.desk->ht.verdict);
+        verdict = (uint32_t)v;
+    }
+    __syncthreads();
+    return verdict;
+}
+
+/* All threads, when the op is over. */
+__device__ inline void end_entry(const ep_ht_expected &e, bool spins)
+{
+    __syncthreads();
+    if (threadIdx.x >= 32 || !pass(e.serve, spins, true))
+        return;
+    if (threadIdx.x == 0 && !spins)
+        store_u32(&e.serve.mailbox->bell, EP_BELL_DONE);
+    log_op(e.serve, e.at.op, e.at.op.kind, e.at.place, load_u64(&e.serve.desk->log.ended));
+}
+
+/* All threads: run(), if it is for this kernel. */
+template <class Run> __device__ __forceinline__ void run_expected(const ep_ht_expected &e, Run run)
+{
+    const bool serves = e.serve.mailbox != nullptr;
+    const uint32_t verdict = serves ? verdict_on(e) : kThere;
+
+    if (!(verdict & kThere))
+        return;
+    run();
+    if (serves)
+        end_entry(e, verdict & kSpins);
+}
+
+} // namespace ht
+} // namespace ep
+
+#endif
