@@ -19,6 +19,9 @@ namespace ht {
 enum Verdict : uint32_t { kThere = 1, kSpins = 2 };
 constexpr uint32_t kVerdictShift = 2;
 
+/* What follows are functions of their own: inlined they made executor direct's dispatch of 16 tokens take 51.5 us instead of
+ * 49.1 on H200, for code that it does not run. */
+
 /* All threads of block 0. */
 __device__ inline void decide(const ep_ht_expected &e)
 {
@@ -33,7 +36,7 @@ __device__ inline void decide(const ep_ht_expected &e)
 }
 
 /* All threads.  Block 0 always comes. */
-__device__ inline uint32_t verdict_on(const ep_ht_expected &e)
+static __device__ __noinline__ uint32_t verdict_on(const ep_ht_expected &e)
 {
     __shared__ uint32_t verdict;
     uint64_t v = 0;
@@ -50,7 +53,7 @@ __device__ inline uint32_t verdict_on(const ep_ht_expected &e)
 }
 
 /* All threads, when the op is over. */
-__device__ inline void end_entry(const ep_ht_expected &e, bool spins)
+static __device__ __noinline__ void end_entry(const ep_ht_expected &e, bool spins)
 {
     __syncthreads();
     if (threadIdx.x >= 32 || !pass(e.serve, spins, true))

@@ -320,6 +320,7 @@ struct ep_gin_comm {
     struct ep_gin_put refused;      /* always done: what cannot be done */
     uint32_t active;                /* puts that are not done; atomic: also read without the lock */
     uint32_t tests;                 /* of puts that were not done */
+    uint32_t large, gathers;        /* transport_host.c: large puts that it has; calls of progress that these still wait */
     uint32_t asked;                 /* puts ever; atomic, see ep_gin_judge */
 
     /* receive: under `receiving` */

@@ -188,12 +188,16 @@ static void progress_peer(struct ep_gin_peer *peer)
         peer->spare.transport->progress(peer->spare.link);
 }
 
-/* Under the lock. */
+/* Under the lock.  Each rank begins with the next one, so that ranks which do the same do not all send to one at a time. */
 static void progress(struct ep_gin_comm *comm)
 {
-    for (uint32_t r = 0; r < comm->ranks; r++)
-        if (comm->peers[r].active > 0)
-            progress_peer(&comm->peers[r]);
+    comm->gathers -= comm->gathers > 0;
+    for (uint32_t i = 1; i <= comm->ranks; i++) {
+        struct ep_gin_peer *peer = &comm->peers[(comm->rank + i) % comm->ranks];
+
+        if (peer->active > 0)
+            progress_peer(peer);
+    }
 }
 
 void ep_gin_progress(struct ep_gin_comm *comm)

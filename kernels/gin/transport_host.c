@@ -9,6 +9,11 @@
  * carries a megabyte, and so does what is between two.  So the last put waits while another copy is under way, and puts
  * that continue it, at both ends, are one copy with it.
  *
+ * A GPU copies to one peer after the other, and takes in no more from several than from one.  When all ranks send to rank 0
+ * first, then to rank 1, 4 H200 have 190 to 205 GB/s out of each; when each begins with the next rank, 290 to 370.  NCCL's
+ * thread brings puts in the order of ranks, so the first large one after a rest waits until it has looked at all of them,
+ * and progress begins the copies in the better order.
+ *
  * To oneself the region is where it is and the ring is this process's; host memory may be the target too.
  */
 #include "transport.h"
@@ -28,6 +33,8 @@
 #define IN_FLIGHT 400u
 /* Of a copy of several puts: with more it is hardly faster, and its first byte is told with its last. */
 #define COPY_BYTES (32u << 20)
+/* A put that takes longer than such a look. */
+#define LARGE_BYTES (1u << 20)
 /* Messages of one peer, then the others. */
 #define TURN 64u
 
@@ -339,11 +346,15 @@ static bool is_idle(const struct host_link *link)
     return ep_gin_stream_reached(&link->stream, ep_gin_stream_mark(&link->stream));
 }
 
-/* Only what may still grow is worth a wait. */
+/* Only what may still grow is worth a wait, or what others are to go before. */
 static bool run_waits(const struct host_link *link)
 {
-    return link->run_bytes < COPY_BYTES && !is_idle(link);
+    const bool gathers = link->comm->gathers > 0 && link->run_bytes >= LARGE_BYTES;
+
+    return link->run_bytes < COPY_BYTES && (gathers || !is_idle(link));
 }
+
+static bool is_large(const struct ep_gin_put *put) { return put->bytes >= LARGE_BYTES; }
 
 static bool host_put_start(void *opened, struct ep_gin_put *put)
 {
@@ -353,6 +364,8 @@ static bool host_put_start(void *opened, struct ep_gin_put *put)
         return false;
     if (!continues_run(link, put))
         start_run(link);
+    if (is_large(put) && link->comm->large++ == 0)
+        link->comm->gathers = link->comm->ranks; /* NCCL's thread calls progress after each rank that it looks at */
     put->taken = put->bytes;
     ep_gin_queue_push(&link->run, put);
     link->run_bytes += put->bytes;
@@ -392,6 +405,7 @@ static bool reap(struct host_link *link)
         struct ep_gin_put *put = ep_gin_queue_pop(&link->copying);
 
         link->puts--;
+        link->comm->large -= is_large(put);
         told = true;
         ep_gin_put_sent(put, put->bytes);
     }

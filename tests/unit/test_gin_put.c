@@ -24,6 +24,7 @@ struct fake {
 };
 
 static struct fake fakes[RANKS];
+static uint32_t looks, looked_at[RANKS]; /* calls of progress, and at which link in the first ones */
 
 static bool fake_start(void *link, struct ep_gin_put *put)
 {
@@ -42,7 +43,9 @@ static bool fake_start(void *link, struct ep_gin_put *put)
 
 static void fake_progress(void *link)
 {
-    (void)link;
+    if (looks < RANKS)
+        looked_at[looks] = (uint32_t)((struct fake *)link - fakes);
+    looks++;
 }
 
 static const struct ep_gin_transport fake = { .name = "fake", .put_start = fake_start, .progress = fake_progress };
@@ -79,6 +82,7 @@ static struct world *open_world(void)
     pthread_mutex_init(&w->comm.sending, NULL);
     pthread_mutex_init(&w->comm.receiving, NULL);
     memset(fakes, 0, sizeof fakes);
+    looks = 0;
     for (uint32_t r = 0; r < RANKS; r++) {
         w->peers[r].comm = &w->comm;
         w->peers[r].rank = r;
@@ -263,6 +267,22 @@ static void contexts_take_turns(void **state)
     assert_int_equal(fakes[1].n, 6);
     for (uint32_t i = 0; i < 6; i++)
         assert_int_equal(fakes[1].taken[i]->context, expected[i]);
+    close_world(w);
+}
+
+static void progress_begins_with_the_next_rank(void **state)
+{
+    struct world *w = open_world();
+
+    (void)state;
+    w->comm.rank = 1;
+    for (uint32_t r = 0; r < RANKS; r++)
+        put(w, r, 0, 100);
+    ep_gin_progress(&w->comm);
+    assert_int_equal(looks, RANKS);
+    assert_int_equal(looked_at[0], 2);
+    assert_int_equal(looked_at[1], 0);
+    assert_int_equal(looked_at[2], 1);
     close_world(w);
 }
 
@@ -482,6 +502,7 @@ int main(void)
         cmocka_unit_test(numbers_count_puts_to_a_peer_and_point_back_in_a_context),
         cmocka_unit_test(what_is_further_back_than_the_window_is_not_pointed_at),
         cmocka_unit_test(contexts_take_turns),
+        cmocka_unit_test(progress_begins_with_the_next_rank),
         cmocka_unit_test(a_link_without_room_goes_on_where_it_stopped),
         cmocka_unit_test(puts_to_a_peer_that_is_gone_are_done),
         cmocka_unit_test(as_many_as_were_promised_are_taken),
