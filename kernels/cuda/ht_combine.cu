@@ -28,8 +28,8 @@ Kernel kernel_of(const ep_ht_args &a)
 
 int combine_prepare(uint32_t *blocks_per_sm)
 {
-    return prepare({ (const void *)combine_op<__nv_bfloat16>, (const void *)combine_op<__half>,
-                     (const void *)combine_op<float> }, EP_DEVICE_HT_RING_BYTES, blocks_per_sm);
+    return fit<Kernel>({ combine_op<__nv_bfloat16>, combine_op<__half>, combine_op<float> }, EP_DEVICE_HT_RING_BYTES,
+                       blocks_per_sm);
 }
 
 int launch_combine(const ep_ht_expected &e, void *stream)

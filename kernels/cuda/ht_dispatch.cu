@@ -6,20 +6,6 @@
 namespace ep {
 namespace ht {
 
-int prepare(std::initializer_list<const void *> kernels, uint32_t shared_bytes, uint32_t *blocks_per_sm)
-{
-    *blocks_per_sm = ~0u;
-    for (const void *kernel : kernels) {
-        uint32_t blocks;
-        const int error = fit_one(kernel, shared_bytes, &blocks);
-
-        if (error != cudaSuccess)
-            return error;
-        *blocks_per_sm = blocks < *blocks_per_sm ? blocks : *blocks_per_sm;
-    }
-    return cudaSuccess;
-}
-
 namespace {
 
 template <Cast C>
@@ -45,9 +31,8 @@ Kernel kernel_of(const ep_ht_args &a)
 
 int dispatch_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm)
 {
-    return prepare({ (const void *)dispatch_op<Cast::none>, (const void *)dispatch_op<Cast::bf16>,
-                     (const void *)dispatch_op<Cast::fp16>, (const void *)dispatch_op<Cast::fp32> },
-                   shared_bytes, blocks_per_sm);
+    return fit<Kernel>({ dispatch_op<Cast::none>, dispatch_op<Cast::bf16>, dispatch_op<Cast::fp16>,
+                         dispatch_op<Cast::fp32> }, shared_bytes, blocks_per_sm);
 }
 
 int launch_dispatch(const ep_ht_expected &e, uint32_t shared_bytes, void *stream)

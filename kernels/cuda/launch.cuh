@@ -69,12 +69,10 @@ int combine_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm);
 
 namespace ht {
 
-/* As fit() for LL's. */
-int prepare(std::initializer_list<const void *> kernels, uint32_t shared_bytes, uint32_t *blocks_per_sm);
 int dispatch_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm);
 int combine_prepare(uint32_t *blocks_per_sm);
 
-/* e.serve.mailbox: NULL, or the kernel waits for the op there. */
+/* Executes the op if it is in e.serve.mailbox; in any case where that is NULL. */
 using Kernel = void (*)(ep_ht_expected);
 int launch_dispatch(const ep_ht_expected &e, uint32_t shared_bytes, void *stream);
 int launch_combine(const ep_ht_expected &e, void *stream);

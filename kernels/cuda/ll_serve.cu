@@ -5,8 +5,8 @@
  * What is to be done is not known when the kernel is launched, so it can do everything, with a grid for the largest
  * op.  Each block copies the op to its shared memory, judges its copy and makes the arguments from it that the kernels
  * of executor direct have in their parameters; a block that the op has no work for leaves.  (When what is to be done
- * can be guessed, most entries have a kernel that is told instead: ll_expect.cu.  HT ops have a kernel of theirs behind
- * this one, ht_serve.cu, for which block 0 finds out.)
+ * can be guessed, most entries have a kernel that is told instead: ll_expect.cu, ht_entry.cuh.  HT ops that were not
+ * have a kernel of theirs behind this one, ht_serve.cu, for which block 0 finds out.)
  *
  * ## Who trusts whom
  * The worker can write all of its window at any time: the mailbox, the report, and every bank.  What follows
