@@ -450,25 +450,39 @@ static int required(enum ibv_qp_state from, enum ibv_qp_state to)
     return -1;
 }
 
-EXPORT int ibv_modify_qp(struct ibv_qp *ibv, struct ibv_qp_attr *attr, int mask)
+static bool may_modify(const struct vd_qp *qp, const struct ibv_qp_attr *attr, int mask)
 {
-    struct vd_context *context = context_of(ibv->context);
-    struct vd_qp *qp = (struct vd_qp *)ibv;
-    const int needed = required(ibv->state, attr->qp_state);
+    const int needed = required(qp->ibv.state, attr->qp_state);
 
-    if (needed < 0 || (mask & needed) != needed)
-        return EINVAL;
-    lock(context);
+    return needed >= 0 && (mask & needed) == needed;
+}
+
+static void modify(struct vd_qp *qp, const struct ibv_qp_attr *attr)
+{
     if (attr->qp_state == IBV_QPS_RTR) {
         qp->peer = attr->dest_qp_num;
         qp->peer_gid = attr->ah_attr.grh.dgid;
     }
-    ibv->state = attr->qp_state;
-    if (ibv->state == IBV_QPS_ERR)
+    qp->ibv.state = attr->qp_state;
+    if (qp->ibv.state == IBV_QPS_ERR)
         vd_qp_fail(qp);
-    vd_wire_wake(context);
+}
+
+/* The state is read under the lock too: the wire's thread fails a queue pair by itself. */
+EXPORT int ibv_modify_qp(struct ibv_qp *ibv, struct ibv_qp_attr *attr, int mask)
+{
+    struct vd_context *context = context_of(ibv->context);
+    struct vd_qp *qp = (struct vd_qp *)ibv;
+    bool may;
+
+    lock(context);
+    may = may_modify(qp, attr, mask);
+    if (may) {
+        modify(qp, attr);
+        vd_wire_wake(context);
+    }
     unlock(context);
-    return 0;
+    return may ? 0 : EINVAL;
 }
 
 EXPORT int ibv_destroy_qp(struct ibv_qp *ibv)
