@@ -5,6 +5,7 @@
 #include <string.h>
 
 #define BOX_ALIGN 4096u
+#define ROW_ALIGN 128u
 #define WHOLE     (2u << 20) /* memory of GPUs is made in multiples of it */
 #define TABLE_ALIGN 256u
 
@@ -41,6 +42,19 @@ static uint64_t take(uint64_t *end, uint64_t bytes)
     return start;
 }
 
+static void lay_ll(const struct ep_layout_map *map, struct ep_net_map *out)
+{
+    const struct ep_limits *l = &map->limits;
+    const uint64_t tokens = l->ll_max_tokens, boxes = (uint64_t)l->ll_banks * l->ranks;
+
+    out->ll_head_bytes = (uint32_t)sizeof(struct ep_net_head) + map->header_bytes + map->scales_bytes;
+    out->ll_middle = align_to(tokens * out->ll_head_bytes, ROW_ALIGN);
+    out->ll_rows = (uint32_t)align_to(map->counts_bytes, ROW_ALIGN);
+    out->ll_box_bytes = align_to(out->ll_middle + out->ll_rows + tokens * map->row_bytes, ROW_ALIGN);
+    out->ll_out = take(&out->bytes, boxes * out->ll_box_bytes);
+    out->ll_in = take(&out->bytes, boxes * out->ll_box_bytes);
+}
+
 static void lay_ht(const struct ep_layout_map *map, const struct ep_net_shape *shape, struct ep_net_map *out)
 {
     const struct ep_limits *l = &map->limits;
@@ -67,7 +81,9 @@ static void lay_ht(const struct ep_layout_map *map, const struct ep_net_shape *s
 
 void ep_net_lay_out(const struct ep_layout_map *map, const struct ep_net_shape *shape, struct ep_net_map *out)
 {
-    *out = (struct ep_net_map){ .bytes = align_to(map->limits.ll_banks * map->bank_bytes, BOX_ALIGN) };
+    memset(out, 0, sizeof *out);
+    if (map->limits.modes >> EP_MODE_LL & 1)
+        lay_ll(map, out);
     if (map->limits.modes >> EP_MODE_HT & 1 && shape->nodes > 1)
         lay_ht(map, shape, out);
     out->bytes = align_to(out->bytes, WHOLE);

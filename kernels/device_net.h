@@ -5,9 +5,8 @@
  * A rank of another node has no window that stores reach.  What goes to it is written to memory that a rank has beside
  * its window, and no worker maps, and is put from there.  Signals say what has come.
  *
- *     LL   banks of the same layout as the window's (window.h), the outbox, in which region [d] is for rank d and is put
- *          to region [own rank] of its window; partials lie there by slots instead of tokens, so that there is nothing
- *          between them: kernels/cuda/ll_net.cuh
+ *     LL   boxes, in each bank one for each rank, and one of each: rows with all that stands beside them, in one put:
+ *          kernels/cuda/ll_net.cuh
  *     HT   boxes of records and of sums, one for each node or each source, put to boxes of its memory beside:
  *          kernels/cuda/ht_net.cuh
  *
@@ -75,8 +74,13 @@ struct ep_net_shape {
     uint32_t most, least; /* ranks of a node */
 };
 
-/* Offsets in the memory beside a window.  HT's are what a box takes with the widest rows. */
+/* Offsets in the memory beside a window.  A box has room for the widest rows. */
 struct ep_net_map {
+    uint64_t ll_out, ll_in; /* [banks][R] boxes of LL: to each rank, and from each */
+    /* Of such a box: where the counts stand, and from them to the first row.  Below are heads, the last slot's first: the
+     * first n rows and heads lie together, whatever n is. */
+    uint64_t ll_box_bytes, ll_middle;
+    uint32_t ll_rows, ll_head_bytes;
     uint64_t asks, asks_out;     /* [R] a note of each rank on another node, and for each */
     uint64_t rows_out, sums_in;  /* [ways][outs] boxes: for each other node one of its gate there, and of each stand-in */
     uint64_t rows_in, sums_out;  /* [ways][gated] boxes: of each rank that has this one as its gate, or as a stand-in */
@@ -89,6 +93,11 @@ struct ep_net_map {
 };
 EP_STATIC_ASSERT(EP_NET_WAYS * sizeof(struct ep_ht_flags) <= EP_HT_FLAGS_BYTES, "each of them tells in flags of its own");
 
+/* A head: what stands beside a row of LL.  Then its header and its scales. */
+struct ep_net_head {
+    uint32_t number[EP_COMBINE_PARTS]; /* whose partial is in place of the row, of each part */
+    uint32_t reserved[2];
+};
 /* A record: one token for a node.  Then the row and its scales. */
 struct ep_net_choice {
     int32_t route;  /* -1: not on this node */
@@ -108,7 +117,8 @@ struct ep_net_sum {
     uint64_t tag;
 };
 EP_STATIC_ASSERT(sizeof(struct ep_net_record) == 16 && sizeof(struct ep_net_choice) == 16
-                     && sizeof(struct ep_net_sum) == 16, "records are read 16 bytes at once");
+                     && sizeof(struct ep_net_sum) == 16 && sizeof(struct ep_net_head) == 16,
+                 "records are read 16 bytes at once");
 
 EP_HD static inline uint64_t ep_net_align(uint64_t bytes) { return (bytes + 15) / 16 * 16; }
 EP_HD static inline uint64_t ep_net_record_head(uint32_t top_k)
@@ -169,16 +179,15 @@ struct ep_device_net {
     /* server, once */
     uint32_t ranks;
     uint32_t nears;   /* of this node */
-    uint64_t window, beside; /* the window and the memory beside it, as the network knows them: ncclWindow_t */
-    uint64_t reserved1[5];
+    uint64_t beside;  /* the memory beside a window, as the network knows it: ncclWindow_t */
+    uint64_t reserved1[6];
     uint64_t wire[EP_NET_WIRE_WORDS]; /* what puts and signals go through (gin.cuh): ncclDevComm */
 
     uint32_t far[EP_RANK_WORDS];          /* set: ranks on other nodes */
     uint32_t near[EP_DEVICE_NODE_RANKS];  /* the ranks of this node, by their places */
     /* of a rank: */
     uint32_t place[EP_DEVICE_MAX_RANKS];  /* among those of its node */
-    uint64_t windows[EP_DEVICE_MAX_RANKS]; /* where its window is for stores; on another node: the outbox, from which it is
-                                              as far to the banks */
+    uint64_t windows[EP_DEVICE_MAX_RANKS]; /* where its window is; 0: it is on another node */
     uint64_t at[EP_DEVICE_MAX_RANKS];     /* where its memory beside its window is; 0: it is on another node */
 
     /* LL; kernel: the last numbers that this rank has put to each other one, and told it, of each bank */
@@ -229,7 +238,7 @@ EP_STATIC_ASSERT(offsetof(struct ep_device_net, far) == 64 + EP_NET_WIRE_WORDS *
 
 /* node[ranks] of a group. */
 struct ep_net_shape ep_net_shape_of(const uint32_t *node, uint32_t ranks);
-/* What lies beside a window, LL's outbox first, and its bytes. */
+/* What lies beside a window, LL's boxes first, and its bytes. */
 void ep_net_lay_out(const struct ep_layout_map *map, const struct ep_net_shape *shape, struct ep_net_map *out);
 uint64_t ep_net_beside_bytes(const struct ep_layout_map *map, const struct ep_net_shape *shape);
 /* What a rank's net takes where it takes most: struct ep_device_net and its tables. */

@@ -203,7 +203,7 @@ __device__ inline void put_and_tell(const ep_ht_args &a, uint32_t rank, uint64_t
     struct ep_device_net *net = net_of(a);
 
     store_u64(&net->ht_last[rank], tag);
-    gin_put_raise(net, rank, net->beside, to, from, bytes, ep_net_ht_signal_of(a.ranks, EP_NET_HT_PUT, a.rank),
+    gin_put_raise(net, rank, to, from, bytes, ep_net_ht_signal_of(a.ranks, EP_NET_HT_PUT, a.rank),
                   next_step(a, rank, tag, step));
 }
 /* The last op of which it takes nothing any more, as this rank knows it. */

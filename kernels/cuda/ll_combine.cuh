@@ -167,7 +167,7 @@ struct Header {
 __device__ inline Header load_header(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t slot)
 {
     const uint32_t lane = threadIdx.x;
-    const uint8_t *header = item_at(a, a.rank, op.bank, a.bank.headers, s, slot, a.header_bytes);
+    const uint8_t *header = header_at(a, op, s, a.rank, slot);
     const uint32_t *places = (const uint32_t *)item_at(a, a.rank, op.bank, a.bank.places, s, slot, a.places_bytes);
     Header h = { { { kAll, 0, 0, 0 } }, kAll };
 
@@ -232,13 +232,6 @@ __device__ inline void announce(const Op &op, const Pushed &pushed)
     __syncwarp();
 }
 
-/* Where the number of a part of a partial from rank d is kept.  at: its token, or where nodes lie between its slot. */
-__device__ inline uint32_t *number_at(const ep_ll_args &a, uint32_t where, uint64_t bank, uint32_t d, uint32_t at,
-                               uint32_t part)
-{
-    return (uint32_t *)item_at(a, where, bank, a.bank.combine_numbers, d, at, EP_COMBINE_PARTS * 4) + part;
-}
-
 /* A block's share of the partials: the parts of a row together, all sources of a slot together, the next rank
  * first, so that not all push to the same one. */
 struct Item {
@@ -256,19 +249,12 @@ __device__ inline void push_partial(const ep_ll_args &a, const Op &op, const Ite
 {
     if (terms.token == kAll)
         return;
-    const uint32_t at = is_far(a, item.s) ? item.slot : terms.token, region = region_at(a, item.s);
+    const uint32_t at = is_far(a, item.s) ? item.slot : terms.token;
 
     sum_rows<T, true, kThreads>(terms, range_of(a, item.part), nullptr,
-                                item_at(a, item.s, op.bank, a.bank.combine_rows, region, at, a.combine_row_bytes));
+                                partial_at(a, op, item.s, a.rank, at));
     if (threadIdx.x == 0)
-        pushed->number[pushed->n++] = number_at(a, item.s, op.bank, region, at, item.part);
-}
-
-/* One thread: the partials of s's `rows` tokens, and the numbers that are beside them. */
-__device__ inline void put_partials(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t rows)
-{
-    put_items(a, op.bank, a.bank.combine_rows, s, a.combine_row_bytes, rows);
-    put_items(a, op.bank, a.bank.combine_numbers, s, EP_COMBINE_PARTS * 4, rows);
+        pushed->number[pushed->n++] = number_at(a, op, item.s, a.rank, at, item.part);
 }
 
 /* The clerk, when all have pushed: warp 0 looks for peers' partials already.  The last block's gives the credit,
@@ -287,8 +273,8 @@ __device__ inline void end_push(const ep_ll_args &a, const Op &op, const Pushed 
     if (kNet) {
         fence_sys(); /* of what all blocks have pushed, which the count has acquired */
         each_rank(a, [&](uint32_t s) {
-            if (is_far(a, s) && rows[s])
-                put_partials(a, op, s, rows[s]);
+            if (is_far(a, s) && rows[s]) /* all its rows have come: that is what ACK says beyond CREDIT */
+                put_box(a, bank_of(a, op.number), s, a.rank, rows[s], EP_NET_ACK, op.number);
         });
         __syncwarp();
     }
@@ -409,7 +395,7 @@ __device__ inline void find_partials(const ep_ll_args &a, Op *op, uint32_t t, ui
     const uint32_t place = far ? kept_slot(a, t * a.top_k + threadIdx.x) : t;
 
     if (comes) {
-        const uint32_t *number = number_at(a, a.rank, op->bank, peer, place, part);
+        const uint32_t *number = number_at(a, *op, a.rank, peer, place, part);
         const auto released = [&] { return has_released(a, *op, peer); };
         const Wait end = wait_for(
             a, *op, peer,
@@ -423,7 +409,7 @@ __device__ inline void find_partials(const ep_ll_args &a, Op *op, uint32_t t, ui
     const uint32_t all = __ballot_sync(kAll, comes), at = term_of_lane(peer, all);
 
     if (comes)
-        terms->row[at] = item_at(a, a.rank, op->bank, a.bank.combine_rows, peer, place, a.combine_row_bytes);
+        terms->row[at] = partial_at(a, *op, a.rank, peer, place);
     if (threadIdx.x == 0)
         terms->n = __popc(all);
     __syncwarp();

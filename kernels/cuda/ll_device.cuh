@@ -162,6 +162,55 @@ __device__ inline uint8_t *line_at(const ep_ll_args &a, uint32_t where, uint64_t
     return window_of(a, where) + bank + region + (uint64_t)r * EP_LINE;
 }
 
+/*
+ * What rank s sends to rank d, one of which is this rank, and what it gets back: in d's window, and the partials in s's; or
+ * where nodes lie between in this rank's box of both.
+ */
+__device__ inline bool are_far(const ep_ll_args &a, uint32_t s, uint32_t d) { return is_far(a, s) || is_far(a, d); }
+__device__ inline uint8_t *box_of(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t d)
+{
+    return box_at(a, bank_of(a, op.number), s, d);
+}
+__device__ inline uint8_t *counts_at(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t d)
+{
+    if (are_far(a, s, d))
+        return box_of(a, op, s, d);
+    return window_of(a, d) + op.bank + a.bank.counts + (uint64_t)s * a.counts_bytes;
+}
+__device__ inline uint8_t *header_at(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t d, uint32_t slot)
+{
+    if (are_far(a, s, d))
+        return header_in(a, box_of(a, op, s, d), slot);
+    return item_at(a, d, op.bank, a.bank.headers, s, slot, a.header_bytes);
+}
+__device__ inline uint8_t *scales_at(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t d, uint32_t slot)
+{
+    if (are_far(a, s, d))
+        return scales_in(a, box_of(a, op, s, d), slot);
+    return item_at(a, d, op.bank, a.bank.scales, s, slot, a.scales_bytes);
+}
+__device__ inline uint8_t *row_at(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t d, uint32_t slot)
+{
+    if (are_far(a, s, d))
+        return row_in(a, box_of(a, op, s, d), slot);
+    return item_at(a, d, op.bank, a.bank.rows, s, slot, a.row_bytes);
+}
+/* at: the token, or where nodes lie between the row's slot. */
+__device__ inline uint8_t *partial_at(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t d, uint32_t at)
+{
+    if (are_far(a, s, d))
+        return row_in(a, box_of(a, op, s, d), at);
+    return item_at(a, s, op.bank, a.bank.combine_rows, d, at, a.combine_row_bytes);
+}
+/* The number of a part of it. */
+__device__ inline uint32_t *number_at(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t d, uint32_t at,
+                                      uint32_t part)
+{
+    if (are_far(a, s, d))
+        return numbers_in(a, box_of(a, op, s, d), at) + part;
+    return (uint32_t *)item_at(a, s, op.bank, a.bank.combine_numbers, d, at, EP_COMBINE_PARTS * 4) + part;
+}
+
 /* Where d's credits are kept in `where`'s window, one for each bank. */
 __device__ inline uint64_t *credit_at(const ep_ll_args &a, uint32_t where, uint32_t d, uint32_t bank)
 {
@@ -290,15 +339,10 @@ __device__ inline void give_credit(const ep_ll_args &a, uint64_t m)
 /* Source s's counts: value 0 is its rows, value 1 + l those of local expert l; three in each 16 bytes. */
 constexpr uint32_t kCountsInVec = 3;
 
-__device__ inline uint8_t *counts_at(const ep_ll_args &a, uint32_t where, uint64_t bank, uint32_t s)
-{
-    return window_of(a, where) + bank + a.bank.counts + (uint64_t)s * a.counts_bytes;
-}
-
 /* Rows of source s that have come or will come; false when it has not told yet. */
 __device__ inline bool rows_of(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t *rows)
 {
-    const Vec v = load_vec(counts_at(a, a.rank, op.bank, s));
+    const Vec v = load_vec(counts_at(a, op, s, a.rank));
 
     *rows = min(v.w[0], a.max_tokens);
     return v.w[3] == op.wire;

@@ -2,12 +2,13 @@
  * ll_net.cuh: ranks on other nodes.
  *
  * kNet (ranks.cuh) says whether there can be any; kernels for groups of one node are compiled without, and all of
- * this is nothing there.  The window of a rank d on another node ("far") is, for stores, this rank's outbox
- * (device_net.h), so pushing is the same for all ranks.  The last block that has pushed puts what is for d, one piece of
- * each kind, as a put costs as much as a small kernel; then it raises a signal at d.
+ * this is nothing there.  For a rank d on another node ("far") a dispatch writes rows, headers, scales and counts into a
+ * box (device_net.h), and the last block that has pushed puts it into d's box of this rank, in one piece, as a put costs
+ * as much as a small kernel; with it comes a signal.  Rank-major rows are moved from there to where those of near ranks
+ * are pushed; others are read where they are.
  *
- * The partial of row (s, slot) lies in region s by its slot when s is far, and not by its token, as beside each other
- * are the few of s's tokens that came here.  s has kept which slot it gave to which choice (keep_slot).
+ * d's combine writes partials in place of the rows, in the same box, which is put back to where it came from.  So a
+ * partial lies by its row's slot, and not by its token; s has kept which slot it gave to which choice (keep_slot).
  *
  * ## Signals
  * A signal is seen after all puts that its raiser put to the same rank before, and after the signals that it raised there;
@@ -22,21 +23,24 @@
  * ## Why memory is not reused too early
  * What ll_device.cuh says of banks holds, with CREDIT or ACK for the credits, and from[d] in place of a credit does not
  * do: a rank that has joined gives credits for numbers that it did not take part in, when it begins the bank's next one.
- * Beyond that the outbox, and the region at d, must not be written while an earlier put is under way from the one to
- * the other.  It would carry the wrong rows, or land on the right ones.
+ * Beyond that neither box of a pair, s's for d and d's of s, must be written while an earlier put is under way from the
+ * one to the other.  It would carry the wrong rows, or land on the right ones.
  *   rows        n is pushed to d in bank b when ACK(b, d) is no less than the last number that was put to d there.
  *               Mostly that is the credit for n - B.  When d went on without us, as we were late or had left, it gave a
  *               CREDIT only, and our puts may be under way for as long as they like.  d looks at SENT again whenever it
  *               waits (catch_up) and then gives the ACK.  Two ranks that wait for each other's ACK both look.
- *   partials    of n to s are pushed when n's header of s has come.  s has sent that after it had CREDIT(b, own rank)
- *               for n - B or later, which was raised after the partials of that number, and of all before, were put.
+ *               Partials of an earlier number are not under way either: they come before the ACK or CREDIT for it, and
+ *               one for n - B or later has come.
+ *   partials    of n to s are pushed when n's rows of s have come, all in one put, so that is over.  s has sent them after
+ *               it had the ACK or CREDIT for n - B or later, which was raised after the partials of that number, and of all
+ *               before, were put.
  *
  * ## Who takes part
  * Blocks raise `begun`, then wait as long as the server holds dispatches (`held`), and then read `from`, once.  The
  * server holds, then reads `begun`; it writes `from` before it ends the hold.  So whoever joins at n is seen by all
  * blocks of n, or n has begun and was not chosen.  (Joining is rare here and agreed upon between servers, so that it
  * may cost a wait, and a dispatch is put once.)  A rank that leaves is missed, as on one node: what its blocks did not
- * push has an old number, in the outbox as in the window, whatever else of its dispatch was put.
+ * push has an old number, in the one box as in the other, whatever else of its dispatch was put.
  *
  * ## Bounds
  * Waits for signals are waits like others.  To put or to raise takes a place in a queue of the peer's, of some 1024,
@@ -126,17 +130,59 @@ __device__ inline void catch_up(const ep_ll_args &a, uint32_t rank)
     }
 }
 
-/* ---- puts ----------------------------------------------------------------------------- */
+/* ---- boxes ----------------------------------------------------------------------------- */
 
-/* The first n items of a region, of those that are for rank d. */
-__device__ inline void put_items(const ep_ll_args &a, uint64_t bank, uint64_t region, uint32_t d, uint32_t item_bytes,
-                                 uint32_t n)
+/* Offset, in the memory beside a window, of the counts in a box of rank r. */
+__device__ inline uint64_t box_offset(const ep_ll_args &a, uint64_t boxes, uint32_t bank, uint32_t r)
 {
-    const uint64_t share = (uint64_t)a.max_tokens * item_bytes, at = bank + region;
+    const struct ep_net_map &m = net_of(a)->map;
 
-    if (n)
-        gin_put(net_of(a), d, net_of(a)->window, at + a.rank * share, at - a.ll + d * share, (uint64_t)n * item_bytes);
+    return boxes + ((uint64_t)bank * a.ranks + r) * m.ll_box_bytes + m.ll_middle;
 }
+
+/* This rank's box of what s sends to d and gets back of it, one of which is this rank: where the counts are. */
+__device__ inline uint8_t *box_at(const ep_ll_args &a, uint32_t bank, uint32_t s, uint32_t d)
+{
+    const struct ep_device_net *net = net_of(a);
+    const bool out = s == a.rank;
+
+    return (uint8_t *)net->at[a.rank] + box_offset(a, out ? net->map.ll_out : net->map.ll_in, bank, out ? d : s);
+}
+__device__ inline uint32_t *numbers_in(const ep_ll_args &a, uint8_t *box, uint32_t slot)
+{
+    return ((struct ep_net_head *)(box - (uint64_t)(slot + 1) * net_of(a)->map.ll_head_bytes))->number;
+}
+__device__ inline uint8_t *header_in(const ep_ll_args &a, uint8_t *box, uint32_t slot)
+{
+    return (uint8_t *)numbers_in(a, box, slot) + sizeof(struct ep_net_head);
+}
+__device__ inline uint8_t *scales_in(const ep_ll_args &a, uint8_t *box, uint32_t slot)
+{
+    return header_in(a, box, slot) + a.header_bytes;
+}
+/* Of rows, or of partials instead. */
+__device__ inline uint8_t *row_in(const ep_ll_args &a, uint8_t *box, uint32_t slot)
+{
+    return box + net_of(a)->map.ll_rows + (uint64_t)slot * a.row_bytes;
+}
+
+/* One thread: that box, with so many rows or partials; and then this rank's signal at the other one is n. */
+__device__ inline void put_box(const ep_ll_args &a, uint32_t bank, uint32_t s, uint32_t d, uint32_t rows,
+                               enum ep_net_signal kind, uint64_t n)
+{
+    struct ep_device_net *net = net_of(a);
+    const struct ep_net_map &m = net->map;
+    const bool out = s == a.rank;
+    const uint32_t peer = out ? d : s;
+    const uint64_t from = box_offset(a, out ? m.ll_out : m.ll_in, bank, peer);
+    const uint64_t to = box_offset(a, out ? m.ll_in : m.ll_out, bank, a.rank);
+    const uint64_t heads = (uint64_t)rows * m.ll_head_bytes;
+
+    gin_put_raise(net, peer, to - heads, from - heads, heads + m.ll_rows + (uint64_t)rows * a.row_bytes,
+                  ep_net_signal_of(a.ranks, kind, bank, a.rank), next_told(a, kind, bank, peer, n));
+}
+
+/* ---- slots ----------------------------------------------------------------------------- */
 
 /* Which slot choice i of the batch has at its rank, for the combine. */
 __device__ inline uint32_t *kept_slots(const ep_ll_args &a)
@@ -147,16 +193,6 @@ __device__ inline uint32_t *kept_slots(const ep_ll_args &a)
 }
 __device__ inline void keep_slot(const ep_ll_args &a, uint32_t i, uint32_t slot) { kept_slots(a)[i] = slot; }
 __device__ inline uint32_t kept_slot(const ep_ll_args &a, uint32_t i) { return kept_slots(a)[i]; }
-
-/* All that is for rank d, `share` bytes; and then SENT is n, which it was not. */
-__device__ inline void put_and_tell(const ep_ll_args &a, uint64_t bank_at, uint64_t region, uint32_t d, uint64_t share,
-                                    uint32_t bank, uint64_t n)
-{
-    const uint64_t at = bank_at + region;
-
-    gin_put_raise(net_of(a), d, net_of(a)->window, at + a.rank * share, at - a.ll + d * share, share,
-                  ep_net_signal_of(a.ranks, EP_NET_SENT, bank, a.rank), next_told(a, EP_NET_SENT, bank, d, n));
-}
 
 /* ---- beginning -------------------------------------------------------------------------- */
 
@@ -186,13 +222,17 @@ __device__ inline uint64_t released_by(const ep_ll_args &, uint32_t, uint32_t) {
 __device__ inline bool has_room(const ep_ll_args &, uint64_t, uint32_t, uint32_t) { return true; }
 __device__ inline void release_to(const ep_ll_args &, uint32_t, uint32_t, uint64_t) {}
 __device__ inline void catch_up(const ep_ll_args &, uint32_t) {}
-__device__ inline void put_items(const ep_ll_args &, uint64_t, uint64_t, uint32_t, uint32_t, uint32_t) {}
+__device__ inline uint8_t *box_at(const ep_ll_args &, uint32_t, uint32_t, uint32_t) { return nullptr; }
+__device__ inline uint32_t *numbers_in(const ep_ll_args &, uint8_t *, uint32_t) { return nullptr; }
+__device__ inline uint8_t *header_in(const ep_ll_args &, uint8_t *, uint32_t) { return nullptr; }
+__device__ inline uint8_t *scales_in(const ep_ll_args &, uint8_t *, uint32_t) { return nullptr; }
+__device__ inline uint8_t *row_in(const ep_ll_args &, uint8_t *, uint32_t) { return nullptr; }
+__device__ inline void put_box(const ep_ll_args &, uint32_t, uint32_t, uint32_t, uint32_t, enum ep_net_signal, uint64_t)
+{
+}
 __device__ inline void keep_slot(const ep_ll_args &, uint32_t, uint32_t) {}
 __device__ inline uint32_t kept_slot(const ep_ll_args &, uint32_t) { return 0; }
-__device__ inline void put_and_tell(const ep_ll_args &, uint64_t, uint64_t, uint32_t, uint64_t, uint32_t, uint64_t) {}
 __device__ inline void begin_held(const ep_ll_args &, uint64_t) {}
-enum { EP_NET_SENT, EP_NET_CREDIT, EP_NET_ACK };
-
 } // namespace ep
 
 #endif
@@ -206,9 +246,6 @@ __device__ inline bool looks_back(const ep_ll_args &a, uint32_t rank, bool far)
         catch_up(a, rank);
     return false;
 }
-
-/* Which region of a bank this rank writes, of those that window[d] leads to. */
-__device__ inline uint32_t region_at(const ep_ll_args &a, uint32_t d) { return is_far(a, d) ? d : a.rank; }
 
 } // namespace ep
 

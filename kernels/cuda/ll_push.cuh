@@ -80,7 +80,7 @@ __device__ void push_pieces(const ep_ll_args &a, const Op &op, const Batch &b, c
                             uint32_t d)
 {
     const uint32_t pieces = a.row_bytes / 16;
-    uint8_t *to = item_at(a, d, op.bank, a.bank.rows, region_at(a, d), b.slot[d], a.row_bytes);
+    uint8_t *to = row_at(a, op, a.rank, d, b.slot[d]);
 
 #pragma unroll
     for (uint32_t i = 0; i < kPieces<C>; i++) {
@@ -90,8 +90,7 @@ __device__ void push_pieces(const ep_ll_args &a, const Op &op, const Batch &b, c
             store_row(to + (uint64_t)p * 16, row.v[i]);
     }
     if constexpr (C != Cast::none)
-        push_pass_scales<C>(a, scales_of(b, pass), pass,
-                            item_at(a, d, op.bank, a.bank.scales, region_at(a, d), b.slot[d], a.scales_bytes));
+        push_pass_scales<C>(a, scales_of(b, pass), pass, scales_at(a, op, a.rank, d, b.slot[d]));
 }
 
 /* ---- sending ---------------------------------------------------------------------------- */
@@ -172,7 +171,7 @@ __device__ inline void push_headers(const ep_ll_args &a, const Op &op, const Bat
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < all; i += kThreads) {
         const uint32_t d = b.to[i / parts], part = i % parts, k = part - 1;
-        uint8_t *header = item_at(a, d, op.bank, a.bank.headers, region_at(a, d), b.slot[d], a.header_bytes);
+        uint8_t *header = header_at(a, op, a.rank, d, b.slot[d]);
         Vec v = { { 0, 0, 0, op.wire } };
 
         if (part == 0) {
@@ -200,7 +199,7 @@ __device__ inline void push_headers(const ep_ll_args &a, const Op &op, const Bat
 /* fp8 that came with scales. */
 __device__ inline void push_scales(const ep_ll_args &a, const Op &op, uint32_t t, uint32_t d, uint32_t slot)
 {
-    uint8_t *to = item_at(a, d, op.bank, a.bank.scales, region_at(a, d), slot, a.scales_bytes);
+    uint8_t *to = scales_at(a, op, a.rank, d, slot);
     const uint8_t *from = a.x_scales + (uint64_t)t * a.row_scales * a.scale_bytes;
 
     for (uint32_t i = threadIdx.x; i < a.row_scales; i += kThreads)
@@ -289,7 +288,7 @@ __device__ inline void wait_credit(const ep_ll_args &a, Op *op, uint32_t ranks)
 /* What this rank sends to rank d in all.  The numbers come with it, so nothing has to be fenced. */
 __device__ inline void push_counts(const ep_ll_args &a, const Op &op, const Batch &b, uint32_t *count, uint32_t d)
 {
-    uint8_t *to = counts_at(a, d, op.bank, region_at(a, d));
+    uint8_t *to = counts_at(a, op, a.rank, d);
     __shared__ uint32_t tokens;
 
 #pragma unroll 1
@@ -421,16 +420,10 @@ __device__ bool send(const ep_ll_args &a, Op *op, const Batch &b, Part<C> &part,
 /* One thread: all that the blocks have pushed for rank d.  Without its counts there is nothing to be found in it. */
 __device__ inline void put_dispatch(const ep_ll_args &a, const Op &op, uint32_t d)
 {
-    const Vec counts = load_vec(counts_at(a, d, op.bank, d));
-    const uint32_t rows = min(counts.w[0], a.max_tokens);
+    const Vec counts = load_vec(counts_at(a, op, a.rank, d));
 
-    if (counts.w[3] != op.wire)
-        return;
-    put_items(a, op.bank, a.bank.rows, d, a.row_bytes, rows);
-    if (a.row_scales)
-        put_items(a, op.bank, a.bank.scales, d, a.scales_bytes, rows);
-    put_items(a, op.bank, a.bank.headers, d, a.header_bytes, rows);
-    put_and_tell(a, op.bank, a.bank.counts, d, a.counts_bytes, bank_of(a, op.number), op.number);
+    if (counts.w[3] == op.wire)
+        put_box(a, bank_of(a, op.number), a.rank, d, min(counts.w[0], a.max_tokens), EP_NET_SENT, op.number);
 }
 
 /* Warp 0, when its block has pushed; the last block's puts. */

@@ -39,7 +39,7 @@ __device__ inline void take_counts(const ep_ll_args &a, Op *op, uint32_t *rows, 
         Vec v = { { 0, 0, 0, 0 } };
 
         if (has(op->members, s)) {
-            const uint8_t *from = counts_at(a, a.rank, op->bank, s) + at * sizeof(Vec);
+            const uint8_t *from = counts_at(a, *op, s, a.rank) + at * sizeof(Vec);
             const bool far = is_far(a, s);
             const Wait end = wait_for(
                 a, *op, s,
@@ -76,7 +76,7 @@ struct Header {
 __device__ inline bool look_at_header(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t slot, Header *h)
 {
     const uint32_t lane = threadIdx.x;
-    const uint8_t *header = item_at(a, a.rank, op.bank, a.bank.headers, s, slot, a.header_bytes);
+    const uint8_t *header = header_at(a, op, s, a.rank, slot);
 
     h->there = lane > a.max_top_k;
     if (lane <= a.max_top_k) {
@@ -138,7 +138,7 @@ __device__ inline void take_header(const ep_ll_args &a, Op *op, const uint32_t *
 __device__ inline void load_pieces(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t slot, uint32_t at,
                                    uint32_t movers, Vec *v)
 {
-    const uint8_t *row = item_at(a, a.rank, op.bank, a.bank.rows, s, slot, a.row_bytes);
+    const uint8_t *row = row_at(a, op, s, a.rank, slot);
 
 #pragma unroll
     for (uint32_t i = 0; i < kVecs; i++)
@@ -151,7 +151,7 @@ __device__ inline void place_row(const ep_ll_args &a, const Op &op, uint32_t s, 
                                  uint32_t movers, bool fetched, Vec *v)
 {
     const uint32_t pieces = a.row_bytes / 16, n = places.n;
-    const uint8_t *scales = item_at(a, a.rank, op.bank, a.bank.scales, s, slot, a.scales_bytes);
+    const uint8_t *scales = scales_at(a, op, s, a.rank, slot);
 
 #pragma unroll 1
     for (uint32_t at = threadIdx.x; at < pieces; at += kVecs * movers) {
@@ -311,6 +311,26 @@ __device__ inline void write_rank_counts(const ep_ll_args &a, const uint32_t *ro
     }
 }
 
+/* What came in boxes, all of it with the counts, goes to where that of other ranks stays. */
+__device__ inline void move_far_rows(const ep_ll_args &a, const Op &op, Share share, const uint32_t *rows, uint32_t most)
+{
+#pragma unroll 1
+    for (uint32_t i = share.part; i < most * a.ranks; i += share.parts) {
+        const uint32_t s = i % a.ranks, slot = i / a.ranks;
+
+        if (slot >= rows[s] || !is_far(a, s))
+            continue;
+        const uint8_t *row = row_at(a, op, s, a.rank, slot), *scales = scales_at(a, op, s, a.rank, slot);
+        uint8_t *to = item_at(a, a.rank, op.bank, a.bank.rows, s, slot, a.row_bytes);
+        uint8_t *scales_to = item_at(a, a.rank, op.bank, a.bank.scales, s, slot, a.scales_bytes);
+
+        for (uint32_t p = threadIdx.x; p < a.row_bytes / 16; p += kThreads)
+            store_row(to + (uint64_t)p * 16, load_row(row + (uint64_t)p * 16));
+        for (uint32_t p = threadIdx.x; p < a.row_scales; p += kThreads)
+            store_scale(a, scales_to, p, load_scale(a, scales, p));
+    }
+}
+
 /* Rank-major rows stay where they are: a thread per 16 bytes of header waits for it.  Who reads the rows comes later
  * in the stream, and starts with nothing cached. */
 __device__ inline void receive_in_place(const ep_ll_args &a, Op *op, Share share, const uint32_t *rows)
@@ -325,7 +345,7 @@ __device__ inline void receive_in_place(const ep_ll_args &a, Op *op, Share share
 
         if (slot >= rows[s])
             continue;
-        const uint8_t *header = item_at(a, a.rank, op->bank, a.bank.headers, s, slot, a.header_bytes);
+        const uint8_t *header = header_at(a, *op, s, a.rank, slot);
         const Wait end = wait_for(
             a, *op, s,
             [&] {
@@ -350,6 +370,8 @@ __device__ inline void receive_in_place(const ep_ll_args &a, Op *op, Share share
                 a.out_weights[at * a.top_k + part - 1] = here ? __uint_as_float(v.w[1]) : 0.0f;
         }
     }
+    if (kNet)
+        move_far_rows(a, *op, share, rows, most);
     if (share.part == share.parts / 2)
         write_rank_counts(a, rows);
 }

@@ -93,8 +93,6 @@ void *ep_node_window_beside(const struct ep_node_window *window); /* NULL: there
 void ep_node_window_destroy(struct ep_node_window *window);
 /* On the host backend mapped here; on the cuda backend an address on its GPU, not for the host to follow. */
 void *ep_node_window_base(const struct ep_node_window *window);
-/* Bytes of its memory, which the allocator may have rounded up. */
-uint64_t ep_node_window_whole(const struct ep_node_window *window);
 /* A descriptor for a worker; closing it is the caller's. */
 ep_status ep_node_window_export(const struct ep_node_window *window, int *fd, struct ep_error *error);
 

@@ -18,18 +18,17 @@
 #define NCCL_ID_BYTES 128u
 #define NCCL_TAG_BYTES 16u
 
-/* Memory that others put to: VMM, each of its own, as large on all ranks. */
+/* Memory that others put to: VMM, of its own, as large on all ranks. */
 struct nccl_memory {
     void *at;
     uint64_t bytes;
     uint64_t window; /* once formed: ncclWindow_t */
 };
-enum { NCCL_WINDOW, NCCL_BESIDE, NCCL_MEMORIES };
 
 /* A rank of this node. */
 struct nccl_rank {
     uint32_t rank, device; /* device: this process's ordinal */
-    struct nccl_memory memory[NCCL_MEMORIES];
+    struct nccl_memory memory;
     uint64_t wire[EP_NET_WIRE_WORDS]; /* once formed */
 };
 

@@ -311,11 +311,10 @@ static ep_status join(struct member *member)
 
     if (!at->comm)
         status = nccl_comm_init(world->id, world->ranks, at->rank, &at->comm, error);
-    for (uint32_t i = 0; !status && i < NCCL_MEMORIES; i++) {
-        if (crew_is_abandoned(&member->net->crew)) /* and its memory may be gone */
-            return ep_error_set(error, EP_DEADLINE_EXCEEDED, "it took too long");
-        status = nccl_window_open(at->comm, &member->rank.memory[i], error);
-    }
+    if (!status && crew_is_abandoned(&member->net->crew)) /* and its memory may be gone */
+        status = ep_error_set(error, EP_DEADLINE_EXCEEDED, "it took too long");
+    if (!status)
+        status = nccl_window_open(at->comm, &member->rank.memory, error);
     if (!status)
         status = nccl_device_open(world->api, at->comm, world->ranks, member->rank.wire, error);
     if (!status)
@@ -343,9 +342,8 @@ static void give_back(struct hand *hand)
     ep_status status = member->net->api->nccl_bind(member->rank.device, &error);
 
     pthread_mutex_lock(&member->at->lock);
-    for (uint32_t i = 0; !status && i < NCCL_MEMORIES; i++)
-        if (member->rank.memory[i].window)
-            status = nccl_window_close(member->at->comm, &member->rank.memory[i], &error);
+    if (!status && member->rank.memory.window)
+        status = nccl_window_close(member->at->comm, &member->rank.memory, &error);
     pthread_mutex_unlock(&member->at->lock);
     if (status)
         EP_WARN("node", "a communicator keeps memory of a rank", EP_U("rank", member->rank.rank),

@@ -221,8 +221,7 @@ ep_status cuda_span_make_net(struct cuda_team *team, uint32_t rank, struct ep_er
         free(net);
         return status;
     }
-    net->window = nccl->memory[NCCL_WINDOW].window;
-    net->beside = nccl->memory[NCCL_BESIDE].window;
+    net->beside = nccl->memory.window;
     memcpy(net->wire, nccl->wire, sizeof net->wire);
     status = team->api->memory_create(r->ordinal, net->tables.bytes, &r->net, error);
     if (!status)
@@ -236,35 +235,20 @@ static struct ep_device_net *net_of(const struct cuda_team *team, uint32_t rank)
     return team->api->memory_at(team->ranks[rank].net);
 }
 
-/* What leads the rank to all others: those of this node that have no window yet are told to it later. */
-static ep_status lead(struct cuda_team *team, uint32_t rank, struct ep_error *error)
+static ep_status tell_window(struct cuda_team *team, uint32_t to, uint32_t of, struct ep_error *error)
 {
-    uint64_t *windows = calloc(team->n, sizeof *windows);
-    const uint8_t *outbox = team->ranks[rank].beside - team->map->ll;
-    ep_status status;
-
-    if (!windows)
-        return ep_error_set(error, EP_NO_MEMORY, "no memory for %u windows", team->n);
-    for (uint32_t i = 0; i < team->n; i++)
-        windows[i] = (uint64_t)(uintptr_t)(cuda_is_here(team, i) ? team->ranks[i].window : outbox);
-    status = cuda_write(team, rank, net_of(team, rank)->windows, windows, team->n * sizeof *windows, error);
-    free(windows);
-    return status;
-}
-
-static ep_status tell_window(struct cuda_team *team, uint32_t to, uint32_t rank, struct ep_error *error)
-{
-    const uint64_t window = (uint64_t)(uintptr_t)team->ranks[rank].window;
-    const uint64_t at = (uint64_t)(uintptr_t)team->ranks[rank].beside;
+    const uint64_t window = (uint64_t)(uintptr_t)team->ranks[of].window;
+    const uint64_t at = (uint64_t)(uintptr_t)team->ranks[of].beside;
     struct ep_device_net *net = net_of(team, to);
-    ep_status status = cuda_write(team, to, &net->at[rank], &at, sizeof at, error);
+    ep_status status = cuda_write(team, to, &net->at[of], &at, sizeof at, error);
 
-    return status ? status : cuda_write(team, to, &net->windows[rank], &window, sizeof window, error);
+    return status ? status : cuda_write(team, to, &net->windows[of], &window, sizeof window, error);
 }
 
+/* To all of this node. */
 ep_status cuda_span_tell_window(struct cuda_team *team, uint32_t rank, struct ep_error *error)
 {
-    ep_status status = team->span ? lead(team, rank, error) : EP_OK;
+    ep_status status = EP_OK;
 
     for (uint32_t i = 0; !status && team->span && i < team->n; i++)
         if (cuda_is_here(team, i))

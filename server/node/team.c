@@ -63,14 +63,9 @@ ep_status ep_team_net_listen(struct ep_node *node, const struct ep_team_net_opti
 
 void ep_team_net_expect(struct ep_team_net *net, struct ep_node_window *const *windows)
 {
-    for (uint32_t i = 0; i < net->n; i++) {
-        struct nccl_memory *memory = net->here[i].memory;
-
-        memory[NCCL_WINDOW] = (struct nccl_memory){ .at = ep_node_window_base(windows[i]),
-                                                    .bytes = ep_node_window_whole(windows[i]) };
-        memory[NCCL_BESIDE] = (struct nccl_memory){ .at = ep_node_window_beside(windows[i]),
+    for (uint32_t i = 0; i < net->n; i++)
+        net->here[i].memory = (struct nccl_memory){ .at = ep_node_window_beside(windows[i]),
                                                     .bytes = windows[i]->beside_bytes };
-    }
 }
 
 static ep_status connect_gpus(struct ep_team_net *net, const struct ep_team_card *cards, uint32_t nodes, uint32_t timeout_ms,

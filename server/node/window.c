@@ -158,13 +158,6 @@ void ep_node_window_destroy(struct ep_node_window *window)
     free_record(window);
 }
 
-uint64_t ep_node_window_whole(const struct ep_node_window *window)
-{
-    const uint64_t granule = ep_node_granule(window->node);
-
-    return (window->bytes + granule - 1) / granule * granule;
-}
-
 void *ep_node_window_base(const struct ep_node_window *window)
 {
     return window->base;

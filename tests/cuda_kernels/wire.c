@@ -182,39 +182,34 @@ static struct wire *wire_of(const struct ep_device_net *net)
     return (struct wire *)(uintptr_t)net->wire[0];
 }
 
-/* LL, numbers of partials: as many as rows came of the rank, and no more. */
-static void check_partials(const struct wire *wire, uint32_t rank, uint64_t to, uint64_t bytes)
+/* LL, partials: as many as rows came of the rank, and no more. */
+static void check_partials(const struct wire *wire, uint32_t rank, uint64_t from, uint64_t bytes)
 {
-    const struct ep_layout_map *map = &wire->map;
-    const uint64_t banks = to - map->ll, bank = banks / map->bank_bytes * map->bank_bytes, at = banks - bank;
-    const uint64_t region = (uint64_t)wire->ranks * map->limits.ll_max_tokens * EP_COMBINE_PARTS * sizeof(uint32_t);
-    const uint8_t *counts = wire->peer[wire->rank].window + map->ll + bank + map->bank.counts + rank * map->counts_bytes;
+    const struct ep_net_map *m = &wire->net->map;
+    const uint64_t boxes = (uint64_t)wire->map.limits.ll_banks * wire->ranks * m->ll_box_bytes;
+    const uint64_t box = m->ll_box_bytes ? (from - m->ll_in) / m->ll_box_bytes * m->ll_box_bytes : 0;
     uint32_t rows;
 
-    if (to < map->ll || banks >= map->limits.ll_banks * map->bank_bytes || at < map->bank.combine_numbers
-        || at >= map->bank.combine_numbers + region)
+    if (from < m->ll_in || from >= m->ll_in + boxes)
         return;
-    memcpy(&rows, counts, sizeof rows);
-    if (bytes > rows * EP_COMBINE_PARTS * sizeof(uint32_t)) {
-        fprintf(stderr, "rank %u puts %llu bytes of numbers to rank %u, of which %u rows came\n", wire->rank,
+    memcpy(&rows, wire->peer[wire->rank].place->beside + m->ll_in + box + m->ll_middle, sizeof rows);
+    if (bytes > m->ll_rows + (uint64_t)rows * (m->ll_head_bytes + wire->map.combine_row_bytes)) {
+        fprintf(stderr, "rank %u puts %llu bytes of partials to rank %u, of which %u rows came\n", wire->rank,
                 (unsigned long long)bytes, rank, rows);
         abort();
     }
 }
 
-void wire_put(const struct ep_device_net *net, uint32_t rank, uint64_t there, uint64_t to, uint64_t from, uint64_t bytes)
+void wire_put(const struct ep_device_net *net, uint32_t rank, uint64_t to, uint64_t from, uint64_t bytes)
 {
     struct wire *wire = wire_of(net);
     struct peer *peer = &wire->peer[rank];
     const struct ep_net_map *boxes = &net->map;
-    const bool beside = there == net->beside;
-    const bool records = beside && to >= boxes->rows_in && to < boxes->rows_in + boxes->ins * boxes->rows_bytes;
+    const bool records = to >= boxes->rows_in && to < boxes->rows_in + boxes->ins * boxes->rows_bytes;
 
-    if (!beside)
-        check_partials(wire, rank, to, bytes);
-    send(peer, &(struct item){ .to = (beside ? peer->place->beside : peer->window) + to,
-                               .source = wire->peer[wire->rank].place->beside + from, .bytes = bytes,
-                               .choices = records ? wire->map.limits.top_k : 0, .from = wire->rank });
+    check_partials(wire, rank, from, bytes);
+    send(peer, &(struct item){ .to = peer->place->beside + to, .source = wire->peer[wire->rank].place->beside + from,
+                               .bytes = bytes, .choices = records ? wire->map.limits.top_k : 0, .from = wire->rank });
 }
 
 void wire_raise(const struct ep_device_net *net, uint32_t rank, uint32_t signal, uint64_t by)
@@ -313,7 +308,7 @@ static bool is_far(const struct wire *wire, uint32_t rank)
 }
 
 /* Under the lock: its peers, and where they are. */
-static void join(struct wire *wire, uint8_t *const *windows, const struct ep_layout_map *map)
+static void join(struct wire *wire, uint8_t *const *windows)
 {
     for (uint32_t r = 0; r < wire->ranks; r++) {
         struct peer *peer = &wire->peer[r];
@@ -323,10 +318,8 @@ static void join(struct wire *wire, uint8_t *const *windows, const struct ep_lay
         peer->last = &peer->first;
     }
     for (uint32_t r = 0; r < wire->ranks; r++) {
-        uint8_t *beside = wire->peer[is_far(wire, r) ? wire->rank : r].place->beside;
-
-        wire->net->windows[r] = (uint64_t)(uintptr_t)(is_far(wire, r) ? beside - map->ll : windows[r]);
-        wire->net->at[r] = is_far(wire, r) ? 0 : (uint64_t)(uintptr_t)beside;
+        wire->net->windows[r] = is_far(wire, r) ? 0 : (uint64_t)(uintptr_t)windows[r];
+        wire->net->at[r] = is_far(wire, r) ? 0 : (uint64_t)(uintptr_t)wire->peer[r].place->beside;
     }
     wire->next = wires;
     wires = wire;
@@ -346,11 +339,9 @@ ep_status wire_open(uint8_t *const *windows, uint32_t rank, const struct ep_layo
         return error->status;
     }
     wire->net->wire[0] = (uint64_t)(uintptr_t)wire;
-    wire->net->window = 1; /* two names */
-    wire->net->beside = 2;
     pthread_mutex_lock(&lock);
     start();
-    join(wire, windows, map);
+    join(wire, windows);
     pthread_mutex_unlock(&lock);
     *out = wire;
     return EP_OK;

@@ -33,7 +33,7 @@ struct ep_device_net *wire_net(const struct wire *wire);
 
 /* ---- for the threads of a kernel ------------------------------------------------------------- */
 
-void wire_put(const struct ep_device_net *net, uint32_t rank, uint64_t there, uint64_t to, uint64_t from, uint64_t bytes);
+void wire_put(const struct ep_device_net *net, uint32_t rank, uint64_t to, uint64_t from, uint64_t bytes);
 void wire_raise(const struct ep_device_net *net, uint32_t rank, uint32_t signal, uint64_t by);
 const uint64_t *wire_signal(const struct ep_device_net *net, uint32_t signal);
 

@@ -331,7 +331,7 @@ static void boxes_lie_one_behind_the_other(void **state)
     assert_int_equal(m.outs, 2);
     assert_int_equal(m.gated, 8); /* of four ranks on each of two other nodes, at most */
     assert_int_equal(m.ins, 24);  /* and of those for whose gate it stands in, the one before it or the one before that */
-    assert_true(m.asks >= map.limits.ll_banks * map.bank_bytes);
+    assert_true(m.asks >= m.ll_in + (uint64_t)map.limits.ll_banks * RANKS * m.ll_box_bytes);
     assert_true(m.rows_out >= m.asks_out + RANKS * map.ht_note_stride);
     assert_int_equal(m.sums_in, m.rows_out + 3 * m.outs * m.rows_bytes); /* for each gate, and for who stands in for it */
     assert_int_equal(m.rows_in, m.sums_in + 3 * m.outs * m.sums_bytes);
@@ -343,6 +343,26 @@ static void boxes_lie_one_behind_the_other(void **state)
     /* a box is put in pieces that steps can count */
     assert_true((1000 + ep_net_piece(1000, 16) - 1) / ep_net_piece(1000, 16) <= EP_NET_PIECES);
     assert_true(((1u << 20) + ep_net_piece(1u << 20, 1u << 16) - 1) / ep_net_piece(1u << 20, 1u << 16) <= EP_NET_PIECES);
+}
+
+static void a_box_of_ll_holds_all_that_a_rank_sends(void **state)
+{
+    const struct ep_layout_map map = map_over_nodes();
+    const struct ep_net_shape shape = ep_net_shape_of(on, RANKS);
+    const uint64_t tokens = map.limits.ll_max_tokens, boxes = (uint64_t)map.limits.ll_banks * RANKS;
+    struct ep_net_map m;
+
+    (void)state;
+    ep_net_lay_out(&map, &shape, &m);
+    assert_true(tokens > 0);
+    assert_true(m.ll_head_bytes >= sizeof(struct ep_net_head) + map.header_bytes + map.scales_bytes);
+    assert_true(m.ll_middle >= tokens * m.ll_head_bytes);
+    assert_true(m.ll_rows >= map.counts_bytes);
+    assert_true(m.ll_box_bytes >= m.ll_middle + m.ll_rows + tokens * map.row_bytes);
+    assert_true(map.row_bytes >= map.combine_row_bytes);
+    assert_int_equal((m.ll_out | m.ll_in | m.ll_box_bytes | m.ll_middle | m.ll_rows) % 128, 0);
+    assert_int_equal(m.ll_head_bytes % 16, 0);
+    assert_true(m.ll_in >= m.ll_out + boxes * m.ll_box_bytes);
 }
 
 int main(void)
@@ -361,6 +381,7 @@ int main(void)
         cmocka_unit_test(there_can_be_many_nodes),
         cmocka_unit_test(a_node_has_a_lane_for_each_rank),
         cmocka_unit_test(boxes_lie_one_behind_the_other),
+        cmocka_unit_test(a_box_of_ll_holds_all_that_a_rank_sends),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -111,19 +111,14 @@ inline void bulk_stored() { fence_sys(); }
 
 /* ---- ranks on other nodes: gin.cuh ------------------------------------------------------------------------ */
 
-inline void gin_put(const struct ep_device_net *net, uint32_t rank, uint64_t there, uint64_t to, uint64_t from,
-                    uint64_t bytes)
-{
-    wire_put(net, rank, there, to, from, bytes);
-}
 inline void gin_raise(const struct ep_device_net *net, uint32_t rank, uint32_t signal, uint64_t by)
 {
     wire_raise(net, rank, signal, by);
 }
-inline void gin_put_raise(const struct ep_device_net *net, uint32_t rank, uint64_t there, uint64_t to, uint64_t from,
-                          uint64_t bytes, uint32_t signal, uint64_t by)
+inline void gin_put_raise(const struct ep_device_net *net, uint32_t rank, uint64_t to, uint64_t from, uint64_t bytes,
+                          uint32_t signal, uint64_t by)
 {
-    wire_put(net, rank, there, to, from, bytes);
+    wire_put(net, rank, to, from, bytes);
     wire_raise(net, rank, signal, by);
 }
 inline uint64_t gin_signal(const struct ep_device_net *net, uint32_t signal) { return look(wire_signal(net, signal)); }
