@@ -394,6 +394,8 @@ LONG_KERNEL_RUNS = (
 KERNEL_SOAK_SEED, KERNEL_SOAK_OPS = "22", "900"
 KERNEL_SOAKS = (("-soak", "3", "1"), ("-soak-ht", "3", "1", "--ht"),
                 ("-of-nodes-soak", "4", "2"), ("-of-nodes-soak-ht", "4", "2", "--ht"))
+# What goes between nodes takes up to so many ms, and often; signals overtake each other by as much.
+LATE_MS, KERNEL_LATE_OPS = "20", "300"
 
 
 def gpu_tasks(quick):
@@ -407,8 +409,8 @@ def gpu_tasks(quick):
     def on_cpus(module):
         return {"EP_CUDA_MODULE": os.path.join(BUILD, "unit", "libep_cuda_%s.so" % module)}
 
-    def kernels(name, ranks, nodes, *flags):
-        wait_ms, env = ("120000", {"EP_CUDA_WIRE_NODES": nodes}) if nodes != "1" else ("60000", {})
+    def kernels(name, ranks, nodes, *flags, **more):
+        wait_ms, env = ("120000", {"EP_CUDA_WIRE_NODES": nodes, **more}) if nodes != "1" else ("60000", {})
         return Task("gpu/kernels-on-cpus" + name,
                     [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", ranks, "--timeout-ms", wait_ms, *flags],
                     GPU_S, {**on_cpus("kernels"), **env}, parse_lines)
@@ -417,6 +419,9 @@ def gpu_tasks(quick):
         yield kernels(name, ranks, nodes, "--filter", cases)
     for name, ranks, nodes, *flags in () if quick else KERNEL_SOAKS:
         yield kernels(name, ranks, nodes, "--seed", KERNEL_SOAK_SEED, "--soak", KERNEL_SOAK_OPS, *flags)
+    for name, *flags in () if quick else (("", ), ("-ht", "--ht")):
+        yield kernels("-of-nodes-late" + name, "4", "2", "--seed", KERNEL_SOAK_SEED, "--soak", KERNEL_LATE_OPS, *flags,
+                      EP_CUDA_WIRE_LATE_MS=LATE_MS)
     yield Task("gpu/product-on-cpus",
                script("product", "--gpus", "2", "--quick", *(["--filter", "of the server"] if quick else [])),
                GPU_S, on_cpus("cpu"), parse_lines)

@@ -11,11 +11,12 @@
  * partial lies by its row's slot, and not by its token; s has kept which slot it gave to which choice (keep_slot).
  *
  * ## Signals
- * A signal is seen after all puts that its raiser put to the same rank before, and after the signals that it raised there;
- * puts themselves may land in any order, and an early one after a late one.  Each signal carries a number of LL and only
- * grows, as whoever raises it remembers in `told` what it has told: it adds the difference.
+ * A signal is seen after all puts that its raiser put to the same rank before; puts themselves may land in any order, and
+ * so may signals be seen.  Each carries a number of LL and only grows, as whoever raises it remembers in `told` what it has
+ * told: it adds the difference.
  *   SENT(b, s)    the dispatch of that number, which has bank b, has come from s: counts, headers, scales and rows.
- *                 Nothing of a far source is looked at before.
+ *                 Nothing of a far source is looked at before, unless s has released the number: then it is there too, or
+ *                 s went on without us.
  *   CREDIT(b, d)  d will not read that number's rows any more; its rows and partials have come, if there are any.
  *   ACK(b, d)     CREDIT, and d has seen SENT of this rank to be that far: whatever this rank had put to d until then
  *                 in bank b has landed.
@@ -28,7 +29,7 @@
  *   rows        n is pushed to d in bank b when ACK(b, d) is no less than the last number that was put to d there.
  *               Mostly that is the credit for n - B.  When d went on without us, as we were late or had left, it gave a
  *               CREDIT only, and our puts may be under way for as long as they like.  d looks at SENT again whenever it
- *               waits (catch_up) and then gives the ACK.  Two ranks that wait for each other's ACK both look.
+ *               waits, for whomever (looks_back), and then gives the ACK.  Ranks that wait for each other's ACK all look.
  *               Partials of an earlier number are not under way either: they come before the ACK or CREDIT for it, and
  *               one for n - B or later has come.
  *   partials    of n to s are pushed when n's rows of s have come, all in one put, so that is over.  s has sent them after
@@ -47,6 +48,8 @@
  * which wait without a bound for one.  A peer that is there frees them; one that does not answer gets nothing that
  * needs an answer first, and that is all but one credit for each op that has waited for it in vain.  One that has left
  * gets nothing.
+ *
+ * tests/model/ll_net.pml goes through all this with two and three ranks, and breaks the rules one by one.
  */
 #ifndef EP_LL_NET_CUH
 #define EP_LL_NET_CUH
@@ -239,11 +242,19 @@ __device__ inline void begin_held(const ep_ll_args &, uint64_t) {}
 
 namespace ep {
 
-/* Whoever waits for a rank that is far looks whether this one can tell it more; never gives up. */
+constexpr uint64_t kTurnNs = 1000;
+
+/* Whoever waits for a rank that is far looks whether this one can tell it more, and another one, each in its turn: of three
+ * ranks each could wait for the next one's ACK otherwise.  Never gives up. */
 __device__ inline bool looks_back(const ep_ll_args &a, uint32_t rank, bool far)
 {
-    if (far)
+    if (far) {
+        const uint32_t other = (uint32_t)(now_ns() / kTurnNs % a.ranks);
+
         catch_up(a, rank);
+        if (is_far(a, other))
+            catch_up(a, other);
+    }
     return false;
 }
 

@@ -262,7 +262,8 @@ __device__ inline bool has_credit(const ep_ll_args &a, uint64_t n, uint64_t from
 /*
  * Warp 0 waits until each of those that owe a credit, and are sent to, takes number n in its bank.  An eighth of the op's
  * time is left then: all whom this rank can send to, its own other blocks too, still get their rows in time, and blame the
- * rank that was late and no other.
+ * rank that was late and no other.  A rank on another node that has released number n went on without us: it does not take
+ * our rows, and may have no op for long in which it could say that earlier ones have come.
  */
 __device__ inline void wait_credit(const ep_ll_args &a, Op *op, uint32_t ranks)
 {
@@ -277,7 +278,8 @@ __device__ inline void wait_credit(const ep_ll_args &a, Op *op, uint32_t ranks)
                     return has_room(a, op->number, bank_of(a, op->number), d);
                 return has_credit(a, op->number, load_u64(from), acquire_u64(credit)); /* partner: give_credit */
             },
-            [&] { return looks_back(a, d, is_far(a, d)); }, op->timeout_ns / 8);
+            [&] { return looks_back(a, d, is_far(a, d)) || (is_far(a, d) && has_released(a, *op, d)); },
+            op->timeout_ns / 8);
 
         if (end != Wait::there)
             miss(a, op, d, end, EP_WAIT_CREDIT);

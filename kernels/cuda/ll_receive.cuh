@@ -28,6 +28,12 @@ __device__ inline uint32_t newcomers(const ep_ll_args &a, const Op &op, uint64_t
     return a.phases & EP_LL_SEND && members ? now & ~members : 0;
 }
 
+/* Of a rank on another node: is what it has put for this op there, if it has? */
+__device__ inline bool has_come(const ep_ll_args &a, const Op &op, uint32_t s)
+{
+    return told_by(a, EP_NET_SENT, bank_of(a, op.number), s) >= op.number || has_released(a, op, s);
+}
+
 /* All warps but the first: what each source sends, once it has told, to rows[s] and base[l * R + s]. */
 __device__ inline void take_counts(const ep_ll_args &a, Op *op, uint32_t *rows, uint32_t *base)
 {
@@ -44,7 +50,7 @@ __device__ inline void take_counts(const ep_ll_args &a, Op *op, uint32_t *rows, 
             const Wait end = wait_for(
                 a, *op, s,
                 [&] {
-                    if (far && told_by(a, EP_NET_SENT, bank_of(a, op->number), s) < op->number)
+                    if (far && !has_come(a, *op, s))
                         return false;
                     v = load_vec(from); /* partner: push_counts */
                     return v.w[3] == op->wire;

@@ -4,8 +4,8 @@
  * Which ranks are on which nodes: nodes.h.  It is as bad a network as the rules
  * allow: a put takes from nothing to some ms, reads its source when it is put or not before it lands, and may land after
  * a later one.  Choices of HT's records that are none arrive as ones that lead to nowhere: nothing that comes over a
- * network is to be believed.  A signal comes after all puts that its sender put to the same rank before.  EP_CUDA_WIRE_LATE_MS=N: puts
- * take up to so many ms, and often.
+ * network is to be believed.  A signal comes after all puts that its sender put to the same rank before, and may come before
+ * an earlier signal.  EP_CUDA_WIRE_LATE_MS=N: each of them takes up to so many ms, and often.
  */
 #ifndef CUDA_KERNELS_WIRE_H
 #define CUDA_KERNELS_WIRE_H

@@ -1,8 +1,9 @@
 """Checks models of protocols with spin, and that each mutant of them is caught.
 
     ll.pml     low latency ops of ranks on GPUs
+    ll_net.pml what these do when ranks are on several nodes
     ht.pml     high throughput ops of ranks on GPUs
-    ht_net.pml what these do when ranks are on several nodes
+    ht_net.pml likewise
     join.pml   ranks that join and leave a group on several nodes
     epoch.pml  servers that agree on a group's next epoch
     turn.pml   ranks that go over to it
@@ -13,14 +14,14 @@ A case is a model with a set of macros; the model says what they mean.  Four kin
 
   in full   Every state that can be reached is looked at, so there is no counterexample with so many ranks and ops.
             They are small: of ll, 2 ranks with 2 to 6 dispatches, 3 ranks with 3 and no combine; of ht, 2 ranks with 2
-            to 6, 3 ranks with 2; 2 or 3 nodes, servers.
+            to 6, 3 ranks with 2; of ll_net, 2 ranks with 2 to 6, 3 ranks with one; 2 or 3 nodes, servers.
   sampled   What is larger: 3 ranks that combine, or of which one leaves or joins; ops in halves, or a rank that comes
             back, where one is killed.  SAMPLE_S seconds of a search in random order, in which a state counts as seen
             when its hash was (spin's bitstate search).  That finds mistakes and proves nothing.
   mutant    The protocol with a mistake in it.  The search must find a counterexample.
   hunted    A mutant that is looked for in random order, as samples are, for HUNT_S seconds at most.
 
-It takes about five minutes on two idle cores.  A line per case, `ok` or `FAIL`, and `N passed, N failed`; 77 where
+It takes about six minutes on two idle cores.  A line per case, `ok` or `FAIL`, and `N passed, N failed`; 77 where
 spin or gcc is missing.  What they make lies below TMPDIR and goes with it.
 """
 import concurrent.futures
@@ -73,7 +74,8 @@ def of(model):
     return case
 
 
-ht, ht_net, join, epoch, turn = of("ht"), of("ht_net"), of("join"), of("epoch"), of("turn")
+ll_net, ht, ht_net = of("ll_net"), of("ht"), of("ht_net")
+join, epoch, turn = of("join"), of("epoch"), of("turn")
 
 
 SCRIPTS = ("PAIRS", "INTERLEAVED", "SPLIT", "SKIPPED", "REPLACED")
@@ -126,6 +128,36 @@ CASES = [
     mutant("waits do not look at from", "N=2 LEAVES PAIRS MUTANT_BLIND"),
     mutant("from is not read again", "N=3 JOINS PAIRS MUTANT_NO_REREAD"),
     mutant("the server does not raise from", "N=3 JOINS PAIRS MUTANT_NO_RAISE"),
+
+    ll_net("2 ranks, PAIRS", "N=4 PAIRS"),
+    ll_net("2 ranks, INTERLEAVED", "N=6 INTERLEAVED"),
+    ll_net("2 ranks, SKIPPED", "N=6 SKIPPED"),
+    ll_net("2 ranks, a timeout, PAIRS", "N=3 PAIRS TIMEOUTS=1"),
+    ll_net("2 ranks, a timeout, INTERLEAVED", "N=4 INTERLEAVED TIMEOUTS=1"),
+    ll_net("2 ranks, a timeout, SKIPPED", "N=4 SKIPPED TIMEOUTS=1"),
+    ll_net("2 ranks, one leaves, PAIRS", "N=2 PAIRS LEAVES"),
+    ll_net("2 ranks, one leaves, INTERLEAVED", "N=2 INTERLEAVED LEAVES"),
+    ll_net("2 ranks, one leaves and comes back, PAIRS", "N=3 PAIRS LEAVES JOINS"),
+    ll_net("2 ranks, one leaves and comes back, SKIPPED", "N=3 SKIPPED LEAVES JOINS"),
+    ll_net("3 ranks, PAIRS", "R=3 N=1 PAIRS"),
+    ll_net("3 ranks, each has missed one, PAIRS", "R=3 N=3 MISSED PAIRS"),
+    ll_net("2 ranks, two timeouts, PAIRS", "N=3 PAIRS TIMEOUTS=2", "sampled"),
+    ll_net("2 ranks, one leaves, a timeout, PAIRS", "N=3 PAIRS LEAVES TIMEOUTS=1", "sampled"),
+    ll_net("2 ranks, one leaves and comes back, longer", "N=5 PAIRS LEAVES JOINS", "sampled"),
+    ll_net("3 ranks, three timeouts, SKIPPED", "R=3 N=3 SKIPPED TIMEOUTS=3", "sampled"),
+    ll_net("3 ranks, one leaves and comes back, PAIRS", "R=3 N=3 PAIRS LEAVES JOINS", "sampled"),
+    ll_net("mutant, nobody waits for an ACK", "N=4 SKIPPED TIMEOUTS=1 MUTANT_NO_ACK", "mutant"),
+    ll_net("mutant, ACK before all has come", "N=4 SKIPPED TIMEOUTS=1 MUTANT_ACK_UNSEEN", "mutant"),
+    ll_net("mutant, no ACK while one waits", "N=4 SKIPPED TIMEOUTS=1 MUTANT_NO_CATCH_UP", "mutant"),
+    ll_net("mutant, ACKs for whom one waits only", "R=3 N=3 MISSED PAIRS MUTANT_CATCHES_UP_WITH_ONE", "mutant"),
+    ll_net("mutant, released once for all", "N=3 PAIRS LEAVES JOINS MUTANT_SAID_ONCE", "mutant"),
+    ll_net("mutant, waits for who gave up", "N=3 PAIRS TIMEOUTS=2 MUTANT_WAITS_FOR_WHO_GAVE_UP", "mutant"),
+    ll_net("mutant, signals before data", "N=4 PAIRS MUTANT_SIGNAL_FIRST", "mutant"),
+    ll_net("mutant, SENT is seen before what is told later", "N=2 PAIRS MUTANT_SENT_IS_SEEN_FIRST", "mutant"),
+    ll_net("mutant, credit before partials", "N=4 PAIRS MUTANT_CREDIT_FIRST", "mutant"),
+    ll_net("mutant, rows of any number", "N=4 SKIPPED TIMEOUTS=1 MUTANT_ANY_ROWS", "mutant"),
+    ll_net("mutant, partials of any number", "N=2 PAIRS TIMEOUTS=1 MUTANT_ANY_PARTIALS", "mutant"),
+    ll_net("mutant, waits do not look at from", "N=2 PAIRS LEAVES MUTANT_BLIND", "mutant"),
 
     ht("2 ranks, PAIRS", "N=6 PAIRS"),
     ht("2 ranks, PASSES", "N=4 PASSES"),
