@@ -59,7 +59,7 @@ done
 cp "$root/build/lib/libep_cuda.so" "$root/build/lib/libnccl-net-ep.so" "$out/lib/"
 cp -P "$root"/build/client/lib/libepclient.so* "$out/lib/"
 cp "$root/tests/data/text.txt" "$out/data/"
-cp "$root"/tests/gpu/*.sh "$out/"
+cp "$root"/tests/gpu/*.sh "$root"/tests/gpu/*.py "$out/"
 # For nodes.sh, whose servers are a cluster; packed, as it is large.
 if etcd=$(command -v etcd); then
     xz -c "$etcd" >"$out/etcd.xz"

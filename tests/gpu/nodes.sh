@@ -16,6 +16,7 @@ GPU, no NCCL or no etcd. Servers share a GPU where there are fewer GPUs than nod
   --gpus N    use N GPUs (default: all that nvidia-smi lists)
   --each N    give each node N of them (default: an equal part), some to several nodes where there are too few
   --bench     then time low latency and high throughput with H 7168, K 8, E 256, T 128 to 1 and 4096, and print the tables
+              and what TCP over loopback brings here
   --pauses N  then change modes and token limits N times, have the last server end and return N times, and print how long
               workers that follow paused
   --soak S    then run random ops of both modes for S seconds, with kill -9 of a worker a minute
@@ -361,13 +362,13 @@ fi
 step 'the group goes' admin group delete moe
 if ((times)); then
     step 'a large group' admin group create moe --ranks="$ranks" --experts=256 --hidden=7168 --top-k=8 --modes=ll,ht \
-        --ll-max-tokens=128 --ht-max-tokens=4096 --arena=2GiB --timeout-ms=20000 --placement=spread --wait=60s &&
-        step 'low latency, times' low --no-verify --tokens=128,32,8,1 --iters=200 --warmup=20 --layouts=expert-major,rank-major \
-            --dtypes=bf16,fp8 &&
-        cat "$dir/low-latency--times.out" &&
+        --ll-max-tokens=128 --ht-max-tokens=4096 --arena=2GiB --timeout-ms=20000 --placement=spread --wait=60s && {
+        step 'low latency, times' low --no-verify --tokens=128,32,8,1 --iters=200 --warmup=20 \
+            --layouts=expert-major,rank-major --dtypes=bf16,fp8 && cat "$dir/low-latency--times.out"
         step 'high throughput, times' high --no-verify --tokens=4096 --iters=30 --warmup=5 --layouts=flat,packed \
-            --dtypes=bf16,fp8 &&
-        cat "$dir/high-throughput--times.out"
+            --dtypes=bf16,fp8 && cat "$dir/high-throughput--times.out"
+        python3 "$here/loopback.py" 1 $((2 * ranks))
+    }
     step 'that group goes' admin group delete moe
 fi
 if ((pauses)); then
