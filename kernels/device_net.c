@@ -14,6 +14,11 @@ static uint64_t align_to(uint64_t n, uint64_t align)
     return (n + align - 1) / align * align;
 }
 
+static uint64_t larger(uint64_t a, uint64_t b)
+{
+    return a > b ? a : b;
+}
+
 /* ---- beside a window ------------------------------------------------------------------------- */
 
 struct ep_net_shape ep_net_shape_of(const uint32_t *node, uint32_t ranks)
@@ -66,14 +71,12 @@ static void lay_ht(const struct ep_layout_map *map, const struct ep_net_shape *s
     out->ins = out->ways * out->gated;
     out->places = shape->most;
     out->ask_bytes = (uint32_t)map->ht_note_stride;
-    out->rows_bytes = align_to(tokens * ep_net_record_bytes(l->top_k, map->row_bytes, map->scales_bytes), BOX_ALIGN);
-    out->sums_bytes = align_to(tokens * (ep_net_sum_head(l->top_k) + map->combine_row_bytes), BOX_ALIGN);
+    out->box_bytes = align_to(tokens * larger(ep_net_record_bytes(l->top_k, map->row_bytes, map->scales_bytes),
+                                              ep_net_sum_head(l->top_k) + map->combine_row_bytes), BOX_ALIGN);
     out->asks = take(&out->bytes, l->ranks * map->ht_note_stride);
     out->asks_out = take(&out->bytes, l->ranks * map->ht_note_stride);
-    out->rows_out = take(&out->bytes, out->ways * out->outs * out->rows_bytes);
-    out->sums_in = take(&out->bytes, out->ways * out->outs * out->sums_bytes);
-    out->rows_in = take(&out->bytes, out->ins * out->rows_bytes);
-    out->sums_out = take(&out->bytes, out->ins * out->sums_bytes);
+    out->out = take(&out->bytes, out->ways * out->outs * out->box_bytes);
+    out->in = take(&out->bytes, out->ins * out->box_bytes);
     out->partials = take(&out->bytes, out->gated * out->places * tokens * map->combine_row_bytes);
     out->tags = take(&out->bytes, out->gated * out->places * tokens * sizeof(uint64_t));
     out->grads = take(&out->bytes, out->gated * out->places * tokens * l->top_k * sizeof(float));

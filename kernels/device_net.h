@@ -7,8 +7,7 @@
  *
  *     LL   boxes, in each bank one for each rank, and one of each: rows with all that stands beside them, in one put:
  *          kernels/cuda/ll_net.cuh
- *     HT   boxes of records and of sums, one for each node or each source, put to boxes of its memory beside:
- *          kernels/cuda/ht_net.cuh
+ *     HT   boxes of records, one for each node and one of each source, in which their sums come back: kernels/cuda/ht_net.cuh
  *
  * Of what a rank has of the ranks of its own node alone there are EP_DEVICE_NODE_RANKS, by their places on it; sets of ranks
  * are as in device_state.h.
@@ -82,12 +81,12 @@ struct ep_net_map {
     uint64_t ll_box_bytes, ll_middle;
     uint32_t ll_rows, ll_head_bytes;
     uint64_t asks, asks_out;     /* [R] a note of each rank on another node, and for each */
-    uint64_t rows_out, sums_in;  /* [ways][outs] boxes: for each other node one of its gate there, and of each stand-in */
-    uint64_t rows_in, sums_out;  /* [ways][gated] boxes: of each rank that has this one as its gate, or as a stand-in */
+    uint64_t out; /* [ways][outs] boxes: for each other node one of its gate there, and of each stand-in */
+    uint64_t in;  /* [ways][gated] boxes: of each rank that has this one as its gate, or as a stand-in */
     uint64_t partials, tags, grads; /* [gated][places][T_ht] of the ranks of this node, for sums of the former,
                                        whoever makes them */
     uint64_t bytes;
-    uint64_t rows_bytes, sums_bytes; /* of a box */
+    uint64_t box_bytes; /* records of all tokens, or sums of them */
     uint32_t outs, ins, gated, places;
     uint32_t ask_bytes, ways; /* ways: EP_NET_WAYS, or as many as a node has ranks */
 };
@@ -200,11 +199,11 @@ struct ep_device_net {
     uint32_t gate[EP_DEVICE_MAX_RANKS];   /* the gate of this one on its node */
     uint32_t gate_here[EP_DEVICE_MAX_RANKS]; /* its gate on this node */
     uint32_t next[EP_DEVICE_MAX_RANKS];   /* of any rank: the next one of its node, the first to stand in for it */
-    uint32_t in[EP_DEVICE_MAX_RANKS];     /* its box at its gate here, in rows_in and sums_out; a stand-in has it behind
-                                             those of gates, and of nearer stand-ins: map.gated of each */
-    uint32_t out[EP_DEVICE_MAX_RANKS];    /* and the box of its node here, in rows_out and sums_in; map.outs of each */
-    uint32_t there[EP_DEVICE_MAX_RANKS];  /* of a gate: the box of this rank at it, in rows_in, as `in` */
-    uint32_t back[EP_DEVICE_MAX_RANKS];   /* the box of this rank's node at it, in sums_in, as `out` */
+    uint32_t in[EP_DEVICE_MAX_RANKS];     /* its box at its gate here, of map.in; a stand-in has it behind those of gates, and
+                                             of nearer stand-ins: map.gated of each */
+    uint32_t out[EP_DEVICE_MAX_RANKS];    /* and the box of its node here, of map.out; map.outs of each */
+    uint32_t there[EP_DEVICE_MAX_RANKS];  /* of a gate: the box of this rank at it, as `in` */
+    uint32_t back[EP_DEVICE_MAX_RANKS];   /* the box of this rank's node at it, as `out` */
     struct ep_net_tables tables;
 
     /* kernel */

@@ -3,7 +3,8 @@
  *
  * kNet (ranks.cuh) says whether there can be any.  A token goes once to a node, as a record, to this rank's gate there
  * (device_net.h), which pushes its row on to the ranks of the node as if it were its own (ht_relay.cuh).  In a combine
- * the ranks push partials to the gate, which sums them up and puts one row back (ht_node_sum.cuh).
+ * the ranks push partials to the gate, which sums them up and puts one row back (ht_node_sum.cuh), from the box that the
+ * records came in to the one that they went from.
  *
  *   dispatch   s asks all ranks of other nodes as it asks those of its own; the note is put.  Each rank grants s places
  *              as to anybody.  The gate reads these grants, which are on its node; s hears nothing of them, and need not:
@@ -25,7 +26,10 @@
  * from w to o, neither from w's boxes nor to o's, and o has closed that op, so it reads none of it.  An ACK that is not
  * told at the end of an op, as w was not over then, is told as soon as o sees it, when its next op begins or while it
  * waits (catch_up); to all, whoever it is that it waits for to ask: of three ranks each could wait for the next one's
- * ACK otherwise.  Each pair of ranks has boxes of its own, at both ends: who stands in for a gate uses neither the gate's
+ * ACK otherwise.  So it is with sums, which lie where records did: s puts its ask, without which there are none, when it
+ * has the gate's ACK for the records, and puts records again when it has that for the ask, which the gate gives when it has
+ * put its sums and has seen that all of s's has landed.
+ * Each pair of ranks has boxes of its own, at both ends: who stands in for a gate uses neither the gate's
  * nor those of another one that may, for or from which a put may be under way for as long as it likes.  Nor does he use
  * their flags (flags_of): they may tell an old op's late.  Sums go back in s's op when s has asked for them in it.
  * Whoever reads a box looks at the op's tag in each record too: after kOver it is there, or it does not come.
@@ -307,7 +311,7 @@ __device__ inline uint8_t *far_note_at(const ep_ht_args &a, uint32_t from)
 
 /* ---- boxes -------------------------------------------------------------------------------------- */
 
-/* Records, or sums, of the running op. */
+/* Records, or sums, of the running op: what goes out goes from boxes of the one kind to those of the other. */
 struct Box {
     uint64_t out, in;  /* where the first of all is, beside a window */
     uint64_t box_bytes, item_bytes;
@@ -319,14 +323,14 @@ __device__ inline Box records_of(const ep_ht_args &a)
     const struct ep_net_map &m = net_of(a)->map;
     const uint64_t bytes = ep_net_record_bytes(a.max_top_k, a.row_bytes, a.row_scales * a.scale_bytes);
 
-    return { m.rows_out, m.rows_in, m.rows_bytes, bytes, ep_net_piece(a.max_tokens, bytes) };
+    return { m.out, m.in, m.box_bytes, bytes, ep_net_piece(a.max_tokens, bytes) };
 }
 __device__ inline Box sums_of(const ep_ht_args &a)
 {
     const struct ep_net_map &m = net_of(a)->map;
     const uint64_t bytes = ep_net_sum_head(a.max_top_k) + a.row_bytes;
 
-    return { m.sums_out, m.sums_in, m.sums_bytes, bytes, ep_net_piece(a.max_tokens, bytes) };
+    return { m.in, m.out, m.box_bytes, bytes, ep_net_piece(a.max_tokens, bytes) };
 }
 
 __device__ inline uint8_t *item_out(const ep_ht_args &a, const Box &box, uint32_t which, uint32_t i)

@@ -205,7 +205,7 @@ void wire_put(const struct ep_device_net *net, uint32_t rank, uint64_t to, uint6
     struct wire *wire = wire_of(net);
     struct peer *peer = &wire->peer[rank];
     const struct ep_net_map *boxes = &net->map;
-    const bool records = to >= boxes->rows_in && to < boxes->rows_in + boxes->ins * boxes->rows_bytes;
+    const bool records = to >= boxes->in && to < boxes->in + boxes->ins * boxes->box_bytes;
 
     check_partials(wire, rank, from, bytes);
     send(peer, &(struct item){ .to = peer->place->beside + to, .source = wire->peer[wire->rank].place->beside + from,

@@ -27,7 +27,8 @@
  *
  * ## What is left out
  * Memory is sequentially consistent.  CLOSED and ACK are seen at once: who looks later sees them later.  What has come
- * is behind a signal of its raiser, so CLOSED counts when all that it put has landed.  kDrainNs is over when who has left
+ * is behind a signal of its raiser, so CLOSED counts when all that it put has landed, and ACK when all that it put up to
+ * that op has.  kDrainNs is over when who has left
  * was told so and has no row in hand.  A rank that left comes back when its last op is over; that a hold lets all agree
  * on when is join.pml's.  Tags do not wrap.
  *
@@ -228,12 +229,16 @@ bit idle;            /* VICTIM runs nothing */
 /* ---- signals ------------------------------------------------------------------------- */
 
 #define UNDER_WAY(p) (fly_ask[PAIR(p, r)] > 0 || fly_box[PAIR(p, r)] > 0)
+/* Is p's last ACK still behind what p had put before? */
+#define IS_BEHIND(p) (UNDER_WAY(p) && TAG_OF(put_told[PAIR(p, r)]) <= ack_told[PAIR(p, r)])
 #ifdef MUTANT_CLOSED_IS_ENOUGH
 #define MAY_PUT(p) (ack_told[PAIR(p, r)] >= last[PAIR(r, p)] || closed_told[PAIR(p, r)] >= last[PAIR(r, p)])
 #elif defined(MUTANT_NO_ACK)
 #define MAY_PUT(p) true
-#else
+#elif defined(MUTANT_ACK_BEFORE_DATA)
 #define MAY_PUT(p) (ack_told[PAIR(p, r)] >= last[PAIR(r, p)])
+#else
+#define MAY_PUT(p) (ack_told[PAIR(p, r)] >= last[PAIR(r, p)] && !IS_BEHIND(p))
 #endif
 #define FAR_CLOSED(p) \
     ((closed_told[PAIR(p, r)] >= tag || ack_told[PAIR(p, r)] >= tag) && !UNDER_WAY(p))
@@ -345,7 +350,10 @@ inline put_box(p, what)
     put_told[PAIR(r, p)] = STEP(tag, OVER)
 }
 
-#define THEN_ASK(p) open = open | BIT(p); put_ask(p)
+#define THEN_ASK(p) \
+    assert(kind != DISPATCH || fly_box[PAIR(p, r)] != SUM); /* where records are to be */ \
+    open = open | BIT(p); \
+    put_ask(p)
 #define AWAIT_ROOM(p) AWAIT(p, ITSELF, MAY_PUT, NEVER_SO, THEN_ASK)
 /* Whoever waits here catches up with all. */
 #ifdef MUTANT_CATCHES_UP_WITH_ONE
@@ -378,7 +386,8 @@ inline put_records()
     k = 0;
     do
     :: k < NODES && k != NODE(r) && RECORDS(r, k) && acts[BOX(r, k)] != NOBODY && IN(open, acts[BOX(r, k)]) ->
-        assert(BOX_IS_FREE);
+        assert(BOX_IS_FREE && fly_box[PAIR(acts[BOX(r, k)], r)] != SUM);
+        sum_tag[PAIR(r, acts[BOX(r, k)])] = 0; /* it lies where the record is */
         put_box(acts[BOX(r, k)], RECORD);
         h_to[HANDLE(r, h)] = h_to[HANDLE(r, h)] | BIT(k);
         k++
@@ -775,6 +784,7 @@ inline push_partials()
 #define ASKS_FOR_SUM(s) (asks[PAIR(r, s)] == tag)
 #define THEN_SOURCE(s) \
     assert(out[r] || fly_ask[PAIR(s, r)] == 0); \
+    assert(!ASKS_FOR_SUM(s) || fly_box[PAIR(s, r)] != RECORD); \
     now_at = (ASKS_FOR_SUM(s) -> s : NOBODY); mask = 0; d = 0; \
     rest = (ASKS_FOR_SUM(s) -> todo : 0); todo = (ASKS_FOR_SUM(s) -> 0 : todo); \
     summing[PAIR(r, s)] = (ASKS_FOR_SUM(s) -> summing[PAIR(r, s)] : 0)
@@ -791,6 +801,8 @@ inline sum_record()
     :: atomic { d < R && IN(members & HERE(r), d) && !PARTIAL_THERE && TIME_IS_OVER && !DYING -> be_late(d); d++ }
     ESCAPE
     :: atomic { d == R && !DYING ->
+        assert(fly_box[PAIR(now_at, r)] != RECORD);
+        records[PAIR(r, now_at)] = 0; /* it lay where the sum is */
         sum_out[PAIR(r, now_at)] = mask | (summing[PAIR(r, now_at)] == SPOILT -> SPOILT : 0);
         put_box(now_at, SUM);
         summing[PAIR(r, now_at)] = 0;

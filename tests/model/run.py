@@ -223,6 +223,7 @@ CASES = [
            "SHAPE=13 N=2 ONE_WAY AWAY=4 JOINS VICTIM=1 INTERLEAVED", "sampled"),
     ht_net("2 + 2 ranks, PAIRS", "SHAPE=22 N=2 PAIRS", "sampled"),
     ht_net("mutant, nobody waits for an ACK", "SHAPE=11 N=2 PAIRS MUTANT_NO_ACK", "mutant"),
+    ht_net("mutant, ACK before data", "SHAPE=11 N=2 TIMEOUTS=1 PAIRS MUTANT_ACK_BEFORE_DATA", "mutant"),
     ht_net("mutant, CLOSED is enough", "SHAPE=11 N=2 TIMEOUTS=1 PAIRS MUTANT_CLOSED_IS_ENOUGH", "mutant"),
     ht_net("mutant, ACK while it is read", "SHAPE=11 N=2 TIMEOUTS=1 SKIPPED MUTANT_ACK_EARLY", "mutant"),
     ht_net("mutant, ACK before all has come", "SHAPE=11 N=2 TIMEOUTS=1 SKIPPED MUTANT_ACK_UNSEEN", "mutant"),

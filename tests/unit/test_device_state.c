@@ -332,11 +332,11 @@ static void boxes_lie_one_behind_the_other(void **state)
     assert_int_equal(m.gated, 8); /* of four ranks on each of two other nodes, at most */
     assert_int_equal(m.ins, 24);  /* and of those for whose gate it stands in, the one before it or the one before that */
     assert_true(m.asks >= m.ll_in + (uint64_t)map.limits.ll_banks * RANKS * m.ll_box_bytes);
-    assert_true(m.rows_out >= m.asks_out + RANKS * map.ht_note_stride);
-    assert_int_equal(m.sums_in, m.rows_out + 3 * m.outs * m.rows_bytes); /* for each gate, and for who stands in for it */
-    assert_int_equal(m.rows_in, m.sums_in + 3 * m.outs * m.sums_bytes);
-    assert_int_equal(m.sums_out, m.rows_in + m.ins * m.rows_bytes);
-    assert_int_equal(m.partials, m.sums_out + m.ins * m.sums_bytes);
+    assert_true(m.out >= m.asks_out + RANKS * map.ht_note_stride);
+    assert_int_equal(m.in, m.out + 3 * m.outs * m.box_bytes); /* for each gate, and for who stands in for it */
+    assert_int_equal(m.partials, m.in + m.ins * m.box_bytes);
+    assert_true(m.box_bytes >= 1000 * ep_net_record_bytes(8, map.row_bytes, map.scales_bytes));
+    assert_true(m.box_bytes >= 1000 * (ep_net_sum_head(8) + map.combine_row_bytes));
     assert_true(m.tags >= m.partials + (uint64_t)m.gated * m.places * 1000 * map.combine_row_bytes);
     assert_true(m.bytes >= m.grads + (uint64_t)m.gated * m.places * 1000 * 8 * sizeof(float));
     assert_int_equal(ep_net_beside_bytes(&map, &shape), m.bytes);
