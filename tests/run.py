@@ -396,6 +396,7 @@ KERNEL_SOAKS = (("-soak", "3", "1"), ("-soak-ht", "3", "1", "--ht"),
                 ("-of-nodes-soak", "4", "2"), ("-of-nodes-soak-ht", "4", "2", "--ht"))
 # What goes between nodes takes up to so many ms, and often; signals overtake each other by as much.
 LATE_MS, KERNEL_LATE_OPS = "20", "300"
+KERNEL_LATE_SOAKS = (("-of-nodes-late",), ("-of-nodes-late-ht", "--ht"))
 
 
 def gpu_tasks(quick):
@@ -419,8 +420,8 @@ def gpu_tasks(quick):
         yield kernels(name, ranks, nodes, "--filter", cases)
     for name, ranks, nodes, *flags in () if quick else KERNEL_SOAKS:
         yield kernels(name, ranks, nodes, "--seed", KERNEL_SOAK_SEED, "--soak", KERNEL_SOAK_OPS, *flags)
-    for name, *flags in () if quick else (("", ), ("-ht", "--ht")):
-        yield kernels("-of-nodes-late" + name, "4", "2", "--seed", KERNEL_SOAK_SEED, "--soak", KERNEL_LATE_OPS, *flags,
+    for name, *flags in () if quick else KERNEL_LATE_SOAKS:
+        yield kernels(name, "4", "2", "--seed", KERNEL_SOAK_SEED, "--soak", KERNEL_LATE_OPS, *flags,
                       EP_CUDA_WIRE_LATE_MS=LATE_MS)
     yield Task("gpu/product-on-cpus",
                script("product", "--gpus", "2", "--quick", *(["--filter", "of the server"] if quick else [])),

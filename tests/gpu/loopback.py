@@ -11,6 +11,7 @@ import time
 
 SECONDS = 1.0
 PIECE = 1 << 20
+socket.setdefaulttimeout(10)  # where an end does not come, the other one does not wait for ever
 
 
 def send(address):
@@ -29,8 +30,10 @@ def receive(listener, report):
 
 def child(work, *arguments):
     if os.fork() == 0:
-        work(*arguments)
-        os._exit(0)
+        try:
+            work(*arguments)
+        finally:
+            os._exit(0)
 
 
 def rate(connections):

@@ -367,7 +367,7 @@ if ((times)); then
             --layouts=expert-major,rank-major --dtypes=bf16,fp8 && cat "$dir/low-latency--times.out"
         step 'high throughput, times' high --no-verify --tokens=4096 --iters=30 --warmup=5 --layouts=flat,packed \
             --dtypes=bf16,fp8 && cat "$dir/high-throughput--times.out"
-        python3 "$here/loopback.py" 1 $((2 * ranks))
+        step 'loopback' python3 "$here/loopback.py" 1 $((2 * ranks)) && cat "$dir/loopback.out"
     }
     step 'that group goes' admin group delete moe
 fi
