@@ -53,8 +53,8 @@ struct ep_cuda_rank_options {
     struct ep_device_state *state;   /* the rank's, formatted by ep_cuda_state_format */
     uint32_t max_sms;                /* multiprocessors its kernels may fill; 0: all */
     uint32_t max_ht_sms;             /* and of these, those that HT ops fill; 0: all */
-    /* serve_open only: some ranks are on other nodes.  The state knows its struct ep_device_net, which has all windows; of
-     * windows[] the own one is looked at.  Without it there are at most EP_DEVICE_NODE_RANKS ranks. */
+    /* serve_open only: some ranks are on other nodes.  The state knows its struct ep_device_net, which has those of this
+     * node; of windows[] the own one is looked at.  Without it there are at most EP_DEVICE_NODE_RANKS ranks. */
     bool net;
     /* rank_open: memory beside the window that its ops may use.  The caller's, who may change it between ops and
      * keeps it as long as the rank is open.  NULL: none.  (Whom one serves: serve_region.) */

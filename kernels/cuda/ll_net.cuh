@@ -236,6 +236,7 @@ __device__ inline void put_box(const ep_ll_args &, uint32_t, uint32_t, uint32_t,
 __device__ inline void keep_slot(const ep_ll_args &, uint32_t, uint32_t) {}
 __device__ inline uint32_t kept_slot(const ep_ll_args &, uint32_t) { return 0; }
 __device__ inline void begin_held(const ep_ll_args &, uint64_t) {}
+
 } // namespace ep
 
 #endif

@@ -270,16 +270,16 @@ __device__ inline void wait_credit(const ep_ll_args &a, Op *op, uint32_t ranks)
     each_rank(a, [&](uint32_t d) {
         if (!has(op->lacking, d) || !is_sent_to(ranks, d))
             return;
+        const bool far = is_far(a, d);
         const uint64_t *credit = credit_at(a, a.rank, d, bank_of(a, op->number)), *from = &a.state->from[d];
         const Wait end = wait_for(
             a, *op, d,
             [&] {
-                if (is_far(a, d))
+                if (far)
                     return has_room(a, op->number, bank_of(a, op->number), d);
                 return has_credit(a, op->number, load_u64(from), acquire_u64(credit)); /* partner: give_credit */
             },
-            [&] { return looks_back(a, d, is_far(a, d)) || (is_far(a, d) && has_released(a, *op, d)); },
-            op->timeout_ns / 8);
+            [&] { return looks_back(a, d, far) || (far && has_released(a, *op, d)); }, op->timeout_ns / 8);
 
         if (end != Wait::there)
             miss(a, op, d, end, EP_WAIT_CREDIT);
