@@ -118,15 +118,14 @@ static bool within(struct ep_span span, uint64_t begin, uint64_t bytes)
     return span.offset >= begin && span.offset - begin <= bytes && span.bytes <= bytes - (span.offset - begin);
 }
 
-/* Spans that the executor uses of an op that may use regions.  Without rows it does not come to out_scales. */
+/* Spans that the executor uses of an op that may use regions. */
 static void check_own(const struct ep_op *op)
 {
     static const struct ep_regions regions = {
         4, { { NULL, 1 << 16 }, { NULL, 0 }, { NULL, EP_REGION_BYTES }, { NULL, 48 } }
     };
     const struct ep_span dispatch[] = { op->x, op->x_scales, op->topk_idx, op->topk_weights, op->out, op->counts,
-                                        op->offsets, op->out_topk, op->out_weights, op->sources,
-                                        op->out.bytes ? op->out_scales : op->out };
+                                        op->offsets, op->out_topk, op->out_weights, op->sources, op->out_scales };
     const struct ep_span combine[] = { op->x, op->bias, op->out, op->row_grads, op->topk_grads };
     const bool sends = op->kind == EP_OP_DISPATCH;
     const struct ep_span *span = sends ? dispatch : combine;

@@ -191,6 +191,8 @@ static void bad_spans_of_a_dispatch_are_named(void **state)
     REFUSED(RM, op.out_topk = op.counts, "out_topk has");
     REFUSED(HT, op.offsets.bytes = 4, "offsets has 4");
     REFUSED(HT, op.sources = op.counts, "sources has");
+    REFUSED(HT, (op.wire_dtype = EP_FP8_E4M3, op.out.bytes = 0, op.out_scales = (struct ep_span){ 0, 16 }),
+            "out_scales is [0,");
     REFUSED(LL, op.flags = EP_OP_CACHED, "topk_idx is given: a cached");
     REFUSED(LL, (op.input_dtype = op.wire_dtype = EP_FP8_E4M3), "x_scales is missing");
     REFUSED(scaled(EP_SCALE_UE8M0, 1), op.x_scales.bytes -= 1, "x_scales has 5 bytes: this op needs 6");
