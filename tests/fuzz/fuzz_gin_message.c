@@ -93,6 +93,7 @@ static void land(const struct ep_gin_message *m)
     if (!ep_gin_landed(&peer, m))
         check(memcmp(&before, &peer.order, sizeof before) == 0);
     check(peer.order.first - before.first <= EP_GIN_WINDOW);
+    check(peer.order.slots[m->number % EP_GIN_WINDOW].landed <= peer.order.slots[m->number % EP_GIN_WINDOW].total);
 }
 
 /* As a transport does it. */
@@ -106,6 +107,7 @@ static void hear(const struct ep_gin_message *m)
         return;
     check((verdict == EP_GIN_TAKE && m->total > 0) == (to != NULL));
     check(!(m->flags & EP_GIN_PAYLOAD) || (m->bytes > 0 && m->bytes <= PIECE));
+    check(m->signal_op == 0 || m->signal_offset % sizeof(uint64_t) == 0);
     if (to)
         memset(to, 0x5a, ep_gin_message_bytes(m));
     land(m);
