@@ -72,12 +72,22 @@ static ep_status open_words(struct ep_gin_comm *comm, struct ep_error *error)
 
 /* ---- links --------------------------------------------------------------------------------------------- */
 
+static uint32_t peers_by(const struct ep_gin_comm *comm, uint32_t transport)
+{
+    uint32_t n = 0;
+
+    for (uint32_t r = 0; r < comm->ranks; r++)
+        n += r != comm->rank && comm->peers[r].chosen == transport;
+    return n;
+}
+
+/* TCP may carry something to each peer; a NIC that nobody uses is left alone, and may be broken. */
 static ep_status start_transports(struct ep_gin_comm *comm, struct ep_error *error)
 {
     ep_status status = EP_OK;
 
     for (uint32_t t = 0; t < EP_GIN_TRANSPORTS && status == EP_OK; t++)
-        if (ep_gin_transports[t]->start && ep_gin_transports[t]->usable(comm, NULL) == EP_OK)
+        if (ep_gin_transports[t]->start && (t == EP_GIN_TCP || peers_by(comm, t) > 0))
             status = ep_gin_transports[t]->start(comm, &comm->shared[t], error);
     return status;
 }
@@ -147,8 +157,11 @@ static void close_link(struct ep_gin_link *link)
     link->link = NULL;
 }
 
+#define LINGER_NS EP_NS_PER_S
+
 static void close_links(struct ep_gin_comm *comm)
 {
+    comm->linger_until = ep_clock_ns() + LINGER_NS;
     for (uint32_t r = 0; comm->peers && r < comm->ranks; r++) {
         struct ep_gin_peer *peer = &comm->peers[r];
 
@@ -166,15 +179,6 @@ static void close_links(struct ep_gin_comm *comm)
 }
 
 /* ---- open and close --------------------------------------------------------------------------------------- */
-
-static uint32_t peers_by(const struct ep_gin_comm *comm, uint32_t transport)
-{
-    uint32_t n = 0;
-
-    for (uint32_t r = 0; r < comm->ranks; r++)
-        n += r != comm->rank && comm->peers[r].chosen == transport;
-    return n;
-}
 
 static void tell(const struct ep_gin_comm *comm, uint64_t start)
 {
@@ -205,6 +209,7 @@ static ep_status open_comm(struct ep_gin_comm *comm, const struct ep_gin_handle 
     ep_status status = ep_gin_host_id_read(&comm->host, error);
 
     open_cuda(comm);
+    ep_gin_transports_look(comm);
     if (status == EP_OK)
         status = check_named(comm, error);
     if (status == EP_OK)
@@ -272,13 +277,13 @@ void ep_gin_comm_close(struct ep_gin_comm *comm)
     if (!comm)
         return;
     if (comm->running) {
-        ep_gin_settle(comm, &comm->active);
+        (void)ep_gin_settle(comm, &comm->active, NULL); /* the rest is dropped with the regions */
         ep_gin_say_bye(comm);
     }
     ep_gin_receive_stop(comm);
     drop_regions(comm);
-    close_links(comm);
     ep_gin_stream_close(&comm->receiver);
+    close_links(comm);
     ep_gin_pages_close(comm, comm->words, WORDS_BYTES(comm->ranks));
     ep_gin_receive_close(comm);
     tell_counts(comm);
@@ -302,6 +307,7 @@ void ep_gin_comm_hear(struct ep_gin_comm *comm, void (*heard)(void *user), void 
 void ep_gin_comm_drop(struct ep_gin_comm *comm, uint32_t rank, const char *why)
 {
     ep_gin_peer_lost(&comm->peers[rank], why);
+    __atomic_store_n(&comm->peers[rank].drained, 1, __ATOMIC_RELEASE); /* partner: ep_gin_peer_is_drained */
     if (comm->peers[rank].control >= 0)
         (void)shutdown(comm->peers[rank].control, SHUT_RDWR);
 }

@@ -152,8 +152,8 @@ static bool is_there(const struct ep_gin_peer *peer)
 
 static ep_status late(const struct ep_gin_peer *peer, struct ep_error *error)
 {
-    return ep_error_set(error, EP_DEADLINE_EXCEEDED, "rank %u did not do its part within %llu s", peer->rank,
-                        (unsigned long long)(peer->comm->settings.timeout_ns / EP_NS_PER_S));
+    return ep_error_set(error, EP_DEADLINE_EXCEEDED, "rank %u did not do its part within %llu ms", peer->rank,
+                        (unsigned long long)(peer->comm->settings.timeout_ns / EP_NS_PER_MS));
 }
 
 static ep_status say(struct ep_gin_peer *peer, enum ep_gin_frame_kind kind, uint64_t order, ep_gin_make make,
@@ -244,6 +244,6 @@ void ep_gin_say_bye(struct ep_gin_comm *comm)
     const struct ep_gin_frame bye = { .magic = EP_GIN_MAGIC, .kind = EP_GIN_FRAME_BYE };
 
     for (uint32_t r = 0; r < comm->ranks; r++)
-        if (is_there(&comm->peers[r]))
+        if (comm->peers[r].control >= 0) /* also to one that is taken for gone here, and may not be */
             (void)send(comm->peers[r].control, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT);
 }

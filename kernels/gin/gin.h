@@ -87,8 +87,10 @@ bool ep_gin_interface_listed(const char *list, const char *name);
 
 /* "auto" for what is no transport's number. */
 const char *ep_gin_transport_name(uint32_t transport);
+/* Sets comm->usable: looks at libraries, NICs and the GPU once for all peers. */
+void ep_gin_transports_look(struct ep_gin_comm *comm);
 /* Bit t: this process can use transport t to a peer whose control connection carries descriptors, or does not. */
-uint32_t ep_gin_transports_usable(struct ep_gin_comm *comm, bool local);
+uint32_t ep_gin_transports_usable(const struct ep_gin_comm *comm, bool local);
 /*
  * What carries puts between two ranks: what both name, or when one says auto what the other names, or else the
  * best that both can.  EP_FAILED_PRECONDITION: they name different ones, or one that a side cannot.
@@ -112,7 +114,9 @@ struct ep_gin_stream {
 };
 
 ep_status ep_gin_stream_open(struct ep_gin_comm *comm, struct ep_gin_stream *stream, struct ep_error *error);
-/* Waits for what it holds; a GPU that does not get there within the timeout keeps it. */
+/* Waits for what it holds; a GPU that does not get there within the timeout keeps it, and all that it may touch. */
+void ep_gin_stream_settle(struct ep_gin_stream *stream);
+/* The same, and it is gone. */
 void ep_gin_stream_close(struct ep_gin_stream *stream);
 /* Either side may be host memory.  A copy that the GPU refuses is the communicator's failure. */
 void ep_gin_stream_copy(struct ep_gin_stream *stream, void *to, const void *from, uint64_t bytes);
@@ -170,11 +174,15 @@ struct ep_gin_region {
     uint64_t dmabuf_offset;
     struct ep_gin_remote *remote; /* [ranks] */
     uint32_t uses;    /* puts under way that have it as source or target; atomic */
+    uint64_t moved;   /* bytes ever of such puts; atomic */
 };
 
 ep_status ep_gin_region_add(struct ep_gin_comm *comm, void *at, uint64_t bytes, int type, uint64_t flags, int dmabuf,
                             uint64_t dmabuf_offset, struct ep_gin_region **out, struct ep_error *error);
-/* Lets puts that are under way come to their end; drop does not. */
+/*
+ * Lets puts that are under way come to their end, as long as they get on; drop does not.  Who has not taken a put by then is
+ * given up with it: half of it may be on its way.
+ */
 void ep_gin_region_remove(struct ep_gin_comm *comm, struct ep_gin_region *region);
 void ep_gin_region_drop(struct ep_gin_comm *comm, struct ep_gin_region *region);
 /* receive: NULL: there is none of that key, or no longer. */
@@ -238,8 +246,10 @@ struct ep_gin_put *ep_gin_put(struct ep_gin_comm *comm, const struct ep_gin_put_
 /* True: it was done, and is not the caller's any more. */
 bool ep_gin_put_test(struct ep_gin_comm *comm, struct ep_gin_put *put);
 void ep_gin_progress(struct ep_gin_comm *comm);
-/* Progress until *count is 0, for a while: a peer that takes nothing is not waited for. */
-void ep_gin_settle(struct ep_gin_comm *comm, const uint32_t *count);
+/* Progress until *count is 0, or for a while, which begins anew whenever *moved grows (NULL: never).  True: it is 0. */
+bool ep_gin_settle(struct ep_gin_comm *comm, const uint32_t *count, const uint64_t *moved);
+/* Under `sending`: peers that have not taken all puts of the region are taken for gone, which ends those. */
+void ep_gin_puts_cut(struct ep_gin_comm *comm, const struct ep_gin_region *region);
 /* Under `sending`: what is under way in these contexts will not be tested. */
 void ep_gin_puts_forget(struct ep_gin_comm *comm, uint32_t first, uint32_t n);
 
@@ -254,6 +264,7 @@ struct ep_gin_peer {
     struct ep_gin_comm *comm;
     uint32_t rank;
     uint32_t lost;         /* atomic; set by either thread, looked at by both */
+    uint32_t drained;      /* atomic: it is lost, and all has been taken that had come of it */
     struct ep_gin_hello mine, theirs; /* what was said on the control connection */
     enum ep_gin_transport_id chosen;
     int control;           /* connection; -1: to oneself */
@@ -273,6 +284,7 @@ struct ep_gin_peer {
 
     /* receive */
     struct ep_gin_order order;
+    uint64_t lost_ns;      /* when that was seen; 0: not yet */
 };
 
 /* What was asked or told that makes no sense; each is logged once. */
@@ -299,7 +311,8 @@ struct ep_gin_comm {
     uint32_t rank, ranks;
     struct ep_gin_host_id host;
     struct ep_gin_peer *peers;      /* [ranks] */
-    void *shared[EP_GIN_TRANSPORTS];
+    uint32_t usable;                /* bit t: transport t, to some peer at least */
+    void *shared[EP_GIN_TRANSPORTS]; /* of those that carry something */
     uint32_t contexts;              /* all that are taken are below it */
     bool taken[EP_GIN_MAX_CONTEXTS];
     uint32_t failed;                /* atomic: the GPU refused something; nothing is promised any more */
@@ -335,6 +348,9 @@ struct ep_gin_comm {
     uint32_t wanted;                /* atomic: threads that want `receiving` and would not get it */
     void (*heard)(void *user);
     void *heard_user;
+
+    /* close */
+    uint64_t linger_until;          /* for what is on its way over connections */
 };
 
 /* control: for what no put and no piece may run beside. */
@@ -353,7 +369,7 @@ ep_status ep_gin_comm_open(const struct ep_gin_settings *settings, const struct 
 void ep_gin_comm_close(struct ep_gin_comm *comm);
 /* Runs on the receive thread, which holds its lock, whenever something has come or a peer is gone: to wake somebody. */
 void ep_gin_comm_hear(struct ep_gin_comm *comm, void (*heard)(void *user), void *user);
-/* The peer is taken for gone, and is told that this rank is. */
+/* The peer is taken for gone, with what it has sent and was not taken, and is told that this rank is. */
 void ep_gin_comm_drop(struct ep_gin_comm *comm, uint32_t rank, const char *why);
 /* n contexts, *first and those after it.  Which ones is nobody else's business: the receiver does not know them. */
 ep_status ep_gin_contexts_take(struct ep_gin_comm *comm, uint32_t n, uint32_t *first, struct ep_error *error);
@@ -385,6 +401,12 @@ void ep_gin_count(struct ep_gin_comm *comm, uint64_t *count, const char *what);
 static inline bool ep_gin_peer_is_lost(const struct ep_gin_peer *peer)
 {
     return __atomic_load_n(&peer->lost, __ATOMIC_ACQUIRE) != 0; /* partner: ep_gin_peer_lost */
+}
+
+/* What it had sent before it went has been taken; or is given up, as it does not come to an end. */
+static inline bool ep_gin_peer_is_drained(const struct ep_gin_peer *peer)
+{
+    return __atomic_load_n(&peer->drained, __ATOMIC_ACQUIRE) != 0; /* partner: drain */
 }
 
 /* Of a rank whose GPU does nothing more nothing is told to others: its data would not be there. */

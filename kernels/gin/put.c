@@ -81,8 +81,17 @@ static void finish(struct ep_gin_put *put)
         __atomic_store_n(&put->done, true, __ATOMIC_RELEASE); /* partner: done */
 }
 
+static void note_moved(struct ep_gin_put *put, uint64_t bytes)
+{
+    if (!put->source)
+        return;
+    __atomic_fetch_add(&put->source->moved, bytes, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&put->target->moved, bytes, __ATOMIC_RELAXED);
+}
+
 void ep_gin_put_sent(struct ep_gin_put *put, uint64_t bytes)
 {
+    note_moved(put, bytes);
     put->sent += bytes;
     if (put->sent == put->bytes)
         finish(put);
@@ -292,12 +301,43 @@ bool ep_gin_put_test(struct ep_gin_comm *comm, struct ep_gin_put *put)
 /* What is in sight of its end comes to it within that. */
 #define SETTLE_NS (2 * EP_NS_PER_S)
 
-void ep_gin_settle(struct ep_gin_comm *comm, const uint32_t *count)
+static uint64_t load(const uint64_t *moved)
 {
-    const uint64_t end = ep_clock_ns() + SETTLE_NS;
+    return moved ? __atomic_load_n(moved, __ATOMIC_RELAXED) : 0;
+}
 
-    while (__atomic_load_n(count, __ATOMIC_RELAXED) != 0 && ep_clock_ns() < end)
+bool ep_gin_settle(struct ep_gin_comm *comm, const uint32_t *count, const uint64_t *moved)
+{
+    uint64_t known = load(moved), end = ep_clock_ns() + SETTLE_NS;
+
+    while (__atomic_load_n(count, __ATOMIC_RELAXED) != 0) {
         ep_gin_progress(comm);
+        if (load(moved) != known) {
+            known = load(moved);
+            end = ep_clock_ns() + SETTLE_NS;
+        } else if (ep_clock_ns() > end) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool uses_region(const struct ep_gin_put *put, const struct ep_gin_region *region)
+{
+    return put->in_use && !done(put) && (put->source == region || put->target == region);
+}
+
+void ep_gin_puts_cut(struct ep_gin_comm *comm, const struct ep_gin_region *region)
+{
+    struct ep_gin_put *put;
+
+    for (uint32_t i = 0; (put = ep_gin_pool_at(&comm->pool, i)) != NULL; i++) {
+        if (!uses_region(put, region) || ep_gin_peer_is_lost(put->peer))
+            continue;
+        ep_gin_warn("rank %u: rank %u has not taken all puts of a region that goes, and is given up", comm->rank,
+                    put->peer->rank);
+        ep_gin_comm_drop(comm, put->peer->rank, "it has not taken all puts of a region that goes");
+    }
 }
 
 static void forget(struct ep_gin_comm *comm, struct ep_gin_put *put)

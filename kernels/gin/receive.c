@@ -135,6 +135,27 @@ static void control_closed(struct ep_gin_peer *peer)
     ep_gin_unwatch(peer->comm, peer->control);
 }
 
+/* A host that has gone without a word closes nothing. */
+#define DRAIN_NS EP_NS_PER_S
+
+static bool link_drained(const struct ep_gin_link *link)
+{
+    return !link->link || !link->transport->drained || link->transport->drained(link->link);
+}
+
+/* True: all has been taken now that a peer had sent before it went. */
+static bool drain(struct ep_gin_peer *peer)
+{
+    if (!ep_gin_peer_is_lost(peer) || ep_gin_peer_is_drained(peer))
+        return false;
+    if (peer->lost_ns == 0)
+        peer->lost_ns = ep_clock_ns();
+    if (!(link_drained(&peer->main) && link_drained(&peer->spare)) && ep_clock_ns() - peer->lost_ns < DRAIN_NS)
+        return false;
+    __atomic_store_n(&peer->drained, 1, __ATOMIC_RELEASE); /* partner: ep_gin_peer_is_drained */
+    return true;
+}
+
 /* ---- what the thread looks at ------------------------------------------------------------------------------ */
 
 static ep_status watch(struct ep_gin_comm *comm, const struct ep_gin_watch *new, uint32_t events,
@@ -217,6 +238,15 @@ static bool look_at_memory(struct ep_gin_comm *comm)
     return found;
 }
 
+static bool drain_lost(struct ep_gin_comm *comm)
+{
+    bool found = false;
+
+    for (uint32_t r = 0; r < comm->ranks; r++)
+        found |= drain(&comm->peers[r]);
+    return found;
+}
+
 static bool look(struct ep_gin_comm *comm)
 {
     bool found;
@@ -224,6 +254,7 @@ static bool look(struct ep_gin_comm *comm)
     pthread_mutex_lock(&comm->receiving);
     found = look_at_memory(comm);
     found |= look_at_descriptors(comm);
+    found |= drain_lost(comm);
     ep_gin_stream_flush(&comm->receiver);
     if (found && comm->heard)
         comm->heard(comm->heard_user);

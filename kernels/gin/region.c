@@ -13,7 +13,7 @@ _Static_assert(EP_GIN_MAX_REGIONS == 1u << SLOT_BITS, "a key has the number of a
 static struct ep_gin_region *free_slot(struct ep_gin_comm *comm)
 {
     for (uint32_t i = 0; i < EP_GIN_MAX_REGIONS; i++)
-        if (!comm->regions[i].remote) {
+        if (!comm->regions[i].remote && __atomic_load_n(&comm->regions[i].uses, __ATOMIC_RELAXED) == 0) {
             comm->regions[i].slot = i;
             return &comm->regions[i];
         }
@@ -159,7 +159,6 @@ ep_status ep_gin_region_add(struct ep_gin_comm *comm, void *at, uint64_t bytes, 
     region->at = at;
     region->bytes = bytes;
     region->type = type;
-    region->uses = 0;
     region->dmabuf = dmabuf;
     region->dmabuf_offset = dmabuf_offset;
     status = make(comm, region, flags, error);
@@ -188,18 +187,31 @@ static void leave(struct ep_gin_comm *comm, struct ep_gin_region *region)
 
 void ep_gin_region_remove(struct ep_gin_comm *comm, struct ep_gin_region *region)
 {
-    ep_gin_settle(comm, &region->uses);
+    (void)ep_gin_settle(comm, &region->uses, &region->moved); /* what is left is cut */
     ep_gin_region_drop(comm, region);
 }
 
-/* What has come in is brought to its end. */
-void ep_gin_region_drop(struct ep_gin_comm *comm, struct ep_gin_region *region)
+/* No put finds it any more, and none that has found it is left but where the GPU still reads. */
+static void take_back(struct ep_gin_comm *comm, struct ep_gin_region *region)
 {
     ep_gin_lock(comm);
     __atomic_store_n(&region->key, 0, __ATOMIC_RELEASE); /* partner: ep_gin_region_of */
+    if (__atomic_load_n(&region->uses, __ATOMIC_RELAXED) != 0)
+        ep_gin_puts_cut(comm, region);
+    ep_gin_unlock(comm);
+    if (!ep_gin_settle(comm, &region->uses, NULL))
+        ep_gin_warn("rank %u: a region is given back while the GPU still reads from it", comm->rank);
+}
+
+/* What has come in is brought to its end.  What puts still use stays reached: a GPU may work again. */
+void ep_gin_region_drop(struct ep_gin_comm *comm, struct ep_gin_region *region)
+{
+    take_back(comm, region);
+    ep_gin_lock(comm);
     if (!ep_gin_stream_wait(&comm->receiver, comm->settings.timeout_ns))
         ep_gin_warn("rank %u: a region is given back while the GPU still writes to it", comm->rank);
-    leave(comm, region);
+    if (__atomic_load_n(&region->uses, __ATOMIC_RELAXED) == 0)
+        leave(comm, region);
     release(region);
     ep_gin_unlock(comm);
 }

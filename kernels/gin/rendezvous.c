@@ -221,20 +221,22 @@ static ep_status agree(struct ep_gin_peer *peer, struct ep_error *error)
 
 static ep_status late(uint32_t rank, struct ep_error *error)
 {
-    return ep_error_set(error, EP_DEADLINE_EXCEEDED, "rank %u did not connect within EP_GIN_TIMEOUT_S", rank);
+    return ep_error_set(error, EP_DEADLINE_EXCEEDED, "rank %u did not connect in time", rank);
 }
 
 /* False: not within the time. */
 static bool wait_for(int fd, short events, uint64_t deadline)
 {
     struct pollfd p = { .fd = fd, .events = events };
-    const uint64_t now = ep_clock_ns();
-    int n;
+    uint64_t now;
+    int n = 0;
 
-    if (now >= deadline)
-        return false;
-    n = poll(&p, 1, (int)((deadline - now) / EP_NS_PER_MS) + 1);
-    return n > 0 || (n < 0 && errno == EINTR);
+    while (n <= 0 && (now = ep_clock_ns()) < deadline) {
+        n = poll(&p, 1, (int)((deadline - now) / EP_NS_PER_MS) + 1);
+        if (n < 0 && errno != EINTR)
+            return false;
+    }
+    return n > 0;
 }
 
 /* A host that has gone without a word is noticed by what is not acknowledged, and by probes when nothing is sent. */

@@ -28,15 +28,22 @@ ep_status ep_gin_stream_open(struct ep_gin_comm *comm, struct ep_gin_stream *str
     return EP_OK;
 }
 
+void ep_gin_stream_settle(struct ep_gin_stream *stream)
+{
+    struct ep_gin_comm *comm = stream->comm;
+
+    if (comm->stuck || ep_gin_stream_wait(stream, comm->settings.timeout_ns))
+        return;
+    comm->stuck = true;
+    ep_gin_warn("rank %u: a stream still works after %llu ms: its memory is not given back", comm->rank,
+                (unsigned long long)(comm->settings.timeout_ns / EP_NS_PER_MS));
+}
+
 void ep_gin_stream_close(struct ep_gin_stream *stream)
 {
     if (!stream->stream)
         return;
-    if (!ep_gin_stream_wait(stream, stream->comm->settings.timeout_ns)) {
-        stream->comm->stuck = true;
-        ep_gin_warn("rank %u: a stream still works after %llu s: its memory is not given back", stream->comm->rank,
-                    (unsigned long long)(stream->comm->settings.timeout_ns / EP_NS_PER_S));
-    }
+    ep_gin_stream_settle(stream);
     stream->comm->cuda->stream_destroy(stream->comm->device, stream->stream);
     stream->stream = NULL;
 }

@@ -22,14 +22,22 @@ const char *ep_gin_transport_name(uint32_t transport)
     return transport < EP_GIN_TRANSPORTS ? ep_gin_transports[transport]->name : "auto";
 }
 
-/* Bit t: transport t.  What needs descriptors needs a connection that carries them. */
-uint32_t ep_gin_transports_usable(struct ep_gin_comm *comm, bool local)
+void ep_gin_transports_look(struct ep_gin_comm *comm)
 {
-    uint32_t bits = 0;
+    comm->usable = 0;
+    for (uint32_t t = 0; t < EP_GIN_TRANSPORTS; t++)
+        if (ep_gin_transports[t]->usable(comm, NULL) == EP_OK)
+            comm->usable |= 1u << t;
+}
+
+/* What needs descriptors needs a connection that carries them. */
+uint32_t ep_gin_transports_usable(const struct ep_gin_comm *comm, bool local)
+{
+    uint32_t bits = comm->usable;
 
     for (uint32_t t = 0; t < EP_GIN_TRANSPORTS; t++)
-        if ((local || !ep_gin_transports[t]->same_host) && ep_gin_transports[t]->usable(comm, NULL) == EP_OK)
-            bits |= 1u << t;
+        if (ep_gin_transports[t]->same_host && !local)
+            bits &= ~(1u << t);
     return bits;
 }
 

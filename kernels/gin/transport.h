@@ -74,6 +74,8 @@ struct ep_gin_transport {
     bool (*poll)(void *link);
     /* A descriptor that was given to ep_gin_watch() is ready; true: there was something. */
     bool (*ready)(void *link, uint32_t index);
+    /* The peer is gone: nothing more will come that it had sent before.  NULL: so it is at once. */
+    bool (*drained)(void *link);
     /* Before the thread sleeps and after it: a peer that wants something has to wake it, or need not.  Poll is called
      * once more after true. */
     void (*sleep)(void *link, bool asleep);

@@ -433,7 +433,7 @@ static void refuse(struct host_link *link)
     ep_gin_peer_lost(link->peer, "its ring has a message that no rank sends");
 }
 
-/* False: nothing was taken. */
+/* False: nothing was there to be taken. */
 static bool take_one(struct host_link *link)
 {
     const struct ep_gin_region *region;
@@ -444,11 +444,11 @@ static bool take_one(struct host_link *link)
     if (!ep_gin_ring_peek(link->in, &message, &broken)) {
         if (broken)
             refuse(link);
-        return false;
+        return broken;
     }
     switch (ep_gin_judge(link->peer, &message, &region, &to)) {
     case EP_GIN_LATER: return false;
-    case EP_GIN_REFUSE: refuse(link); return false;
+    case EP_GIN_REFUSE: refuse(link); return true;
     case EP_GIN_TAKE:
     case EP_GIN_DROP: break;
     }
@@ -466,6 +466,16 @@ static bool host_poll(void *opened)
     while (n < TURN && !link->broken && take_one(link))
         n++;
     return n > 0;
+}
+
+/* It wrote its messages before it went. */
+static bool host_drained(void *opened)
+{
+    const struct host_link *link = opened;
+    struct ep_gin_message message;
+    bool broken;
+
+    return link->broken || (!ep_gin_ring_peek(link->in, &message, &broken) && !broken);
 }
 
 static void host_sleep(void *opened, bool asleep)
@@ -487,6 +497,7 @@ const struct ep_gin_transport ep_gin_host = {
     .progress = host_progress,
     .poll = host_poll,
     .sleep = host_sleep,
+    .drained = host_drained,
 };
 
 /* Always there, with GPUs and without. */

@@ -23,7 +23,6 @@ enum {
     TURN = 16,              /* messages and payloads from one connection, then the others */
     LINGER_STEP_US = 100
 };
-#define LINGER_NS  (EP_NS_PER_S) /* for what is on its way when a communicator is closed */
 #define NO_STAGING UINT32_MAX
 
 /* A piece on its way out. */
@@ -53,6 +52,7 @@ struct connection {
     uint64_t sent;        /* of the first chunk, message and payload */
     /* receive */
     bool held; /* something in the buffer has not been taken */
+    bool ended; /* nothing more comes */
     struct incoming in;
     struct ep_gin_staging staging;
     uint32_t start, end; /* in the buffer */
@@ -154,7 +154,7 @@ static ep_status open_connections(struct tcp_link *link, struct ep_error *error)
 /* What is with the kernel and not with the peer's is thrown away when there is something left to be read, too. */
 static void linger(const struct tcp_link *link, int fd)
 {
-    const uint64_t end = ep_clock_ns() + LINGER_NS;
+    const uint64_t end = link->comm->linger_until;
     int left = 0;
 
     shutdown(fd, SHUT_WR);
@@ -170,6 +170,8 @@ static void tcp_link_close(void *opened)
         linger(link, link->connections[i].fd);
         close(link->connections[i].fd);
     }
+    if (link->pages)
+        ep_gin_stream_settle(link->sender);
     ep_gin_pages_close(link->comm, link->pages, link->pages_bytes);
     free(link->connections);
     free(link);
@@ -347,7 +349,8 @@ static bool send_some(struct tcp_link *link, struct connection *c)
     struct msghdr header = { .msg_iov = parts, .msg_iovlen = gather(link, c, parts) };
     ssize_t n;
 
-    if (header.msg_iovlen == 0)
+    /* A GPU that fails reaches every mark: asked again after these were. */
+    if (header.msg_iovlen == 0 || !ep_gin_peer_is_served(link->peer))
         return false;
     n = sendmsg(c->fd, &header, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (n < 0) {
@@ -374,7 +377,7 @@ static void tcp_progress(void *opened)
     for (uint32_t i = 0; i < link->n; i++) {
         struct connection *c = &link->connections[i];
 
-        while (ep_gin_peer_is_served(link->peer) && send_some(link, c))
+        while (send_some(link, c))
             ;
         if (!ep_gin_peer_is_served(link->peer))
             drop_chunks(link, c);
@@ -532,6 +535,7 @@ static void hang_up(struct tcp_link *link, struct connection *c)
     ep_gin_unwatch(link->comm, c->fd);
     shutdown(c->fd, SHUT_RDWR);
     c->held = false;
+    c->ended = true;
     ep_gin_peer_lost(link->peer, "a connection is closed");
 }
 
@@ -549,7 +553,7 @@ static bool tcp_ready(void *opened, uint32_t index)
     if (s == STEP_BROKEN)
         hang_up(link, c);
     /* The GPU tells nobody when memory is free: who waits for it goes on looking. */
-    return n > 1 || s == STEP_ON || s == STEP_FULL;
+    return n > 1 || s == STEP_ON || s == STEP_FULL || s == STEP_BROKEN;
 }
 
 /* What is in a buffer already is told by nobody. */
@@ -564,6 +568,17 @@ static bool tcp_poll(void *opened)
     return found;
 }
 
+/* A peer that goes closes its connections; what it sent lies before that. */
+static bool tcp_drained(void *opened)
+{
+    const struct tcp_link *link = opened;
+
+    for (uint32_t i = 0; i < link->n; i++)
+        if (!link->connections[i].ended)
+            return false;
+    return true;
+}
+
 const struct ep_gin_transport ep_gin_tcp = {
     .name = "tcp",
     .usable = tcp_usable,
@@ -576,4 +591,5 @@ const struct ep_gin_transport ep_gin_tcp = {
     .progress = tcp_progress,
     .poll = tcp_poll,
     .ready = tcp_ready,
+    .drained = tcp_drained,
 };

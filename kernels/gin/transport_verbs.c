@@ -57,7 +57,7 @@ static struct {
 } verbs;
 
 static pthread_once_t looked = PTHREAD_ONCE_INIT;
-static struct ep_error why_not; /* EP_OK: there is a NIC with a port that is up */
+static struct ep_error why_not; /* EP_OK: the library is there */
 
 static ep_status find_functions(void *library, struct ep_error *error)
 {
@@ -111,22 +111,28 @@ static ep_status open_nic(struct ibv_context **out, struct ibv_port_attr *port, 
 static void look(void)
 {
     void *library = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_LOCAL); /* for the life of the process */
-    struct ibv_port_attr port;
-    struct ibv_context *context;
 
-    if (!library) {
+    if (library)
+        (void)find_functions(library, &why_not); /* which says what is missing */
+    else
         ep_error_set(&why_not, EP_UNAVAILABLE, "no libibverbs.so.1");
-        return;
-    }
-    if (find_functions(library, &why_not) == EP_OK && open_nic(&context, &port, &why_not) == EP_OK)
-        verbs.close_device(context);
 }
 
+/* A port may go up or down as long as the process lives. */
 static ep_status verbs_usable(struct ep_gin_comm *comm, struct ep_error *error)
 {
+    struct ibv_port_attr port;
+    struct ibv_context *context;
+    ep_status status;
+
     (void)comm;
     pthread_once(&looked, look);
-    return why_not.status == EP_OK ? EP_OK : ep_error_set(error, why_not.status, "%s", why_not.text);
+    if (why_not.status != EP_OK)
+        return ep_error_set(error, why_not.status, "%s", why_not.text);
+    status = open_nic(&context, &port, error);
+    if (status == EP_OK)
+        verbs.close_device(context);
+    return status;
 }
 
 /* ---- what a communicator's links share ------------------------------------------------------------------ */
@@ -245,6 +251,7 @@ struct verbs_link {
     uint32_t ready[SLOTS], n_ready; /* slots of pieces that have landed and are not accepted yet */
     uint32_t owed[SLOTS], n_owed;   /* slots that are to be given back */
     uint32_t giving;                /* that are on their way back */
+    bool idle;                      /* the last look found nothing, and nothing waits */
     bool broken;                    /* the peer has written nonsense: nothing more of it is taken */
     bool mute;                      /* nobody is there to take a slot back */
 };
@@ -776,6 +783,7 @@ static bool verbs_poll(void *opened)
     }
     accept_ready(link);
     give_back(link);
+    link->idle = taken == 0 && link->n_ready == 0;
     return taken > 0;
 }
 
@@ -789,6 +797,14 @@ static bool verbs_ready(void *opened, uint32_t index)
     if (verbs.get_cq_event(link->in.channel, &cq, &user) == 0)
         verbs.ack_cq_events(cq, 1);
     return verbs_poll(link);
+}
+
+/* What it wrote before it went has landed. */
+static bool verbs_drained(void *opened)
+{
+    const struct verbs_link *link = opened;
+
+    return link->idle || link->broken;
 }
 
 static void verbs_sleep(void *opened, bool asleep)
@@ -816,4 +832,5 @@ const struct ep_gin_transport ep_gin_verbs = {
     .poll = verbs_poll,
     .ready = verbs_ready,
     .sleep = verbs_sleep,
+    .drained = verbs_drained,
 };

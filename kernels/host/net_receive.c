@@ -97,10 +97,10 @@ static bool work_off(struct ep_host_net *net, uint32_t node)
     return some;
 }
 
-/* What came before the loss was seen is worked off first. */
+/* All that came of a lost node is worked off first. */
 static bool attend(struct ep_host_net *net, uint32_t node)
 {
-    bool gone = ep_host_net_is_lost(net, node), some;
+    bool gone = ep_gin_peer_is_drained(&net->comm->peers[node]), some;
 
     if (net->node[node].in.lost)
         return false;

@@ -21,6 +21,7 @@ struct fake {
     uint64_t room; /* bytes that it takes; a put of none takes one */
     struct ep_gin_put *taken[TAKEN];
     uint32_t n;
+    void (*at_progress)(struct fake *at); /* NULL: nothing */
 };
 
 static struct fake fakes[RANKS];
@@ -43,6 +44,10 @@ static bool fake_start(void *link, struct ep_gin_put *put)
 
 static void fake_progress(void *link)
 {
+    struct fake *at = link;
+
+    if (at->at_progress)
+        at->at_progress(at);
     if (looks < RANKS)
         looked_at[looks] = (uint32_t)((struct fake *)link - fakes);
     looks++;
@@ -396,6 +401,67 @@ static void a_region_knows_who_uses_it(void **state)
     close_world(w);
 }
 
+/* As of a region that was registered: what it has is its own. */
+static void own_remotes(struct world *w, struct ep_gin_region *region)
+{
+    struct ep_gin_remote *remote = malloc(RANKS * sizeof *remote);
+
+    assert_non_null(remote);
+    memcpy(remote, region->remote, RANKS * sizeof *remote);
+    region->remote = remote;
+    w->comm.settings.timeout_ns = EP_NS_PER_S;
+}
+
+static void who_takes_no_puts_of_a_region_that_goes_is_given_up(void **state)
+{
+    struct world *w = open_world();
+    struct ep_gin_put *stuck, *whole;
+
+    (void)state;
+    own_remotes(w, &w->source);
+    fakes[1].room = 30;
+    stuck = put(w, 1, 0, 100);
+    whole = put(w, 2, 0, 8);
+    ep_gin_put_sent(stuck, 30);
+    ep_gin_put_sent(whole, 8);
+    ep_gin_region_remove(&w->comm, &w->source);
+    assert_true(ep_gin_put_test(&w->comm, stuck));
+    assert_true(ep_gin_put_test(&w->comm, whole));
+    assert_int_equal(w->source.uses, 0);
+    assert_true(ep_gin_peer_is_lost(&w->peers[1]));
+    assert_false(ep_gin_peer_is_lost(&w->peers[2]));
+    assert_null(w->source.remote);
+    close_world(w);
+}
+
+/* Bytes of a put leave one by one, so that it takes longer than a put that does not get on is waited for. */
+static void trickle(struct fake *from)
+{
+    static uint64_t last;
+
+    if (ep_clock_ns() - last < EP_NS_PER_S / 2)
+        return;
+    last = ep_clock_ns();
+    if (from->n > 0)
+        ep_gin_put_sent(from->taken[0], 1);
+}
+
+static void puts_of_a_region_that_goes_get_on_to_their_end(void **state)
+{
+    struct world *w = open_world();
+    struct ep_gin_put *slow;
+
+    (void)state;
+    own_remotes(w, &w->source);
+    slow = put(w, 1, 0, 6);
+    fakes[1].at_progress = trickle;
+    ep_gin_region_remove(&w->comm, &w->source);
+    assert_true(ep_gin_put_test(&w->comm, slow));
+    assert_int_equal(slow->sent, 6);
+    assert_false(ep_gin_peer_is_lost(&w->peers[1]));
+    close_world(w);
+}
+
 static void a_gpu_that_fails_ends_puts_and_says_so(void **state)
 {
     struct world *w = open_world();
@@ -508,6 +574,8 @@ int main(void)
         cmocka_unit_test(as_many_as_were_promised_are_taken),
         cmocka_unit_test(a_context_that_goes_leaves_no_puts_behind),
         cmocka_unit_test(a_region_knows_who_uses_it),
+        cmocka_unit_test(who_takes_no_puts_of_a_region_that_goes_is_given_up),
+        cmocka_unit_test(puts_of_a_region_that_goes_get_on_to_their_end),
         cmocka_unit_test(a_gpu_that_fails_ends_puts_and_says_so),
         cmocka_unit_test(pieces_lie_in_one_stretch_and_come_back_in_any_order),
         cmocka_unit_test(a_piece_that_is_not_given_back_is_in_the_way),

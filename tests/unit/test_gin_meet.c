@@ -1,0 +1,109 @@
+/* How ranks find each other where something comes between. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <arpa/inet.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "gin.h"
+
+enum { FULL = 4 };
+
+/* ---- a port that answers nobody ------------------------------------------------------------------ */
+
+/* It listens and accepts none: when it has what it holds, whoever comes is not heard, as on a network that loses packets. */
+struct deaf {
+    int listener, held[FULL];
+    struct sockaddr_in address;
+};
+
+static void open_deaf(struct deaf *deaf)
+{
+    socklen_t length = sizeof deaf->address;
+
+    deaf->address = (struct sockaddr_in){ .sin_family = AF_INET, .sin_addr = { htonl(INADDR_LOOPBACK) } };
+    deaf->listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    assert_int_equal(bind(deaf->listener, (struct sockaddr *)&deaf->address, length), 0);
+    assert_int_equal(listen(deaf->listener, 0), 0);
+    assert_int_equal(getsockname(deaf->listener, (struct sockaddr *)&deaf->address, &length), 0);
+    for (int i = 0; i < FULL; i++) {
+        deaf->held[i] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+        (void)connect(deaf->held[i], (struct sockaddr *)&deaf->address, length); /* it is under way */
+    }
+    usleep(100000);
+}
+
+static void close_deaf(struct deaf *deaf)
+{
+    for (int i = 0; i < FULL; i++)
+        close(deaf->held[i]);
+    close(deaf->listener);
+}
+
+static struct ep_gin_handle handle_of(const struct deaf *deaf)
+{
+    struct ep_gin_handle handle = { .magic = EP_GIN_MAGIC, .protocol = EP_GIN_PROTOCOL, .family = 4,
+                                    .port = deaf->address.sin_port };
+
+    memcpy(handle.address, &deaf->address.sin_addr, sizeof deaf->address.sin_addr);
+    return handle; /* of another host */
+}
+
+/* ---- signals ------------------------------------------------------------------------------------- */
+
+static void on_alarm(int number)
+{
+    (void)number;
+}
+
+/* Several within a dial. */
+static void ring_often(bool rings)
+{
+    const struct itimerval every = { { 0, rings ? 70000 : 0 }, { 0, rings ? 70000 : 0 } };
+    const struct sigaction action = { .sa_handler = on_alarm, .sa_flags = SA_RESTART };
+
+    assert_int_equal(sigaction(SIGALRM, &action, NULL), 0);
+    assert_int_equal(setitimer(ITIMER_REAL, &every, NULL), 0);
+}
+
+static void a_signal_while_a_rank_dials_is_no_answer(void **state)
+{
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_gin_settings settings;
+    struct ep_gin_listener *listener;
+    struct ep_gin_handle deaf_handle, own;
+    const struct ep_gin_handle *handles[] = { &deaf_handle, &own };
+    struct ep_gin_comm *comm;
+    struct deaf deaf;
+
+    (void)state;
+    open_deaf(&deaf);
+    deaf_handle = handle_of(&deaf);
+    assert_int_equal(ep_gin_settings_read(&settings, NULL), EP_OK);
+    settings.timeout_ns = EP_NS_PER_S / 2;
+    assert_int_equal(ep_gin_listen(&settings, &own, &listener, NULL), EP_OK);
+    ring_often(true);
+    assert_int_equal(ep_gin_comm_open(&settings, handles, 2, 1, listener, &comm, &error), EP_DEADLINE_EXCEEDED);
+    ring_often(false);
+    assert_string_equal(error.text, "rank 0 did not connect in time");
+    ep_gin_listener_close(listener);
+    close_deaf(&deaf);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_signal_while_a_rank_dials_is_no_answer),
+    };
+
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
