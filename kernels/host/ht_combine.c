@@ -278,14 +278,16 @@ struct parts {
     uint32_t own_first;
 };
 
-static struct parts find_parts(const struct ht *h, const uint32_t *first)
+/* Whether this rank's own rows have arrived, a flag in its window says, which its worker writes too: that there are as many
+ * as the handle has is asked here. */
+static struct parts find_parts(const struct ht *h, const uint32_t *first, bool usable)
 {
     const uint32_t me = h->call->rank;
     const uint8_t *x = ep_host_at(h->call, h->op->x); /* NULL: this rank has had no rows */
     struct parts parts = { .partials = h->call->me->window + h->call->team->map.ht_combine_rows,
                            .own_first = first[me] };
 
-    if (x && sums_in_place(h) && ep_mask_test(h->arrived, me))
+    if (x && usable && sums_in_place(h) && ep_mask_test(h->arrived, me))
         parts.own = x + (uint64_t)h->handle->source_first[me] * h->row_bytes;
     return parts;
 }
@@ -318,7 +320,7 @@ static void sum_token(const struct ht *h, const struct parts *parts, uint32_t t,
     gather_grads(h, t, &p);
 }
 
-static void sum_all(const struct ht *h)
+static void sum_all(const struct ht *h, bool usable)
 {
     uint32_t *next = h->call->me->cursor, first = 0; /* next partial of each rank here */
     struct parts parts;
@@ -328,7 +330,7 @@ static void sum_all(const struct ht *h)
         if (ht_is_here(h, d))
             first += h->handle->dest_first[d + 1] - h->handle->dest_first[d];
     }
-    parts = find_parts(h, next);
+    parts = find_parts(h, next, usable);
     memset(h->call->me->node_cursor, 0, h->call->team->shape.nodes * sizeof *h->call->me->node_cursor);
     for (uint32_t t = 0; t < h->op->tokens; t++)
         sum_token(h, &parts, t, next);
@@ -391,7 +393,7 @@ ep_status ep_host_ht_combine(struct ep_host_call *call, struct ep_host_handle *h
     ht_close(&h, status);
     if (status != EP_OK)
         return status;
-    sum_all(&h);
+    sum_all(&h, usable);
     status = ht_finish(&h);
     if (status != EP_OK || usable)
         return status;

@@ -8,6 +8,7 @@
 
 #include <math.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "host_fixture.h"
 
@@ -464,6 +465,77 @@ static void headers_are_not_trusted(void **s)
     fixture_free(f);
 }
 
+struct forgery {
+    struct config *c;
+    uint64_t tag, count;
+    uint32_t stop; /* atomic */
+};
+
+/* As the worker of rank 1 can: its own rows have arrived, it says. */
+static void forger(struct fixture *f, uint32_t r, void *arg)
+{
+    struct forgery *forgery = arg;
+    uint64_t *flag = (uint64_t *)(void *)(f->window[r] + f->map.ht_flags + (uint64_t)r * EP_HT_FLAGS_BYTES);
+
+    while (!__atomic_load_n(&forgery->stop, __ATOMIC_RELAXED)) {
+        __atomic_store_n(&flag[1], forgery->count, __ATOMIC_RELAXED);
+        __atomic_store_n(&flag[0], forgery->tag, __ATOMIC_RELAXED);
+    }
+}
+
+/* Rank 0 lets rank 1 wait, who gives no rows. */
+static void combine_of_nothing(struct fixture *f, uint32_t r, void *arg)
+{
+    struct forgery *forgery = arg;
+    struct ep_op_result result;
+
+    if (r == 0)
+        usleep(50000);
+    execute(f, r, &forgery->c->comb[r], &result);
+    CHECK(result.status == (r == 0 ? EP_OK : EP_OVERFLOW), "rank %u: %s", r, result.text);
+}
+
+static void dispatch_alone(struct fixture *f, uint32_t r, void *arg)
+{
+    run_dispatch(f, r, arg, 0);
+}
+
+static void own_flags_are_not_trusted(void **s)
+{
+    enum { TOKENS = 8 };
+    struct fixture *f = fixture_new(2, false, 20000);
+    struct config *c = calloc(1, sizeof *c);
+    struct forgery forgery = { .c = c, .count = TOKENS - 1 };
+    struct thread bad;
+    uint8_t *secret, *out;
+    uint64_t bytes;
+
+    (void)s;
+    simple_config(c, f, EP_MODE_HT, EP_LAYOUT_FLAT, TOKENS);
+    c->in.k = 1;
+    for (uint32_t r = 0; r < f->R; r++)
+        for (uint32_t t = 0; t < TOKENS; t++)
+            c->in.topk[r][t][0] = r == 1 && t == 0 ? 0 : r * f->L; /* but for one, to itself */
+    build_all(f, c, 0);
+    parallel(f, dispatch_alone, c);
+    for (uint32_t r = 0; r < f->R; r++)
+        build_combine(f, r, c, 0, &c->comb[r]);
+    c->comb[1].x = take(f, 1, 16);
+    bytes = (uint64_t)TOKENS * row_bytes(EP_BF16);
+    secret = at(f, 1, take(f, 1, bytes)); /* what lies behind it */
+    memset(secret, 0x41, bytes);
+    out = at(f, 1, c->comb[1].out);
+    forgery.tag = ep_ht_tag(c->dispatched[1].number, 1);
+    start(&bad, f, 1, forger, &forgery);
+    parallel(f, combine_of_nothing, &forgery);
+    __atomic_store_n(&forgery.stop, 1, __ATOMIC_RELAXED);
+    pthread_join(bad.id, NULL);
+    for (uint64_t i = row_bytes(EP_BF16); i < bytes; i++) /* token 0 is rank 0's */
+        assert_int_not_equal(out[i], 0x41);
+    free(c);
+    fixture_free(f);
+}
+
 struct scribble {
     int32_t *words;
     uint32_t n, stop;
@@ -635,6 +707,7 @@ int main(void)
         cmocka_unit_test(a_taken_bank_makes_the_handle_stale),
         cmocka_unit_test(an_overflow_stays_with_its_rank),
         cmocka_unit_test(headers_are_not_trusted),
+        cmocka_unit_test(own_flags_are_not_trusted),
         cmocka_unit_test(topk_may_change_under_way),
         cmocka_unit_test(repeated_runs_give_the_same_bits),
         cmocka_unit_test(ht_ops_that_do_not_fit_are_reported),
