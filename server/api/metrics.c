@@ -174,9 +174,12 @@ static void collect_group(struct ep_api *api, const char *group, struct rank_sam
 {
     struct ep_rank_counters counters;
 
-    for (uint32_t r = 0; ep_groups_rank_counters(api->options.groups, group, r, &counters); r++) {
-        struct rank_sample *list = realloc(samples->list, (samples->n + 1) * sizeof *list);
+    for (uint32_t r = 0; r < ep_groups_rank_end(api->options.groups, group); r++) {
+        struct rank_sample *list;
 
+        if (!ep_groups_rank_counters(api->options.groups, group, r, &counters))
+            continue; /* it is on another node */
+        list = realloc(samples->list, (samples->n + 1) * sizeof *list);
         if (!list)
             return; /* the scrape shows what it has */
         samples->list = list;

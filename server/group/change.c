@@ -316,7 +316,7 @@ static void keep_unnamed(Ep__V1__GroupSpec *to, const Ep__V1__GroupSpec *from)
         return;
     old = ep_message_copy(&from->placement->base);
     swapped = *placement;
-    if (!placement->strategy && !placement->n_homes && !placement->n_loads) {
+    if (!placement->strategy && !placement->n_homes && !placement->n_loads && !placement->redundant) {
         placement->strategy = old->strategy;
         placement->homes = old->homes, placement->n_homes = old->n_homes;
         placement->loads = old->loads, placement->n_loads = old->n_loads;

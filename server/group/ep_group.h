@@ -129,9 +129,11 @@ void ep_groups_unwatch(struct ep_group_watch *watch);
 void ep_groups_stats(struct ep_groups *groups, const char *name, bool experts, Ep__V1__Stats *stats);
 void ep_groups_stats_clear(Ep__V1__Stats *stats);
 
+/* Ranks that the group has or has had since the server started are below it. */
+uint32_t ep_groups_rank_end(const struct ep_groups *groups, const char *name);
 /*
  * One rank's counters, all epochs since the server started added up: they only grow, as metrics must.
- * False: no epoch of the group has had that rank.
+ * False: no epoch of the group has had that rank here.
  */
 bool ep_groups_rank_counters(const struct ep_groups *groups, const char *name, uint32_t rank,
                              struct ep_rank_counters *out);

@@ -38,6 +38,9 @@ ep_status ep_spec_take(const Ep__V1__GroupSpec *base, const Ep__V1__GroupSpec *f
 
     if (!n)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "fields is empty: name the fields of spec to change");
+    if (n > descriptor->n_fields) /* each is compared with all before it */
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "fields has %zu entries: must be at most %u, as GroupSpec has no more",
+                            n, descriptor->n_fields);
     for (size_t i = 0; i < n; i++)
         if (!protobuf_c_message_descriptor_get_field_by_name(descriptor, fields[i]))
             return ep_error_set(error, EP_INVALID_ARGUMENT,

@@ -11,9 +11,12 @@ static ep_status place_explicit(struct ep_settled *settled, struct ep_error *err
 {
     const Ep__V1__GroupSpec *spec = settled->spec;
     size_t n = spec->placement->n_homes;
-    struct ep_expert_home *homes = calloc(n ? n : 1, sizeof *homes);
+    struct ep_expert_home *homes;
     ep_status status;
 
+    if (n > MAX_HOMES)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "placement.homes has %zu entries: must be at most %u", n, MAX_HOMES);
+    homes = calloc(n ? n : 1, sizeof *homes);
     if (!homes)
         return ep_error_set(error, EP_NO_MEMORY, "placement: out of memory");
     for (size_t i = 0; i < n; i++)

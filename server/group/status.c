@@ -101,6 +101,23 @@ static bool add_epoch_rank(const struct epoch *epoch, uint32_t rank, struct ep_r
     return true;
 }
 
+static uint32_t more(uint32_t a, uint32_t b)
+{
+    return a > b ? a : b;
+}
+
+uint32_t ep_groups_rank_end(const struct ep_groups *groups, const char *name)
+{
+    const struct group *group = group_find((struct ep_groups *)(uintptr_t)groups, name);
+    uint32_t end = group && group->epoch ? group->epoch->n_ranks : 0;
+
+    for (const struct epoch *epoch = group ? group->older : NULL; epoch; epoch = epoch->next)
+        end = more(end, epoch->n_ranks);
+    for (uint32_t i = 0; group && i < group->n_retired; i++)
+        end = more(end, group->retired[i].rank + 1);
+    return end;
+}
+
 bool ep_groups_rank_counters(const struct ep_groups *groups, const char *name, uint32_t rank,
                              struct ep_rank_counters *out)
 {

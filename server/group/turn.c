@@ -524,7 +524,7 @@ static void show(struct group *group, const struct parts *parts)
 {
     const bool running = group->phase == EP_PHASE(READY) || group->phase == EP_PHASE(DEGRADED);
 
-    if (group->change)
+    if (group->change && group->change->kind != CHANGE_LIVE)
         group->turning = false; /* the phase is the change's */
     else if (is_wanted(group, parts) && (running || group->turning))
         show_waiting(group, parts);

@@ -202,6 +202,20 @@ class SpanTest(SpanCase):
         self.assertEqual(told.code, 2, told)
         self.assertIn("--server: rank 2 of group moe is on node b, and no server of that node was given", told.err)
 
+    def test_each_server_has_metrics_of_its_own_ranks(self):
+        self.create()
+        workers = [self.worker(NAMES[rank // 2], rank) for rank in range(6)]
+        self.wait_states(["ATTACHED"] * 6)
+        for at, name in enumerate(NAMES):
+            harness.wait_until(lambda: self.ranks_with_ops(name) == {2 * at, 2 * at + 1},
+                               lambda: "ops at %s: %s" % (name, self.ranks_with_ops(name)), interval=0.05)
+        for worker in workers:
+            worker.kill()
+
+    def ranks_with_ops(self, name):
+        metrics = self.servers[name].http("/metrics")[2]
+        return {int(rank) for rank in re.findall(r'^ep_op_total\{.*rank="(\d+)".*\} [1-9]', metrics, re.M)}
+
     def test_ranks_are_placed_as_asked(self):
         self.create("a", ranks=2)
         self.assertEqual(len(set(self.nodes("a"))), 1)  # packed

@@ -143,6 +143,17 @@ class OneServerTest(TurnCase):
         report = self.check_soak(bench, epochs)
         self.assertEqual((report["turns"]["workers_added"], report["turns"]["workers_removed"]), (3, 3))
 
+    def test_what_is_changed_while_workers_go_over_does_not_hide_that_they_have(self):
+        self.create(ranks=2)
+        workers = [self.worker(rank, "--follow") for rank in range(2)]
+        self.update("--ranks=3")
+        for i in range(40):
+            self.update("--timeout-ms=%d" % (50000 + i))
+        workers.append(self.worker(2, "--follow"))
+        harness.wait_until(lambda: self.status()["phase"] == "PHASE_READY", lambda: str(self.status()))
+        for worker in workers:
+            worker.kill()
+
     def test_two_changes_in_quick_succession(self):
         self.create()
         bench = self.soak()

@@ -246,6 +246,7 @@ static void what_cannot_be_formed_leaves_the_epoch_as_it_is(void **state)
 {
     struct fixture *f = *state;
     Ep__V1__GroupSpec spec = small_spec();
+    Ep__V1__Placement placement = EP__V1__PLACEMENT__INIT;
     struct worker w;
 
     create(f, "moe", &spec);
@@ -257,6 +258,9 @@ static void what_cannot_be_formed_leaves_the_epoch_as_it_is(void **state)
     expect(update(f, "moe", 77, &spec, "hidden"), EP_FAILED_PRECONDITION,
            "revision is 77: group moe is at revision");
     expect(update(f, "moe", 0, &spec, "name"), EP_INVALID_ARGUMENT, "fields has \"name\"");
+    placement.redundant = 3; /* homes beyond those that there are, and nothing to say whose */
+    spec.placement = &placement;
+    expect(update(f, "moe", 0, &spec, "placement"), EP_INVALID_ARGUMENT, "placement.redundant is given");
     expect(update(f, "mo", 0, &spec, "hidden"), EP_NOT_FOUND, "group \"mo\" is not there");
     assert_int_equal(get(f, "moe")->status->phase, PHASE(READY));
     assert_int_equal(get(f, "moe")->status->epoch, 1);

@@ -682,6 +682,21 @@ static void unknown_fields_are_refused(void **state)
     assert_non_null(strstr(error.text, "fields is empty"));
 }
 
+/* What anybody may send is looked through on the server's one loop. */
+static void more_fields_than_there_are_are_refused(void **state)
+{
+    enum { MANY = 100 };
+    Ep__V1__GroupSpec base = good(), *out;
+    struct ep_error error = EP_ERROR_INIT;
+    char name[] = "ranks", *fields[MANY];
+
+    (void)state;
+    for (int i = 0; i < MANY; i++)
+        fields[i] = name;
+    assert_int_equal(ep_spec_take(&base, &base, fields, MANY, &out, &error), EP_INVALID_ARGUMENT);
+    assert_non_null(strstr(error.text, "fields has 100 entries: must be at most"));
+}
+
 static void only_timeout_labels_and_direct_are_live(void **state)
 {
     const ProtobufCMessageDescriptor *d = &ep__v1__group_spec__descriptor;
@@ -748,6 +763,7 @@ int main(void)
         cmocka_unit_test(named_fields_are_taken_and_others_kept),
         cmocka_unit_test(every_field_of_the_schema_can_be_taken),
         cmocka_unit_test(unknown_fields_are_refused),
+        cmocka_unit_test(more_fields_than_there_are_are_refused),
         cmocka_unit_test(only_timeout_labels_and_direct_are_live),
         cmocka_unit_test(a_token_is_live_and_hidden_where_it_is_settled),
     };
