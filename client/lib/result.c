@@ -57,7 +57,8 @@ static uint32_t count_absent(const struct ep_rank *rank, const uint64_t *arrived
     return rank->shape.map.limits.ranks - here;
 }
 
-/* Rows lie one after the other, whatever the group's widest dtype is; scales in steps of the group's. */
+/* Rows of a source lie one after the other, those of the next one behind room for the widest dtype; scales in steps of the
+ * group's. */
 static void fill_view(const struct ep_rank *rank, const struct ep_device_record *record,
                       struct ep_op_result *result)
 {
@@ -66,7 +67,7 @@ static void fill_view(const struct ep_rank *rank, const struct ep_device_record 
     const uint64_t bank = map->ll + result->number % l->ll_banks * map->bank_bytes;
 
     result->view = bank + map->bank.rows;
-    result->view_stride = (uint64_t)l->ll_max_tokens * l->hidden * ep_dtype_bytes((ep_dtype)record->wire_dtype);
+    result->view_stride = (uint64_t)l->ll_max_tokens * map->row_bytes;
     if (record->wire_dtype != EP_FP8_E4M3)
         return;
     result->scales_view = bank + map->bank.scales;

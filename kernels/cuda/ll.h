@@ -44,7 +44,8 @@ struct ep_ll_args {
     uint64_t ll, bank_bytes;
     struct ep_bank_layout bank;
     uint32_t header_bytes, counts_bytes, places_bytes, scales_bytes, combine_row_bytes;
-    uint32_t unused[3];
+    uint32_t most_row_bytes; /* of the widest dtype: what regions of rows have room for */
+    uint32_t unused[2];
 
     /* the op; spans as addresses, NULL: not given */
     uint32_t blocks;       /* that work on it */

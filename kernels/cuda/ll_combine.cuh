@@ -198,7 +198,7 @@ __device__ inline void find_terms(const ep_ll_args &a, const Op &op, const Heade
             terms->n = 1;
             terms->weight[0] = 1.0f;
             terms->row[0] = a.x ? a.x + ((uint64_t)s * a.max_tokens + slot) * a.row_bytes
-                                : item_at(a, a.rank, op.bank, a.bank.rows, s, slot, a.row_bytes);
+                                : bank_row_at(a, a.rank, op.bank, s, slot);
         }
     }
     __syncwarp();

@@ -8,7 +8,7 @@
  * that writes a part of the header fences (system scope) and stores 16 bytes that hold the number.  Who
  * sees the number sees the row.  Partials of a combine are announced likewise by combine_numbers[d][t].
  *
- * Bank b = n mod B.  Region [s] of a bank has one writer, s.  Before s writes number n to d, it has seen
+ * Bank b = n mod B.  Region [s] of a bank has one writer, s, and lies in the same bytes in all ops.  Before s writes number n to d, it has seen
  * d's credit for n - B, or d takes part in n and began to after n - B.  d gives the credit for m when no
  * block of d will read number m's rows or headers again:
  *   - the last block of combine m that has pushed its partials gives it (they are all that is read);
@@ -157,6 +157,13 @@ __device__ inline uint8_t *item_at(const ep_ll_args &a, uint32_t where, uint64_t
 {
     return window_of(a, where) + bank + region + ((uint64_t)r * a.max_tokens + i) * bytes;
 }
+/* Of region [s] of the rows: it begins at the same place whatever an op's dtype is, as who is late may still write there for an
+ * older op of the bank. */
+__device__ inline uint8_t *bank_row_at(const ep_ll_args &a, uint32_t where, uint64_t bank, uint32_t s, uint32_t slot)
+{
+    return window_of(a, where) + bank + a.bank.rows + (uint64_t)s * a.max_tokens * a.most_row_bytes
+           + (uint64_t)slot * a.row_bytes;
+}
 __device__ inline uint8_t *line_at(const ep_ll_args &a, uint32_t where, uint64_t bank, uint64_t region, uint32_t r)
 {
     return window_of(a, where) + bank + region + (uint64_t)r * EP_LINE;
@@ -193,7 +200,7 @@ __device__ inline uint8_t *row_at(const ep_ll_args &a, const Op &op, uint32_t s,
 {
     if (are_far(a, s, d))
         return row_in(a, box_of(a, op, s, d), slot);
-    return item_at(a, d, op.bank, a.bank.rows, s, slot, a.row_bytes);
+    return bank_row_at(a, d, op.bank, s, slot);
 }
 /* at: the token, or where nodes lie between the row's slot. */
 __device__ inline uint8_t *partial_at(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t d, uint32_t at)

@@ -327,7 +327,7 @@ __device__ inline void move_far_rows(const ep_ll_args &a, const Op &op, Share sh
         if (slot >= rows[s] || !is_far(a, s))
             continue;
         const uint8_t *row = row_at(a, op, s, a.rank, slot), *scales = scales_at(a, op, s, a.rank, slot);
-        uint8_t *to = item_at(a, a.rank, op.bank, a.bank.rows, s, slot, a.row_bytes);
+        uint8_t *to = bank_row_at(a, a.rank, op.bank, s, slot);
         uint8_t *scales_to = item_at(a, a.rank, op.bank, a.bank.scales, s, slot, a.scales_bytes);
 
         for (uint32_t p = threadIdx.x; p < a.row_bytes / 16; p += kThreads)

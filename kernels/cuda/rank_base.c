@@ -69,6 +69,7 @@ void ep_cuda_rank_base(const struct ep_cuda_rank_options *o, struct ep_ll_rank *
     a->places_bytes = m->places_bytes;
     a->scales_bytes = m->scales_bytes;
     a->combine_row_bytes = m->combine_row_bytes;
+    a->most_row_bytes = m->row_bytes;
 }
 
 void ep_cuda_rank_ht_base(const struct ep_cuda_rank_options *o, const struct ep_ll_args *ll, struct ep_ht_rank *rank)

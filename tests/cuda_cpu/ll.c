@@ -93,6 +93,14 @@ static uint8_t *item(const struct run *c, uint32_t where, uint64_t region, uint3
     return c->r->window[where] + c->bank + region + ((uint64_t)from * c->r->map.limits.ll_max_tokens + i) * bytes;
 }
 
+/* Of the bank: whatever the op's dtype is, a source's begin at the same place. */
+static uint8_t *bank_row(const struct run *c, uint32_t where, uint32_t from, uint32_t slot, uint64_t bytes)
+{
+    const struct ep_layout_map *map = &c->r->map;
+
+    return item(c, where, map->bank.rows, from, 0, map->row_bytes) + slot * bytes;
+}
+
 /* In the window or beside it, below it too: see resolve() in module.c. */
 static void *at(const struct run *c, struct ep_span span)
 {
@@ -305,7 +313,7 @@ static bool send_row(struct run *c, uint32_t t, uint32_t d, uint32_t slot)
     const uint8_t *x = (const uint8_t *)at(c, c->op->x) + t * input;
     struct ep_row_header *header =
         (struct ep_row_header *)(void *)item(c, d, map->bank.headers, c->r->rank, slot, map->header_bytes);
-    uint8_t *row = item(c, d, map->bank.rows, c->r->rank, slot, wire_row(c));
+    uint8_t *row = bank_row(c, d, c->r->rank, slot, wire_row(c));
     uint8_t *scales = item(c, d, map->bank.scales, c->r->rank, slot, map->scales_bytes);
     const uint32_t first = t * handle->top_k;
     uint32_t routes = 0;
@@ -401,8 +409,7 @@ static void put_row(const struct run *c, uint32_t s, uint32_t slot, uint64_t pos
     if (sources)
         sources[position] = (struct ep_source){ s, header_of(c, s, slot)->token };
     if (out)
-        memcpy(out + position * wire_row(c), item(c, c->r->rank, c->r->map.bank.rows, s, slot, wire_row(c)),
-               wire_row(c));
+        memcpy(out + position * wire_row(c), bank_row(c, c->r->rank, s, slot, wire_row(c)), wire_row(c));
     if (out_scales)
         memcpy(out_scales + position * scale_bytes(c),
                item(c, c->r->rank, c->r->map.bank.scales, s, slot, c->r->map.scales_bytes), scale_bytes(c));
@@ -577,7 +584,7 @@ static const void *row_of(const struct run *c, uint32_t s, uint32_t slot, uint64
     const uint8_t *x = at(c, c->op->x);
 
     return x ? x + position * payload_row(c)
-             : item(c, c->r->rank, c->r->map.bank.rows, s, slot, payload_row(c));
+             : bank_row(c, c->r->rank, s, slot, payload_row(c));
 }
 
 static void combine_send(struct run *c, float *sum)

@@ -256,10 +256,12 @@ static bool goes_to(const struct pass *pass, uint32_t token, uint32_t rank)
 static uint8_t *push_target(const struct pass *pass, uint32_t d, uint32_t token, uint64_t row_bytes)
 {
     const struct ep_layout_map *map = &pass->rank->world->map;
-    const uint64_t slot = (uint64_t)pass->rank->rank * shape_most_tokens(&map->limits, pass->shape) + token;
+    const uint64_t first = (uint64_t)pass->rank->rank * shape_most_tokens(&map->limits, pass->shape);
     uint8_t *window = pass->rank->world->rank[d].window;
 
-    return window + (pass->shape->ht ? pass->at.out.offset : map->ll + map->bank.rows) + slot * row_bytes;
+    if (pass->shape->ht)
+        return window + pass->at.out.offset + (first + token) * row_bytes;
+    return window + map->ll + map->bank.rows + first * map->row_bytes + token * row_bytes;
 }
 
 /* Each token to each other rank that it goes to, the next rank first. */

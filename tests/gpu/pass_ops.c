@@ -206,12 +206,14 @@ struct rows_of {
     uint64_t offset; /* in the window */
     void *copy;
     uint64_t stride; /* from one row to the next, 0: no such buffer */
+    uint64_t block;  /* from one block of rows to the next; 0: they follow */
 };
 
-static ep_status move(struct pass *pass, const struct rows_of *buffer, uint64_t first, uint64_t n, bool out,
+/* n rows, from byte `at` on. */
+static ep_status move(struct pass *pass, const struct rows_of *buffer, uint64_t at, uint64_t n, bool out,
                       struct ep_error *error)
 {
-    const uint64_t at = first * buffer->stride, bytes = n * buffer->stride;
+    const uint64_t bytes = n * buffer->stride;
 
     if (out)
         return world_put(pass->rank, buffer->offset + at, (char *)buffer->copy + at, bytes, error);
@@ -228,9 +230,9 @@ static ep_status move_rows(struct pass *pass, const struct rows_of *buffer, bool
     if (pass->shape->layout == EP_LAYOUT_PACKED || pass->shape->layout == EP_LAYOUT_FLAT)
         return move(pass, buffer, 0, pass->plan.positions, out, error);
     for (uint32_t i = 0; status == EP_OK && i < pass->plan.n_counts; i++) {
-        const uint64_t block = rank_major(pass) ? slots : slots * l->ranks;
+        const uint64_t block = (rank_major(pass) ? slots : slots * l->ranks) * buffer->stride;
 
-        status = move(pass, buffer, i * block, (uint64_t)pass->plan.counts[i], out, error);
+        status = move(pass, buffer, i * (buffer->block ? buffer->block : block), (uint64_t)pass->plan.counts[i], out, error);
     }
     return status;
 }
@@ -250,7 +252,8 @@ static struct rows_of received_rows(const struct pass *pass)
     return (struct rows_of){ .offset =
                                  rank_major(pass) ? bank_of(pass) + map->bank.rows : pass->at.out.offset,
                              .copy = pass->out,
-                             .stride = row_bytes(pass, dtype_of(pass)->wire) };
+                             .stride = row_bytes(pass, dtype_of(pass)->wire),
+                             .block = rank_major(pass) ? (uint64_t)map->limits.ll_max_tokens * map->row_bytes : 0 };
 }
 
 static struct rows_of received_scales_of(const struct pass *pass)
@@ -274,9 +277,9 @@ static ep_status copy_rows(struct pass *pass, struct ep_error *error)
     const struct rows_of all[] = {
         received_rows(pass),
         received_scales_of(pass),
-        { pass->at.out_topk.offset, pass->out_topk, choices * sizeof(int32_t) },
-        { pass->at.out_weights.offset, pass->out_weights, choices * sizeof(float) },
-        { pass->at.sources.offset, pass->sources, sizeof(struct ep_source) },
+        { pass->at.out_topk.offset, pass->out_topk, choices * sizeof(int32_t), 0 },
+        { pass->at.out_weights.offset, pass->out_weights, choices * sizeof(float), 0 },
+        { pass->at.sources.offset, pass->sources, sizeof(struct ep_source), 0 },
     };
     ep_status status = EP_OK;
 
@@ -319,7 +322,7 @@ static void describe_received(struct pass *pass)
         .max_tokens = shape_most_tokens(&map->limits, pass->shape),
         .row_bytes = row,
         .base = pass->out,
-        .stride = map->limits.ll_max_tokens * row,
+        .stride = (uint64_t)map->limits.ll_max_tokens * map->row_bytes,
         .scale_base = has_scales(pass) ? pass->out_scales : NULL,
         .scale_format = pass->shape->scales,
         .scale_stride = (uint64_t)map->limits.ll_max_tokens * map->scales_bytes,
@@ -494,7 +497,7 @@ ep_status pass_experts(struct pass *pass, bool in_place, struct ep_error *error)
                                                       .stride = row_bytes(pass, dtype_of(pass)->combine) }
                                   : received_rows(pass);
     ep_status status =
-        experts_run(&pass->inputs, pass->rank->rank, &pass->received, &pass->plan, to.copy, 0, error);
+        experts_run(&pass->inputs, pass->rank->rank, &pass->received, &pass->plan, to.copy, to.block, error);
 
     if (status == EP_OK)
         status = move_rows(pass, &to, true, error);
