@@ -146,6 +146,8 @@ struct claim {
     bool gone_open;
     bool on_gpu;                   /* kernels of peers wait for its ops */
     bool detached;                 /* the group said so; acted on when the loop runs again */
+    bool is_draining;              /* its worker is to hear that it should leave, when it is welcomed: */
+    struct ep_attach_frame draining;
     char *reason;
     unsigned handles;
 };
@@ -155,6 +157,8 @@ struct claim *claim_find(struct ep_attach *attach, const uint8_t *ticket, pid_t 
                          struct ep_error *error);
 /* RESERVED -> JOINING; then connection_joined(), before this returns or later, unless the connection ends first. */
 void claim_attach(struct claim *claim, struct connection *connection);
+/* From now on it hears events, and what it must not miss of those before. */
+void claim_welcomed(struct claim *claim, struct connection *connection);
 /* The worker said BYE: its mapping is gone.  turned_to: the epoch to which it has gone over; 0: it just leaves. */
 void claim_bye(struct claim *claim, uint64_t turned_to);
 /* The connection ended without BYE. */

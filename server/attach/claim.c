@@ -240,16 +240,27 @@ static void on_group_event(enum ep_group_event event, uint32_t rank, uint64_t ep
     struct claim *claim = user;
     struct ep_attach_frame frame;
 
+    ep_attach_frame_init(&frame, EP_ATTACH_EVENT);
+    frame.event = wire[event];
+    frame.rank = rank;
+    frame.epoch = epoch;
+    snprintf(frame.text, sizeof frame.text, "%.*s", (int)sizeof frame.text - 1, text ? text : "");
     if (claim->connection) {
-        ep_attach_frame_init(&frame, EP_ATTACH_EVENT);
-        frame.event = wire[event];
-        frame.rank = rank;
-        frame.epoch = epoch;
-        snprintf(frame.text, sizeof frame.text, "%.*s", (int)sizeof frame.text - 1, text ? text : "");
         connection_event(claim->connection, &frame);
+    } else if (event == EP_GROUP_DRAINING) {
+        claim->draining = frame;
+        claim->is_draining = true;
     }
     if (event == EP_GROUP_DETACHED)
         detach(claim, text);
+}
+
+void claim_welcomed(struct claim *claim, struct connection *connection)
+{
+    claim->connection = connection;
+    if (claim->is_draining)
+        connection_event(connection, &claim->draining);
+    claim->is_draining = false;
 }
 
 static void on_group_turn(const struct ep_group_turn *turn, void *user)

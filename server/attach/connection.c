@@ -336,7 +336,7 @@ static void welcome(struct connection *connection)
         return;
     }
     connection->attach->counters.attaches++;
-    connection->claim->connection = connection; /* from now on it hears events */
+    claim_welcomed(connection->claim, connection);
 }
 
 void connection_joined(struct connection *connection, const struct ep_error *error)

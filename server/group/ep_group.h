@@ -138,7 +138,7 @@ uint32_t ep_groups_rank_end(const struct ep_groups *groups, const char *name);
 bool ep_groups_rank_counters(const struct ep_groups *groups, const char *name, uint32_t rank,
                              struct ep_rank_counters *out);
 
-/* Tells every attached worker to leave when it suits (node drain, shutdown). */
+/* Tells every worker to leave when it suits (node drain, shutdown), also those that have claimed and are not attached yet. */
 void ep_groups_announce_drain(struct ep_groups *groups, const char *reason);
 uint32_t ep_groups_attachments(const struct ep_groups *groups);
 /* Multiprocessors of a GPU that are held by ranks whose ops the server runs. */

@@ -570,9 +570,9 @@ void ep_groups_announce_drain(struct ep_groups *groups, const char *reason)
         struct group *group = groups->list[i];
 
         if (group->epoch)
-            epoch_tell(group->epoch, NULL, true, EP_GROUP_DRAINING, 0, group->epoch->number, reason);
+            epoch_tell(group->epoch, NULL, false, EP_GROUP_DRAINING, 0, group->epoch->number, reason);
         for (struct epoch *epoch = group->older; epoch; epoch = epoch->next)
-            epoch_tell(epoch, NULL, true, EP_GROUP_DRAINING, 0, epoch->number, reason);
+            epoch_tell(epoch, NULL, false, EP_GROUP_DRAINING, 0, epoch->number, reason);
     }
 }
 

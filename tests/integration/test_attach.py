@@ -366,6 +366,18 @@ class AttachTest(harness.TestCase):
             process.wait()
             self.assertRegex(process.out(), "detached|has left the group")
 
+    def test_who_has_claimed_before_a_drain_is_told_when_it_is_welcomed(self):
+        self.serve()
+        ticket = self.claim(0)[0]
+        name = json.loads(self.run_cmd(["ep-admin", "node", "get", "-o", "json"], server=self.server).out)["name"]
+        self.assertEqual(self.run_cmd(["ep-admin", "node", "drain", name], server=self.server).code, 0)
+        connection = self.side()
+        connection.send(worker.pack(worker.HELLO, ticket))
+        self.assertEqual(worker.Frame(connection.recv(4096)).type, worker.WELCOME)
+        told = worker.Frame(connection.recv(4096))
+        self.assertEqual((told.type, told.event), (worker.EVENT, worker.DRAINING))
+        connection.close()
+
     def test_a_drained_node_is_left(self):
         self.serve()
         workers = [self.start_worker(0), self.start_worker(1)]

@@ -278,6 +278,39 @@ class CutOffTest(SpanCase):
 
 
 @NEEDS_ETCD
+class RestoreTest(SpanCase):
+    names = ("a",)
+    lost_after = "--lost-after=3s"
+
+    def test_groups_change_after_the_store_was_set_back(self):
+        self.create(ranks=1)
+        old = self.box.path("old")
+        self.etcd.kill(0)
+        shutil.copytree(self.box.path("etcd0"), old)
+        self.etcd.start(0)
+        self.etcd.wait_answers(0)
+        for i in range(10):  # terms to come are later ones
+            self.update("--timeout-ms=%d" % (50000 + i))
+        self.servers["a"].kill()
+        self.servers["a"] = self.start("a").wait_ready()
+        self.update("--ll-max-tokens=24")
+        self.etcd.kill(0)
+        shutil.rmtree(self.box.path("etcd0"))
+        shutil.copytree(old, self.box.path("etcd0"))
+        self.etcd.start(0)
+        self.etcd.wait_answers(0)
+        self.update("--ll-max-tokens=32")
+        self.assertEqual(self.group("a")["spec"]["ll_max_tokens"], 32)
+
+    def update(self, *flags):
+        """When there is a leader."""
+        def done():
+            self.result = self.operate(self.servers["a"], "group", "update", "moe", *flags)
+            return self.result.code == 0
+        harness.wait_until(done, lambda: self.result, interval=0.2)
+
+
+@NEEDS_ETCD
 class LossTest(SpanCase):
     lost_after = "--lost-after=4s"
 
