@@ -58,9 +58,8 @@ static void tell_timeout(struct cuda_watch *watch, const struct ep_device_report
         .late_rank = report->failure.late_rank,
     };
 
-    if (report->failure.status != EP_TIMEOUT)
-        return;
-    ep_team_distrust(&watch->team->base); /* the way to another node may be broken */
+    if (report->failure.status != EP_TIMEOUT || timeout.late_rank >= watch->team->n)
+        return; /* none, or none that a kernel writes */
     if (watch->options.on_timeout)
         watch->options.on_timeout(&timeout, watch->options.user);
 }
@@ -82,6 +81,8 @@ static ep_status take_mode(struct cuda_watch *watch, const struct ep_device_coun
     if (status)
         return status;
     for (int part = 0; part < EP_DEVICE_PARTS; part++) {
+        if (now[part].timeouts > seen[part].timeouts)
+            ep_team_distrust(&watch->team->base); /* the way to another node may be broken */
         count(&watch->options.counters->op[of[part]], &now[part], &seen[part]);
         add_new(&watch->options.counters->dropped_routes, now[part].dropped, seen[part].dropped);
         seen[part] = now[part];
