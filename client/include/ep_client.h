@@ -426,8 +426,7 @@ EP_API ep_status ep_complete(ep_handle *handle, ep_stream stream);
  * message; EP_DEADLINE_EXCEEDED when timeout_ms (< 0: none beyond the group's own bounds) is over
  * first; EP_SERVER_LOST when the server is gone; EP_DETACHED when it has taken the rank away;
  * EP_CANCELLED after ep_rank_interrupt(), with the ops going on.  A failure is told once, by whichever
- * of ep_sync() and ep_handle_wait() comes first; what failed behind the one that ep_sync() returns is in the
- * ep_op_info of its op.  The loss of the server or the rank is told by every call.
+ * of ep_sync() and ep_handle_wait() comes first; the loss of the server or the rank by every call.
  *
  * When the server or the rank is lost, ops on cuda end at once, without their peers (direct) or without having
  * been executed (server), in graphs that are launched later too: no stream waits for ever, and what is in their

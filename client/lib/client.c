@@ -2,7 +2,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include "client_private.h"
@@ -84,13 +83,10 @@ static ep_status greet(struct ep_client *client, struct ep_error *error)
 
 static ep_status connect_server(struct ep_client *client, struct ep_error *error)
 {
-    char target[sizeof "unix:" + sizeof ((struct sockaddr_un *)NULL)->sun_path];
-    const size_t most = sizeof ((struct sockaddr_un *)NULL)->sun_path - 1;
+    char target[512];
 
-    if (strlen(client->path) > most)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "address has %zu bytes: the path of a unix socket has at most %zu",
-                            strlen(client->path), most);
-    snprintf(target, sizeof target, "unix:%s", client->path);
+    if (snprintf(target, sizeof target, "unix:%s", client->path) >= (int)sizeof target)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "address is too long for a unix socket");
     if (ep_rpc_open(NULL, &client->rpc, error) != EP_OK
         || ep_rpc_channel_open(client->rpc, target, NULL, 0, &client->channel, error) != EP_OK)
         return error->status;

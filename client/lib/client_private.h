@@ -144,18 +144,12 @@ struct ep_client {
     struct following following;
 };
 
-/* The first failure that nobody has been told of: of a handle's ops, or of those whose handle is gone. */
+/* The first failure that nobody has been told of. */
 struct failure {
     uint64_t seq; /* of the op */
-    ep_status status; /* EP_OK: there is none */
+    ep_status status;
     char text[EP_ERROR_TEXT_MAX];
 };
-
-/* There is one, and it came before the other, if that is one. */
-static inline bool is_before(const struct failure *one, const struct failure *other)
-{
-    return one->status != EP_OK && (other->status == EP_OK || one->seq < other->seq);
-}
 
 enum op_part { PART_DISPATCH, PART_COMBINE, PART_RELEASE };
 
@@ -305,8 +299,6 @@ void events_push(struct ep_rank *rank, const ep_event *event);
 struct ep_rank *rank_new(struct ep_client *client);
 /* Frees what is there; works on a half-made rank too. */
 void rank_free(struct ep_rank *rank);
-/* The same for one whose join has failed.  Tells the server, as far as it knows of the rank. */
-void rank_discard(struct ep_rank *rank);
 /* The end of one that has left: nothing of it runs, and its program has forgotten it.  Tells the server. */
 void rank_finish(struct ep_rank *rank);
 

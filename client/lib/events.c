@@ -90,10 +90,6 @@ static ep_status wait_event(struct ep_rank *rank, bool lost, uint64_t deadline_n
 
     if (take_interrupt(rank) == EP_CANCELLED)
         return ep_error_set(error, EP_CANCELLED, "the wait was interrupted");
-    /* Raised late by an interrupt that was taken before; who comes from here on raises it again, behind its flag. */
-    lower_fd(rank->interrupt_fd);
-    if (__atomic_load_n(&rank->interrupted, __ATOMIC_SEQ_CST))
-        return EP_OK;
     if (lost)
         return rank_lost(rank, error); /* none will ever come */
     if (deadline_ns != NO_DEADLINE) {
@@ -108,14 +104,11 @@ static ep_status wait_event(struct ep_rank *rank, bool lost, uint64_t deadline_n
 ep_status ep_event_next(ep_rank *rank, int32_t timeout_ms, ep_event *out)
 {
     struct ep_error *error = last_error();
-    const ep_event none = { .size = sizeof none };
     uint64_t deadline;
     ep_event event;
 
     if (!rank || !out)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "%s is NULL", rank ? "event" : "rank");
-    if (give_struct("ep_event", out, &none, sizeof none) != EP_OK) /* before one is taken that could not be given */
-        return error->status;
     deadline = deadline_after(timeout_ms);
     for (;;) {
         const bool lost = __atomic_load_n(&rank->lost, __ATOMIC_SEQ_CST) != EP_OK;

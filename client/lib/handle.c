@@ -63,7 +63,9 @@ static void fill_info(const struct ep_rank *rank, const struct pending *pending,
 
 void handle_failure(struct ep_rank *rank, ep_handle *handle, uint64_t seq, const struct ep_op_result *result)
 {
-    note_failure(handle ? &handle->failure : &rank->failure, seq, result);
+    note_failure(&rank->failure, seq, result);
+    if (handle)
+        note_failure(&handle->failure, seq, result);
 }
 
 void handle_result(struct ep_rank *rank, uint64_t seq, const struct pending *pending,
@@ -166,8 +168,6 @@ static void forget(struct ep_handle *handle)
         if (rank->pending[seq % EP_RING_SLOTS].handle == handle)
             rank->pending[seq % EP_RING_SLOTS].handle = NULL;
     rank->handles[handle->id] = NULL;
-    if (is_before(&handle->failure, &rank->failure))
-        rank->failure = handle->failure; /* the rank's to tell */
     free(handle);
 }
 

@@ -368,7 +368,7 @@ static void undo(struct ep_rank *rank)
     if (!rank)
         return;
     follow_end(rank);
-    rank_discard(rank);
+    rank_free(rank);
 }
 
 /* On failure too the rank is there, unless there is no memory; `expired`: it was its ticket that ran out. */

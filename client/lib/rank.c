@@ -72,16 +72,6 @@ void rank_finish(struct ep_rank *rank)
     rank_free(rank);
 }
 
-/* A rank whose server believed it to be still mapped would have to wait until this process ends. */
-void rank_discard(struct ep_rank *rank)
-{
-    if (rank->executor && rank->socket >= 0) {
-        rank->executor->detach(rank);
-        say_bye(rank);
-    }
-    rank_free(rank);
-}
-
 void ep_leave(ep_rank *rank)
 {
     if (!rank)
@@ -109,24 +99,6 @@ static ep_status take_failure(struct failure *failure, struct ep_error *error)
     return ep_error_set(error, status, "%s", failure->text);
 }
 
-/* The first of all handles; the others count as told with it. */
-static ep_status take_first_failure(struct ep_rank *rank, struct ep_error *error)
-{
-    struct failure first = rank->failure;
-
-    rank->failure.status = EP_OK;
-    for (uint32_t i = 0; i < EP_MAX_HANDLES; i++) {
-        struct ep_handle *handle = rank->handles[i];
-
-        if (!handle)
-            continue;
-        if (is_before(&handle->failure, &first))
-            first = handle->failure;
-        handle->failure.status = EP_OK;
-    }
-    return take_failure(&first, error);
-}
-
 ep_status ep_sync(ep_rank *rank, int32_t timeout_ms)
 {
     struct ep_error *error = last_error();
@@ -135,7 +107,7 @@ ep_status ep_sync(ep_rank *rank, int32_t timeout_ms)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "rank is NULL");
     if (rank->executor->wait(rank, NULL, deadline_after(timeout_ms), true, error) != EP_OK)
         return error->status;
-    if (take_first_failure(rank, error) != EP_OK)
+    if (take_failure(&rank->failure, error) != EP_OK)
         return error->status;
     return rank_lost(rank, error);
 }
@@ -151,8 +123,11 @@ ep_status ep_handle_wait(ep_handle *handle, int32_t timeout_ms)
 
     if (rank->executor->wait(rank, handle, deadline_after(timeout_ms), true, error) != EP_OK)
         return error->status;
-    if (take_failure(&handle->failure, error) != EP_OK)
+    if (take_failure(&handle->failure, error) != EP_OK) {
+        if (rank->failure.seq == handle->failure.seq)
+            rank->failure.status = EP_OK; /* told once */
         return error->status;
+    }
     return rank_lost(rank, error);
 }
 

@@ -65,10 +65,8 @@ ep_status take_interrupt(struct ep_rank *rank)
 {
     if (!__atomic_load_n(&rank->interrupted, __ATOMIC_RELAXED))
         return EP_OK;
-    /* First: who sets the flag from here on raises it again.  Who has set it and has not raised it yet leaves it raised
-     * without a flag, which only wait_event() looks at. */
-    lower_fd(rank->interrupt_fd);
     __atomic_store_n(&rank->interrupted, 0, __ATOMIC_SEQ_CST);
+    lower_fd(rank->interrupt_fd);
     return EP_CANCELLED;
 }
 

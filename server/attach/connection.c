@@ -386,19 +386,6 @@ static void on_misplaced(struct connection *connection, const struct ep_attach_f
     bad_frame(connection, &error);
 }
 
-static const char no_goodbye[] = "its worker's connection closed without a goodbye";
-
-static void on_lost(struct connection *connection, const char *why)
-{
-    struct claim *claim = connection->claim;
-
-    if (connection->state == CONNECTION_SILENT)
-        connection->attach->counters.silent++;
-    connection_close(connection);
-    if (claim)
-        claim_disconnected(claim, why);
-}
-
 /* fd: what came with it is REGISTER's alone. */
 static void on_frame(struct connection *connection, const struct ep_attach_frame *frame, int fd)
 {
@@ -416,12 +403,21 @@ static void on_frame(struct connection *connection, const struct ep_attach_frame
         on_unregister(connection, frame);
     else if (attached && frame->type == EP_ATTACH_BYE)
         on_bye(connection, frame);
-    else if (connection->state == CONNECTION_JOINING && frame->type == EP_ATTACH_BYE)
-        on_lost(connection, "its worker gave up before it was welcomed");
     else if (attached && frame->type == EP_ATTACH_PROMISE)
         on_promise(connection, frame);
     else
         on_misplaced(connection, frame);
+}
+
+static void on_lost(struct connection *connection)
+{
+    struct claim *claim = connection->claim;
+
+    if (connection->state == CONNECTION_SILENT)
+        connection->attach->counters.silent++;
+    connection_close(connection);
+    if (claim)
+        claim_disconnected(claim, "its worker's connection closed without a goodbye");
 }
 
 static void on_readable(struct connection *connection)
@@ -436,7 +432,7 @@ static void on_readable(struct connection *connection)
     else if (status == EP_PROTOCOL)
         bad_frame(connection, &error);
     else if (status != EP_UNAVAILABLE)
-        on_lost(connection, no_goodbye);
+        on_lost(connection);
 }
 
 /* Memory first: events are about peers whose windows the worker has. */
@@ -458,7 +454,7 @@ static void on_reset(struct connection *connection)
 {
     on_readable(connection);
     if (connection->state != CONNECTION_CLOSED)
-        on_lost(connection, no_goodbye);
+        on_lost(connection);
 }
 
 static void on_ready(uv_poll_t *poll, int status, int events)

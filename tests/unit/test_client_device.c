@@ -1078,23 +1078,6 @@ static void a_lost_server_ends_a_request(void **state)
     destroy(f);
 }
 
-/* Without it the server takes the window for mapped until the process ends. */
-static void a_join_that_fails_behind_welcome_says_bye(void **state)
-{
-    struct fixture *f = make_joined();
-    struct ep_attach_frame frame;
-    int fd;
-
-    (void)state;
-    monitor_remove(f->rank);
-    rank_discard(f->rank);
-    f->rank = NULL;
-    f->client_socket = -1; /* closed with the rank */
-    assert_int_equal(ep_attach_receive(f->server, &frame, &fd, NULL), EP_OK);
-    assert_int_equal(frame.type, EP_ATTACH_BYE);
-    destroy(f);
-}
-
 /* ---- failures ------------------------------------------------------------------------------------------------ */
 
 static void a_failure_is_told_once(void **state)
@@ -1125,34 +1108,6 @@ static void a_failure_is_told_once(void **state)
     ok(ep_dispatch(l.handle, &l.dispatch, NULL));
     refused(ep_sync(f->rank, 1000), EP_OVERFLOW, "99");
     assert_int_equal(report_of(f)->failures, 0);
-    destroy(f);
-}
-
-static void a_failure_is_told_by_its_handle_or_by_the_rank(void **state)
-{
-    struct fixture *f = make_joined();
-    struct lane a = make_lane(f, EP_LAYOUT_EXPERT_MAJOR), b = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
-    const struct ep_device_record good = cuda_fixture.outcome;
-    const struct ep_device_record late = { .status = EP_TIMEOUT, .late_rank = 2 };
-    const struct ep_device_record full = { .status = EP_OVERFLOW, .rows_needed = 99 };
-
-    (void)state;
-    cuda_fixture.outcome = late;
-    ok(ep_dispatch(a.handle, &a.dispatch, NULL));
-    cuda_fixture.outcome = full;
-    ok(ep_dispatch(b.handle, &b.dispatch, NULL));
-    refused(ep_handle_wait(a.handle, 1000), EP_TIMEOUT, "rank 2 was late");
-    refused(ep_sync(f->rank, 1000), EP_OVERFLOW, "99"); /* nobody was told of it */
-    ok(ep_sync(f->rank, 1000));
-    cuda_fixture.outcome = good;
-    ok(ep_dispatch(b.handle, &b.dispatch, NULL));
-    ok(ep_handle_wait(b.handle, 1000)); /* and nobody is told of it again */
-    cuda_fixture.outcome = full;
-    ok(ep_dispatch(b.handle, &b.dispatch, NULL));
-    ok(ep_handle_wait(a.handle, 1000));
-    ep_handle_destroy(b.handle);
-    refused(ep_sync(f->rank, 1000), EP_OVERFLOW, "99"); /* its handle is gone */
-    ok(ep_sync(f->rank, 1000));
     destroy(f);
 }
 
@@ -1707,9 +1662,7 @@ int main(void)
         SERVED(memory_that_cannot_be_handed_on_is_refused),
         SERVED(a_server_that_does_not_answer_is_not_waited_for),
         SERVED(a_lost_server_ends_a_request),
-        BOTH(a_join_that_fails_behind_welcome_says_bye),
         BOTH(a_failure_is_told_once),
-        BOTH(a_failure_is_told_by_its_handle_or_by_the_rank),
         BOTH(failures_between_looks_are_not_missed),
         BOTH(only_what_is_put_on_a_stream_to_run_counts),
         BOTH(a_new_handle_does_not_see_its_predecessors_ops),

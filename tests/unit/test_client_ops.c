@@ -13,7 +13,6 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -853,47 +852,6 @@ static void events_come_in_order(void **state)
     destroy(f);
 }
 
-static void an_event_that_cannot_be_given_is_kept(void **state)
-{
-    struct fixture *f = make();
-    ep_rank *rank = &f->member[0].rank;
-    ep_event event = { .size = sizeof event, .type = EP_EVENT_RANK_JOINED };
-
-    (void)state;
-    events_push(rank, &event);
-    event.size = 1;
-    refused(ep_event_next(rank, 0, &event), EP_INVALID_ARGUMENT, "ep_event.size is 1");
-    event.size = sizeof event;
-    ok(ep_event_next(rank, 0, &event));
-    assert_int_equal(event.type, EP_EVENT_RANK_JOINED);
-    destroy(f);
-}
-
-static uint64_t thread_ns(void)
-{
-    struct timespec now;
-
-    assert_int_equal(clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now), 0);
-    return (uint64_t)now.tv_sec * EP_NS_PER_S + (uint64_t)now.tv_nsec;
-}
-
-/* As an interrupt does that was taken between its two halves. */
-static void an_interrupt_that_was_taken_keeps_nobody_awake(void **state)
-{
-    struct fixture *f = make();
-    ep_rank *rank = &f->member[0].rank;
-    ep_event event = { .size = sizeof event };
-    const uint64_t before = thread_ns();
-
-    (void)state;
-    raise_fd(rank->interrupt_fd);
-    assert_int_equal(ep_event_next(rank, 300, &event), EP_DEADLINE_EXCEEDED);
-    assert_true(thread_ns() - before < 100 * EP_NS_PER_MS);
-    ep_rank_interrupt(rank); /* and the next one is heard */
-    refused(ep_event_next(rank, 20000, &event), EP_CANCELLED, "interrupted");
-    destroy(f);
-}
-
 static void events_beyond_the_queue_are_counted(void **state)
 {
     struct fixture *f = make();
@@ -1011,8 +969,6 @@ int main(void)
         cmocka_unit_test(a_wait_has_a_deadline),
         cmocka_unit_test(a_wait_can_be_interrupted),
         cmocka_unit_test(events_come_in_order),
-        cmocka_unit_test(an_event_that_cannot_be_given_is_kept),
-        cmocka_unit_test(an_interrupt_that_was_taken_keeps_nobody_awake),
         cmocka_unit_test(events_beyond_the_queue_are_counted),
         cmocka_unit_test(a_lost_server_ends_every_wait),
         cmocka_unit_test(a_detached_rank_says_why),
