@@ -233,7 +233,7 @@ struct ep_rank {
     uint32_t lost;        /* ep_status: why no op can run any more; lost_text is set before */
     uint32_t interrupted;
     uint32_t *waiting;    /* the word that the rank's thread sleeps on */
-    int interrupt_fd;     /* eventfd, readable while interrupted */
+    int interrupt_fd;     /* eventfd, raised after the flag; lowered by wait_event(), which sleeps on it */
     char lost_text[EP_ERROR_TEXT_MAX];
 
     pthread_mutex_t events_lock;

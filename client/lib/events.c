@@ -88,6 +88,8 @@ static ep_status wait_event(struct ep_rank *rank, bool lost, uint64_t deadline_n
     const uint64_t now = ep_clock_ns();
     int wait_ms = -1;
 
+    /* First the fd, then the flag: ep_rank_interrupt() raises it when the flag may have been taken already. */
+    lower_fd(rank->interrupt_fd);
     if (take_interrupt(rank) == EP_CANCELLED)
         return ep_error_set(error, EP_CANCELLED, "the wait was interrupted");
     if (lost)

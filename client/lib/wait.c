@@ -66,7 +66,6 @@ ep_status take_interrupt(struct ep_rank *rank)
     if (!__atomic_load_n(&rank->interrupted, __ATOMIC_RELAXED))
         return EP_OK;
     __atomic_store_n(&rank->interrupted, 0, __ATOMIC_SEQ_CST);
-    lower_fd(rank->interrupt_fd);
     return EP_CANCELLED;
 }
 

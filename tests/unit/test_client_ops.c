@@ -3,6 +3,7 @@
  * Client and engine share one mapping here, so ThreadSanitizer sees both halves of the ring.
  */
 #include <math.h>
+#include <poll.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -817,6 +818,23 @@ static void a_wait_can_be_interrupted(void **state)
     destroy(f);
 }
 
+/* The flag is seen, and the wait over, before the interrupter comes to raise the fd. */
+static void an_interrupt_that_was_taken_leaves_no_wait_busy(void **state)
+{
+    struct fixture *f = make();
+    ep_rank *rank = &f->member[0].rank;
+    struct pollfd fd = { .fd = rank->interrupt_fd, .events = POLLIN };
+    ep_event event = { .size = sizeof event };
+
+    (void)state;
+    __atomic_store_n(&rank->interrupted, 1, __ATOMIC_SEQ_CST);
+    refused(ep_event_next(rank, 20000, &event), EP_CANCELLED, "interrupted");
+    raise_fd(rank->interrupt_fd);
+    refused(ep_event_next(rank, 1, &event), EP_DEADLINE_EXCEEDED, "no event");
+    assert_int_equal(poll(&fd, 1, 0), 0); /* else the next one would not sleep */
+    destroy(f);
+}
+
 /* ---- what the server says --------------------------------------------------------------------------- */
 
 static void send_event(struct member *m, enum ep_attach_event type, uint32_t rank, uint64_t value,
@@ -968,6 +986,7 @@ int main(void)
         cmocka_unit_test(a_failure_is_told_once),
         cmocka_unit_test(a_wait_has_a_deadline),
         cmocka_unit_test(a_wait_can_be_interrupted),
+        cmocka_unit_test(an_interrupt_that_was_taken_leaves_no_wait_busy),
         cmocka_unit_test(events_come_in_order),
         cmocka_unit_test(events_beyond_the_queue_are_counted),
         cmocka_unit_test(a_lost_server_ends_every_wait),
