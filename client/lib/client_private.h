@@ -48,6 +48,8 @@
 /* Where this thread's calls put their sentence. */
 struct ep_error *last_error(void);
 
+/* Is it there, with its size? */
+ep_status check_struct(const char *type, const void *given);
 /*
  * Copies a versioned struct of the caller: what it does not have is 0; what we do not know must
  * be 0.  `size` is its first field.

@@ -22,23 +22,23 @@ static size_t size_of(const void *versioned)
     return size;
 }
 
-static ep_status check_size(const char *type, size_t size)
+ep_status check_struct(const char *type, const void *given)
 {
-    if (size < sizeof size)
-        return ep_error_set(&last, EP_INVALID_ARGUMENT, "%s.size is %zu: set it to sizeof(%s)", type, size,
+    if (!given)
+        return ep_error_set(&last, EP_INVALID_ARGUMENT, "%s is NULL", type);
+    if (size_of(given) < sizeof(size_t))
+        return ep_error_set(&last, EP_INVALID_ARGUMENT, "%s.size is %zu: set it to sizeof(%s)", type, size_of(given),
                             type);
     return EP_OK;
 }
 
 ep_status take_struct(const char *type, const void *given, void *copy, size_t copy_size)
 {
-    if (!given)
-        return ep_error_set(&last, EP_INVALID_ARGUMENT, "%s is NULL", type);
+    if (check_struct(type, given) != EP_OK)
+        return EP_INVALID_ARGUMENT;
 
     const size_t size = size_of(given);
 
-    if (check_size(type, size) != EP_OK)
-        return EP_INVALID_ARGUMENT;
     for (size_t i = copy_size; i < size; i++)
         if (((const uint8_t *)given)[i] != 0)
             return ep_error_set(&last, EP_INVALID_ARGUMENT,
@@ -52,13 +52,11 @@ ep_status take_struct(const char *type, const void *given, void *copy, size_t co
 
 ep_status give_struct(const char *type, void *given, const void *full, size_t full_size)
 {
-    if (!given)
-        return ep_error_set(&last, EP_INVALID_ARGUMENT, "%s is NULL", type);
+    if (check_struct(type, given) != EP_OK)
+        return EP_INVALID_ARGUMENT;
 
     const size_t size = size_of(given);
 
-    if (check_size(type, size) != EP_OK)
-        return EP_INVALID_ARGUMENT;
     memcpy(given, full, size < full_size ? size : full_size);
     memcpy(given, &size, sizeof size);
     return EP_OK;

@@ -109,8 +109,10 @@ ep_status ep_event_next(ep_rank *rank, int32_t timeout_ms, ep_event *out)
     uint64_t deadline;
     ep_event event;
 
-    if (!rank || !out)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "%s is NULL", rank ? "event" : "rank");
+    if (!rank)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "rank is NULL");
+    if (check_struct("ep_event", out) != EP_OK) /* before an event is taken for it */
+        return error->status;
     deadline = deadline_after(timeout_ms);
     for (;;) {
         const bool lost = __atomic_load_n(&rank->lost, __ATOMIC_SEQ_CST) != EP_OK;

@@ -870,6 +870,25 @@ static void events_come_in_order(void **state)
     destroy(f);
 }
 
+static void an_event_that_cannot_be_given_stays(void **state)
+{
+    struct fixture *f = make();
+    ep_rank *rank = &f->member[0].rank;
+    const ep_event lost = { .type = EP_EVENT_RANK_LOST, .rank = 1 };
+    ep_event event = { .size = 4 };
+
+    (void)state;
+    events_push(rank, &lost);
+    refused(ep_event_next(rank, 0, &event), EP_INVALID_ARGUMENT, "ep_event.size is 4");
+    refused(ep_event_next(rank, 0, NULL), EP_INVALID_ARGUMENT, "event is NULL");
+    refused(ep_event_next(NULL, 0, &event), EP_INVALID_ARGUMENT, "rank is NULL");
+    event.size = sizeof event;
+    ok(ep_event_next(rank, 0, &event));
+    assert_int_equal(event.type, EP_EVENT_RANK_LOST);
+    assert_int_equal(event.rank, 1);
+    destroy(f);
+}
+
 static void events_beyond_the_queue_are_counted(void **state)
 {
     struct fixture *f = make();
@@ -988,6 +1007,7 @@ int main(void)
         cmocka_unit_test(a_wait_can_be_interrupted),
         cmocka_unit_test(an_interrupt_that_was_taken_leaves_no_wait_busy),
         cmocka_unit_test(events_come_in_order),
+        cmocka_unit_test(an_event_that_cannot_be_given_stays),
         cmocka_unit_test(events_beyond_the_queue_are_counted),
         cmocka_unit_test(a_lost_server_ends_every_wait),
         cmocka_unit_test(a_detached_rank_says_why),
