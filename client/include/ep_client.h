@@ -422,11 +422,12 @@ EP_API ep_status ep_complete(ep_handle *handle, ep_stream stream);
 
 /*
  * Waits until every op of the rank is over (cuda: the streams that ops were given since the last
- * ep_sync()).  Returns the first failure since the last call, and its
- * message; EP_DEADLINE_EXCEEDED when timeout_ms (< 0: none beyond the group's own bounds) is over
- * first; EP_SERVER_LOST when the server is gone; EP_DETACHED when it has taken the rank away;
- * EP_CANCELLED after ep_rank_interrupt(), with the ops going on.  A failure is told once, by whichever
- * of ep_sync() and ep_handle_wait() comes first; the loss of the server or the rank by every call.
+ * ep_sync()).  Returns the first failure since the last call that ep_handle_wait() has not told, and its
+ * message (what failed after it counts as told too, and ep_op_info has it); EP_DEADLINE_EXCEEDED when timeout_ms
+ * (< 0: none beyond the group's own bounds) is over first; EP_SERVER_LOST when the server is gone; EP_DETACHED when it
+ * has taken the rank away; EP_CANCELLED after ep_rank_interrupt(), with the ops going on.  A failure is told once, by
+ * whichever of ep_sync() and ep_handle_wait() comes first, and that of a handle that is gone by ep_sync(); the loss of
+ * the server or the rank by every call.
  *
  * When the server or the rank is lost, ops on cuda end at once, without their peers (direct) or without having
  * been executed (server), in graphs that are launched later too: no stream waits for ever, and what is in their

@@ -9,9 +9,9 @@
  *   events.c   the queue of a rank's events
  *   arena.c    ep_alloc
  *   region.c   ep_register
- *   handle.c   handles and what is known of their ops
+ *   handle.c   handles and what is known of their ops; failures, which are told once
  *   op.c       dispatch, combine, complete: arguments to descriptors
- *   rank.c     a rank's beginning and end; waiting for its ops, their failures
+ *   rank.c     a rank's beginning and end; waiting for its ops
  *   advance.c  ep_advance: a rank that follows its group, and the thread that attaches to the next epoch
  *   wait.c     how long a wait is and what ends it: an interrupt, the loss of the rank
  *   copy.c     ep_write, ep_read
@@ -146,10 +146,12 @@ struct ep_client {
     struct following following;
 };
 
-/* The first failure that nobody has been told of. */
+/* The first failure that nobody has been told of.  Each is noted in one place: with its handle, or with the rank when
+ * that is gone. */
 struct failure {
     uint64_t seq; /* of the op */
     ep_status status;
+    uint64_t told; /* those of ops below this one are told */
     char text[EP_ERROR_TEXT_MAX];
 };
 
@@ -221,7 +223,7 @@ struct ep_rank {
 
     ep_handle *handles[EP_MAX_HANDLES];
     uint32_t generations; /* given so far: no two handles of the rank have the same */
-    struct failure failure;
+    struct failure failure; /* of handles that are gone */
 
     /* ring: ops are counted; op n is in slot n mod EP_RING_SLOTS */
     struct ep_control *control; /* the window's start */
@@ -445,6 +447,10 @@ void request_answered(struct ep_rank *rank, const struct ep_attach_frame *frame)
 
 /* Op `seq` of the rank failed; handle: its own, NULL when that is gone. */
 void handle_failure(struct ep_rank *rank, ep_handle *handle, uint64_t seq, const struct ep_op_result *result);
+/* Told from here on.  EP_OK: there is none. */
+ep_status tell_failure(struct failure *failure, struct ep_error *error);
+/* The first one of all the rank's ops; those after it count as told with it. */
+ep_status tell_first_failure(struct ep_rank *rank, struct ep_error *error);
 
 /* Op `seq` of the rank ended so; pending says whose it was. */
 void handle_result(struct ep_rank *rank, uint64_t seq, const struct pending *pending,

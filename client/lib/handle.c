@@ -3,18 +3,63 @@
 
 #include "client_private.h"
 
-/* ---- results --------------------------------------------------------------------- */
+/* ---- failures -------------------------------------------------------------------- */
 
-static void note_failure(struct failure *failure, uint64_t seq, const struct ep_op_result *result)
+/* A GPU tells of one in two places, and they are not looked at at once: it may have been told already. */
+void handle_failure(struct ep_rank *rank, ep_handle *handle, uint64_t seq, const struct ep_op_result *result)
 {
+    struct failure *failure = handle ? &handle->failure : &rank->failure;
     const char *text = result->text[0] ? result->text : ep_status_text((ep_status)result->status);
 
-    if (failure->status != EP_OK)
+    if (failure->status != EP_OK || seq < failure->told)
         return; /* the first one counts */
     failure->seq = seq;
     failure->status = (ep_status)result->status;
     copy_text(failure->text, sizeof failure->text, text);
 }
+
+static bool is_earlier(const struct failure *a, const struct failure *b)
+{
+    return a->status != EP_OK && (b->status == EP_OK || a->seq < b->seq);
+}
+
+static void set_told(struct failure *failure)
+{
+    if (failure->status == EP_OK)
+        return;
+    failure->status = EP_OK;
+    failure->told = failure->seq + 1;
+}
+
+ep_status tell_failure(struct failure *failure, struct ep_error *error)
+{
+    ep_status status = failure->status;
+
+    if (status == EP_OK)
+        return EP_OK;
+    set_told(failure);
+    return ep_error_set(error, status, "%s", failure->text);
+}
+
+ep_status tell_first_failure(struct ep_rank *rank, struct ep_error *error)
+{
+    struct failure *first = &rank->failure;
+    ep_status status;
+
+    for (uint32_t i = 0; i < EP_MAX_HANDLES; i++)
+        if (rank->handles[i] && is_earlier(&rank->handles[i]->failure, first))
+            first = &rank->handles[i]->failure;
+    status = tell_failure(first, error);
+    if (status == EP_OK)
+        return EP_OK;
+    set_told(&rank->failure);
+    for (uint32_t i = 0; i < EP_MAX_HANDLES; i++)
+        if (rank->handles[i])
+            set_told(&rank->handles[i]->failure);
+    return status;
+}
+
+/* ---- results --------------------------------------------------------------------- */
 
 /* The sending half has counted what was sent, the other one what came. */
 static void add_half(const struct ep_op_result *half, ep_op_info *info)
@@ -59,13 +104,6 @@ static void fill_info(const struct ep_rank *rank, const struct pending *pending,
         info->scales_row_stride = rank->shape.map.scales_bytes;
     }
     memcpy(info->arrived, result->arrived, sizeof info->arrived);
-}
-
-void handle_failure(struct ep_rank *rank, ep_handle *handle, uint64_t seq, const struct ep_op_result *result)
-{
-    note_failure(&rank->failure, seq, result);
-    if (handle)
-        note_failure(&handle->failure, seq, result);
 }
 
 void handle_result(struct ep_rank *rank, uint64_t seq, const struct pending *pending,
@@ -167,6 +205,8 @@ static void forget(struct ep_handle *handle)
     for (uint64_t seq = rank->tail; seq != rank->head; seq++)
         if (rank->pending[seq % EP_RING_SLOTS].handle == handle)
             rank->pending[seq % EP_RING_SLOTS].handle = NULL;
+    if (is_earlier(&handle->failure, &rank->failure))
+        rank->failure = handle->failure;
     rank->handles[handle->id] = NULL;
     free(handle);
 }

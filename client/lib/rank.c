@@ -1,4 +1,4 @@
-/* What holds for a rank whoever runs its ops: its beginning and end, waiting for it, failures that are told once. */
+/* What holds for a rank whoever runs its ops: its beginning and end, waiting for it. */
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -89,16 +89,6 @@ void ep_leave(ep_rank *rank)
 
 /* ---- the calls ------------------------------------------------------------------- */
 
-static ep_status take_failure(struct failure *failure, struct ep_error *error)
-{
-    ep_status status = failure->status;
-
-    if (status == EP_OK)
-        return EP_OK;
-    failure->status = EP_OK;
-    return ep_error_set(error, status, "%s", failure->text);
-}
-
 ep_status ep_sync(ep_rank *rank, int32_t timeout_ms)
 {
     struct ep_error *error = last_error();
@@ -107,7 +97,7 @@ ep_status ep_sync(ep_rank *rank, int32_t timeout_ms)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "rank is NULL");
     if (rank->executor->wait(rank, NULL, deadline_after(timeout_ms), true, error) != EP_OK)
         return error->status;
-    if (take_failure(&rank->failure, error) != EP_OK)
+    if (tell_first_failure(rank, error) != EP_OK)
         return error->status;
     return rank_lost(rank, error);
 }
@@ -123,11 +113,8 @@ ep_status ep_handle_wait(ep_handle *handle, int32_t timeout_ms)
 
     if (rank->executor->wait(rank, handle, deadline_after(timeout_ms), true, error) != EP_OK)
         return error->status;
-    if (take_failure(&handle->failure, error) != EP_OK) {
-        if (rank->failure.seq == handle->failure.seq)
-            rank->failure.status = EP_OK; /* told once */
+    if (tell_failure(&handle->failure, error) != EP_OK)
         return error->status;
-    }
     return rank_lost(rank, error);
 }
 

@@ -1107,7 +1107,46 @@ static void a_failure_is_told_once(void **state)
     cuda_fixture.outcome = (struct ep_device_record){ .status = EP_OVERFLOW, .rows_needed = 99 };
     ok(ep_dispatch(l.handle, &l.dispatch, NULL));
     refused(ep_sync(f->rank, 1000), EP_OVERFLOW, "99");
+    ok(ep_handle_wait(l.handle, 1000));
     assert_int_equal(report_of(f)->failures, 0);
+    destroy(f);
+}
+
+/* The report's first failure is read after its records, and an op of another stream may have ended in between. */
+static void a_failure_that_is_seen_before_its_record_is_told_once(void **state)
+{
+    struct fixture *f = make_joined();
+    struct lane l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
+
+    (void)state;
+    cuda_fixture.outcome = (struct ep_device_record){ .status = EP_TIMEOUT };
+    ok(ep_dispatch(l.handle, &l.dispatch, NULL));
+    refused(ep_sync(f->rank, 1000), EP_TIMEOUT, "late");
+    l.handle->device.seen[EP_DEVICE_DISPATCH] = 0;
+    ok(ep_handle_wait(l.handle, 1000));
+    l.handle->device.seen[EP_DEVICE_DISPATCH] = 0;
+    ok(ep_sync(f->rank, 1000));
+    destroy(f);
+}
+
+static void a_failure_of_another_handle_waits_for_its_own(void **state)
+{
+    struct fixture *f = make_joined();
+    struct lane l[2] = { make_lane(f, EP_LAYOUT_EXPERT_MAJOR), make_lane(f, EP_LAYOUT_EXPERT_MAJOR) };
+
+    (void)state;
+    for (int times = 0; times < 2; times++) {
+        cuda_fixture.outcome = (struct ep_device_record){ .status = EP_TIMEOUT };
+        ok(ep_dispatch(l[0].handle, &l[0].dispatch, NULL));
+        ok(ep_dispatch(l[1].handle, &l[1].dispatch, NULL));
+        refused(ep_handle_wait(l[1].handle, 1000), EP_TIMEOUT, "late"); /* finds that of both */
+        if (times == 0)
+            refused(ep_handle_wait(l[0].handle, 1000), EP_TIMEOUT, "late");
+        else
+            refused(ep_sync(f->rank, 1000), EP_TIMEOUT, "late");
+        ok(ep_handle_wait(l[0].handle, 1000));
+        ok(ep_sync(f->rank, 1000));
+    }
     destroy(f);
 }
 
@@ -1663,6 +1702,8 @@ int main(void)
         SERVED(a_server_that_does_not_answer_is_not_waited_for),
         SERVED(a_lost_server_ends_a_request),
         BOTH(a_failure_is_told_once),
+        BOTH(a_failure_that_is_seen_before_its_record_is_told_once),
+        BOTH(a_failure_of_another_handle_waits_for_its_own),
         BOTH(failures_between_looks_are_not_missed),
         BOTH(only_what_is_put_on_a_stream_to_run_counts),
         BOTH(a_new_handle_does_not_see_its_predecessors_ops),

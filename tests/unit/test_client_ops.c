@@ -733,26 +733,124 @@ static void bad_copies_are_named(void **state)
 
 /* ---- failures -------------------------------------------------------------------------------------- */
 
+/* A combine of what the server knows no dispatch of. */
+static void combine_nothing(struct lane *l, ep_handle *handle)
+{
+    const ep_combine_args c = combine_args(l);
+
+    handle->routed = true;
+    handle->op = (struct ep_op){ .mode = EP_MODE_LL, .layout = EP_LAYOUT_EXPERT_MAJOR, .tokens = LL_TOKENS, .top_k = K };
+    ok(ep_combine(handle, &c, NULL));
+}
+
+/* All that was begun has ended, and nobody has been told how. */
+static void let_ops_end(struct lane *l)
+{
+    float mine;
+
+    ok(ep_read(l->rank, &mine, l->x, sizeof mine, NULL));
+}
+
 static void a_failure_is_told_once(void **state)
 {
     struct fixture *f = make();
     struct lane l = make_lane(f, 0);
 
     (void)state;
-    l.handle->routed = true; /* the server knows of no dispatch */
-    l.handle->op = (struct ep_op){ .mode = EP_MODE_LL, .layout = EP_LAYOUT_EXPERT_MAJOR, .tokens = LL_TOKENS,
-                                   .top_k = K };
-    const ep_combine_args c = combine_args(&l);
-    ok(ep_combine(l.handle, &c, NULL));
+    combine_nothing(&l, l.handle);
     refused(ep_handle_wait(l.handle, 20000), EP_STALE_HANDLE, "handle");
     ok(ep_handle_wait(l.handle, 0));
     ok(ep_sync(l.rank, 0));
-    ok(ep_combine(l.handle, &c, NULL));
+    combine_nothing(&l, l.handle);
     refused(ep_sync(l.rank, 20000), EP_STALE_HANDLE, "handle");
     ok(ep_sync(l.rank, 0));
+    ok(ep_handle_wait(l.handle, 0));
     ep_op_info info = { .size = sizeof info };
     ok(ep_combine_info(l.handle, &info));
     assert_int_equal(info.status, EP_STALE_HANDLE);
+    destroy(f);
+}
+
+static void a_failure_that_was_told_is_not_of_the_next_op(void **state)
+{
+    struct fixture *f = make();
+    struct lane l[RANKS] = { make_lane(f, 0), make_lane(f, 1) };
+
+    (void)state;
+    combine_nothing(&l[0], l[0].handle);
+    refused(ep_sync(l[0].rank, 20000), EP_STALE_HANDLE, "handle");
+    for (int r = 0; r < RANKS; r++) {
+        const ep_dispatch_args d = dispatch_args(&l[r], EP_MODE_LL, EP_LAYOUT_EXPERT_MAJOR);
+
+        ok(ep_dispatch(l[r].handle, &d, NULL));
+    }
+    for (int r = 0; r < RANKS; r++)
+        ok(ep_handle_wait(l[r].handle, 20000));
+    destroy(f);
+}
+
+static void ep_sync_tells_what_no_other_wait_has_told(void **state)
+{
+    struct fixture *f = make();
+    struct lane l = make_lane(f, 0);
+    ep_handle *other;
+
+    (void)state;
+    ok(ep_handle_create(l.rank, &other));
+    combine_nothing(&l, l.handle);
+    combine_nothing(&l, other);
+    let_ops_end(&l);
+    refused(ep_handle_wait(l.handle, 0), EP_STALE_HANDLE, "handle 0 ");
+    refused(ep_sync(l.rank, 0), EP_STALE_HANDLE, "handle 1 ");
+    ok(ep_handle_wait(other, 0));
+    ok(ep_sync(l.rank, 0));
+    destroy(f);
+}
+
+/* It is about all that was begun, as one: what follows the first one is in ep_op_info. */
+static void ep_sync_tells_the_first_failure_of_several(void **state)
+{
+    struct fixture *f = make();
+    struct lane l = make_lane(f, 0);
+    ep_op_info info = { .size = sizeof info };
+    ep_handle *other;
+
+    (void)state;
+    ok(ep_handle_create(l.rank, &other));
+    combine_nothing(&l, other);
+    combine_nothing(&l, l.handle);
+    let_ops_end(&l);
+    refused(ep_sync(l.rank, 0), EP_STALE_HANDLE, "handle 1 ");
+    ok(ep_sync(l.rank, 0));
+    ok(ep_handle_wait(l.handle, 0));
+    ok(ep_combine_info(l.handle, &info));
+    assert_int_equal(info.status, EP_STALE_HANDLE);
+    destroy(f);
+}
+
+static void a_failure_outlives_its_handle(void **state)
+{
+    struct fixture *f = make();
+    struct lane l = make_lane(f, 0);
+
+    (void)state;
+    combine_nothing(&l, l.handle);
+    let_ops_end(&l);
+    ep_handle_destroy(l.handle);
+    refused(ep_sync(l.rank, 0), EP_STALE_HANDLE, "handle");
+    ok(ep_sync(l.rank, 0));
+
+    ok(ep_handle_create(l.rank, &l.handle));
+    combine_nothing(&l, l.handle);
+    ep_handle_destroy(l.handle); /* before it has ended, perhaps */
+    refused(ep_sync(l.rank, 20000), EP_STALE_HANDLE, "handle");
+    ok(ep_sync(l.rank, 0));
+
+    ok(ep_handle_create(l.rank, &l.handle));
+    combine_nothing(&l, l.handle);
+    refused(ep_handle_wait(l.handle, 20000), EP_STALE_HANDLE, "handle");
+    ep_handle_destroy(l.handle);
+    ok(ep_sync(l.rank, 0));
     destroy(f);
 }
 
@@ -1003,6 +1101,10 @@ int main(void)
         cmocka_unit_test(copies_come_after_the_ops_before_them),
         cmocka_unit_test(bad_copies_are_named),
         cmocka_unit_test(a_failure_is_told_once),
+        cmocka_unit_test(a_failure_that_was_told_is_not_of_the_next_op),
+        cmocka_unit_test(ep_sync_tells_what_no_other_wait_has_told),
+        cmocka_unit_test(ep_sync_tells_the_first_failure_of_several),
+        cmocka_unit_test(a_failure_outlives_its_handle),
         cmocka_unit_test(a_wait_has_a_deadline),
         cmocka_unit_test(a_wait_can_be_interrupted),
         cmocka_unit_test(an_interrupt_that_was_taken_leaves_no_wait_busy),
