@@ -303,7 +303,7 @@ void events_push(struct ep_rank *rank, const ep_event *event);
 struct ep_rank *rank_new(struct ep_client *client);
 /* Frees what is there; works on a half-made rank too. */
 void rank_free(struct ep_rank *rank);
-/* The end of one that has left: nothing of it runs, and its program has forgotten it.  Tells the server. */
+/* The end of one that has a connection: nothing of it runs, and its program does not have it.  Tells the server. */
 void rank_finish(struct ep_rank *rank);
 
 /* ---- advance.c ------------------------------------------------------------------ */

@@ -363,12 +363,16 @@ static ep_status set_up(struct ep_rank *rank, const Ep__V1__ClaimReply *reply, c
     return monitor_add(rank, error);
 }
 
+/* Once HELLO has gone out the rank may be taken in, and without BYE its memory would wait for the end of this process. */
 static void undo(struct ep_rank *rank)
 {
     if (!rank)
         return;
     follow_end(rank);
-    rank_free(rank);
+    if (rank->socket >= 0)
+        rank_finish(rank);
+    else
+        rank_free(rank);
 }
 
 /* On failure too the rank is there, unless there is no memory; `expired`: it was its ticket that ran out. */

@@ -6,7 +6,8 @@
  * descriptor in SCM_RIGHTS, or REFUSED, and closes.  From then on the connection is the
  * attachment: when it closes the rank is released.  A worker that runs its own ops (executor direct)
  * gets more memory right after WELCOME, a descriptor in each MEMORY frame.  BYE says that the worker has unmapped the
- * window, so the memory can be reused at once; without it the server waits for the process to go.
+ * window, so the memory can be reused at once; without it the server waits for the process to go.  It may follow HELLO
+ * at any time: a worker that cannot make use of what it is given, or does not wait for it any more, says it too.
  *
  * A worker whose ops the server runs on a GPU (executor server) may have it map GPU memory of the worker's own, for
  * these ops: REGISTER with a descriptor, UNREGISTER.  Each of them has one ANSWER, with the same count, in its own time

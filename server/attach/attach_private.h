@@ -11,7 +11,7 @@
  *
  *   RESERVED  -- hello with the ticket --> ATTACHED    the rank takes part
  *   RESERVED  -- ticket expires -------> (freed)
- *   ATTACHED  -- BYE ------------------> (freed)       memory reusable
+ *   ATTACHED  -- BYE ------------------> (freed)       memory reusable; also before it is taken in
  *   ATTACHED  -- process gone ---------> (freed)       the same
  *   ATTACHED  -- connection ends ------> LEAVING       the rank is absent, its process may live
  *   ATTACHED  -- group is gone --------> LEAVING       the same, connection kept for its BYE
@@ -159,7 +159,7 @@ struct claim *claim_find(struct ep_attach *attach, const uint8_t *ticket, pid_t 
 void claim_attach(struct claim *claim, struct connection *connection);
 /* From now on it hears events, and what it must not miss of those before. */
 void claim_welcomed(struct claim *claim, struct connection *connection);
-/* The worker said BYE: its mapping is gone.  turned_to: the epoch to which it has gone over; 0: it just leaves. */
+/* The worker said BYE: it has nothing mapped.  turned_to: the epoch to which it has gone over; 0: it just leaves. */
 void claim_bye(struct claim *claim, uint64_t turned_to);
 /* The connection ended without BYE. */
 void claim_disconnected(struct claim *claim, const char *why);

@@ -154,8 +154,9 @@ void claim_bye(struct claim *claim, uint64_t turned_to)
         writer_gone(claim);
         return;
     }
-    if (turned_to)
+    if (turned_to && claim->state == CLAIM_ATTACHED)
         ep_membership_turned(claim->membership, turned_to);
+    claim->joining = NULL;
     release(claim, "its worker left", false);
     free_claim(claim);
 }

@@ -247,15 +247,21 @@ static ep_status send_memories(struct connection *connection, struct ep_error *e
     return status == EP_UNAVAILABLE ? EP_OK : status;
 }
 
-/* Without all of it the worker can do nothing. */
+static void on_reset(struct connection *connection);
+
+/* Without all of it the worker can do nothing.  One that has closed its end may have said BYE before that. */
 static void give_up(struct connection *connection, const struct ep_error *error)
 {
     struct claim *claim = connection->claim;
 
     EP_INFO("attach", "a worker cannot be given its memory", EP_I("pid", connection->pid),
             EP_S("why", error->text));
+    if (error->status == EP_SERVER_LOST) {
+        on_reset(connection);
+        return;
+    }
     connection_close(connection);
-    claim_disconnected(claim, "its worker went away while attaching");
+    claim_disconnected(claim, "its worker could not be given its memory");
 }
 
 /* ---- requests: REGISTER and UNREGISTER --------------------------------------------- */
@@ -390,6 +396,7 @@ static void on_misplaced(struct connection *connection, const struct ep_attach_f
 static void on_frame(struct connection *connection, const struct ep_attach_frame *frame, int fd)
 {
     const bool attached = connection->state == CONNECTION_ATTACHED;
+    const bool greeted = attached || connection->state == CONNECTION_JOINING;
 
     if (attached && frame->type == EP_ATTACH_REGISTER) {
         on_register(connection, frame, fd);
@@ -401,7 +408,7 @@ static void on_frame(struct connection *connection, const struct ep_attach_frame
         on_hello(connection, frame);
     else if (attached && frame->type == EP_ATTACH_UNREGISTER)
         on_unregister(connection, frame);
-    else if (attached && frame->type == EP_ATTACH_BYE)
+    else if (greeted && frame->type == EP_ATTACH_BYE)
         on_bye(connection, frame);
     else if (attached && frame->type == EP_ATTACH_PROMISE)
         on_promise(connection, frame);
@@ -447,7 +454,7 @@ static void flush(struct connection *connection)
 }
 
 /*
- * The worker closed with events of ours unread: the socket is in error, and what it said before, BYE
+ * The worker closed with something of ours unread: the socket is in error, and what it said before, BYE
  * as a rule, is still there to be read.
  */
 static void on_reset(struct connection *connection)

@@ -284,6 +284,15 @@ class AttachTest(harness.TestCase):
         self.wait_state(1, "EXPECTED")  # it was the only one
         Worker(self.server.socket, "moe", 1).leave()
 
+    def test_a_worker_that_gives_up_attaching_leaves_its_rank_free(self):
+        """Its process goes on, and it has not even looked at what it was given."""
+        self.serve()
+        ticket, _, side = self.claim(1)
+        with harness.connect_unix(side, socket.SOCK_SEQPACKET) as connection:
+            connection.send(worker.pack(worker.HELLO, ticket))
+            connection.send(worker.pack(worker.BYE))
+        harness.wait_until(lambda: self.take("moe", 1), "the rank taken again").leave()
+
     def test_claims_that_wait_for_a_rank_are_so_many_at_most(self):
         self.serve("--max-watches=2")
         script = ("import sys\n"

@@ -329,6 +329,80 @@ static void a_worker_that_goes_in_the_middle_is_absent_at_once(void **state)
     assert_int_equal(s->attach->claims->state, CLAIM_LEAVING);
 }
 
+/* Nothing waits for the end of the worker's process. */
+static void expect_left(struct service *s, uint32_t rank)
+{
+    RUN_UNTIL(s->f, s->attach->n_connections == 0);
+    assert_null(s->attach->claims);
+    assert_int_not_equal(rank_state(s->f, "moe", rank), EP__V1__RANK_STATE__RANK_STATE_QUARANTINED);
+}
+
+/* What it was given was of no use to it. */
+static void a_worker_that_says_bye_in_the_middle_has_left(void **state)
+{
+    struct service *s = *state;
+    Ep__V1__ClaimReply claim = claim_of(s, 7);
+    int fd = connect_to(s), descriptor;
+    struct ep_attach_frame frame;
+
+    shrink(s);
+    say(fd, EP_ATTACH_HELLO, &claim);
+    (void)hear(s, fd, &descriptor);
+    do
+        close(descriptor);
+    while (ep_attach_receive(fd, &frame, &descriptor, NULL) == EP_OK);
+    assert_true(s->attach->newest->memory < s->attach->newest->memories);
+    say(fd, EP_ATTACH_BYE, NULL);
+    close(fd);
+    expect_left(s, 7);
+}
+
+/* Or it has waited long enough: the server finds all that it said at once. */
+static void a_worker_that_does_not_wait_for_its_welcome_has_left(void **state)
+{
+    struct service *s = *state;
+    Ep__V1__ClaimReply claim = claim_of(s, 7);
+    int fd = connect_to(s);
+
+    say(fd, EP_ATTACH_HELLO, &claim);
+    say(fd, EP_ATTACH_BYE, NULL);
+    close(fd);
+    expect_left(s, 7);
+}
+
+void __real_ep_membership_attach(struct ep_membership *member, const struct ep_worker *worker,
+                                 ep_membership_attached_fn done);
+void __wrap_ep_membership_attach(struct ep_membership *member, const struct ep_worker *worker,
+                                 ep_membership_attached_fn done);
+
+static bool hold_back; /* nobody is taken in */
+
+void __wrap_ep_membership_attach(struct ep_membership *member, const struct ep_worker *worker,
+                                 ep_membership_attached_fn done)
+{
+    if (!hold_back)
+        __real_ep_membership_attach(member, worker, done);
+}
+
+static void a_worker_may_say_bye_while_it_is_taken_in(void **state)
+{
+    struct service *s = *state;
+    Ep__V1__ClaimReply claim = claim_of(s, 7);
+    int fd = connect_to(s);
+    struct ep_attach_frame bye;
+
+    hold_back = true;
+    say(fd, EP_ATTACH_HELLO, &claim);
+    RUN_UNTIL(s->f, s->attach->claims->state == CLAIM_JOINING);
+    hold_back = false;
+    ep_attach_frame_init(&bye, EP_ATTACH_BYE);
+    bye.epoch = 9; /* to which it cannot have gone over */
+    assert_int_equal(ep_attach_send(fd, &bye, -1, NULL), EP_OK);
+    expect_left(s, 7);
+    assert_int_equal(s->attach->counters.bad_frames, 0);
+    close(fd);
+}
+
 static void memory_that_cannot_be_exported_ends_the_attachment(void **state)
 {
     struct service *s = *state;
@@ -606,6 +680,9 @@ int main(void)
         TEST(what_the_socket_has_no_room_for_follows),
         TEST(no_descriptor_stays_with_the_server),
         TEST(a_worker_that_goes_in_the_middle_is_absent_at_once),
+        TEST(a_worker_that_says_bye_in_the_middle_has_left),
+        TEST(a_worker_that_does_not_wait_for_its_welcome_has_left),
+        TEST(a_worker_may_say_bye_while_it_is_taken_in),
         TEST(memory_that_cannot_be_exported_ends_the_attachment),
         TEST(a_request_is_answered_when_it_is_done),
         TEST(requests_that_make_no_sense_are_answered_too),
