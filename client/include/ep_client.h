@@ -135,8 +135,8 @@ typedef struct ep_client_options {
 } ep_client_options;
 
 /*
- * address: "unix:PATH"; NULL: $EP_SERVER, else the socket of the user's own server when it is there
- * ($XDG_RUNTIME_DIR/ep-server/ep.sock), else unix:/run/ep-server/ep.sock.  options may be NULL.
+ * address: "unix:PATH", with a path of 107 bytes at most; NULL: $EP_SERVER, else the socket of the user's own server
+ * when it is there ($XDG_RUNTIME_DIR/ep-server/ep.sock), else unix:/run/ep-server/ep.sock.  options may be NULL.
  * EP_UNAVAILABLE when no server answers there; EP_FAILED_PRECONDITION when it is of another release,
  * whose windows this library does not know.
  */

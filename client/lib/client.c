@@ -2,7 +2,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
+#include <sys/un.h>
 
 #include "client_private.h"
 #include "ep_address.h"
@@ -11,6 +11,7 @@
 
 #define DEFAULT_TIMEOUT_MS 5000
 #define UNIX_PREFIX "unix:"
+#define SOCKET_PATH_BYTES (sizeof((struct sockaddr_un *)NULL)->sun_path) /* the end of the string included */
 
 const char *ep_version(void)
 {
@@ -36,6 +37,9 @@ static ep_status set_path(struct ep_client *client, const char *address, struct 
         return ep_error_set(error, EP_INVALID_ARGUMENT,
                             "address is \"%s\": must be unix:PATH, workers attach on their own host",
                             address);
+    if (strlen(address) - strlen(UNIX_PREFIX) >= SOCKET_PATH_BYTES)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "address has a path of %zu bytes: a socket's has at most %zu",
+                            strlen(address) - strlen(UNIX_PREFIX), SOCKET_PATH_BYTES - 1);
     client->path = strdup(address + strlen(UNIX_PREFIX));
     return client->path ? EP_OK : ep_error_set(error, EP_NO_MEMORY, "no memory for a client");
 }
@@ -83,10 +87,9 @@ static ep_status greet(struct ep_client *client, struct ep_error *error)
 
 static ep_status connect_server(struct ep_client *client, struct ep_error *error)
 {
-    char target[512];
+    char target[sizeof UNIX_PREFIX + SOCKET_PATH_BYTES];
 
-    if (snprintf(target, sizeof target, "unix:%s", client->path) >= (int)sizeof target)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "address is too long for a unix socket");
+    snprintf(target, sizeof target, UNIX_PREFIX "%s", client->path);
     if (ep_rpc_open(NULL, &client->rpc, error) != EP_OK
         || ep_rpc_channel_open(client->rpc, target, NULL, 0, &client->channel, error) != EP_OK)
         return error->status;

@@ -44,6 +44,37 @@ static void refused(ep_status status, ep_status expected, const char *text)
     assert_int_equal(status, expected);
 }
 
+/* ---- addresses ---------------------------------------------------------------------- */
+
+/* Of a socket that is not there, with a path of so many bytes. */
+static ep_status open_path(size_t bytes)
+{
+    const ep_client_options options = { .size = sizeof options, .timeout_ms = TIMEOUT_MS };
+    char address[1024] = "unix:/tmp/";
+    ep_client *client = NULL;
+    ep_status status;
+
+    memset(address + strlen(address), 'a', bytes - strlen("/tmp/"));
+    status = ep_client_open(address, &options, &client);
+    assert_null(client);
+    return status;
+}
+
+static void a_path_that_no_socket_has_is_refused(void **state)
+{
+    static const size_t too_many[] = { 108, 109, 500, 510, 1000 };
+
+    (void)state;
+    refused(open_path(107), EP_UNAVAILABLE, "");
+    for (size_t i = 0; i < sizeof too_many / sizeof *too_many; i++) {
+        char text[64];
+
+        snprintf(text, sizeof text, "address has a path of %zu bytes", too_many[i]);
+        refused(open_path(too_many[i]), EP_INVALID_ARGUMENT, text);
+    }
+    refused(ep_client_open("unix:", NULL, &(ep_client *){ NULL }), EP_INVALID_ARGUMENT, "must be unix:PATH");
+}
+
 /* ---- the server's part -------------------------------------------------------------- */
 
 static void listen_at(struct fixture *f)
@@ -226,6 +257,7 @@ static void a_join_that_is_refused_tells_why(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_path_that_no_socket_has_is_refused),
         cmocka_unit_test_setup_teardown(a_join_that_fails_says_bye, make, destroy),
         cmocka_unit_test_setup_teardown(a_join_that_fails_with_its_window_mapped_says_bye, make, destroy),
         cmocka_unit_test_setup_teardown(a_join_that_is_not_answered_says_bye, make, destroy),
