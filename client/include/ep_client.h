@@ -325,7 +325,8 @@ EP_API void ep_free(ep_rank *rank, void *memory);
  *   - Executor server: a graph keeps the memory's place among those registered.  Launched after ep_unregister(), its
  *     ops fail with EP_INVALID_ARGUMENT, or use what was registered in that place since.  An op that runs meanwhile
  *     comes to its end, and ep_unregister() waits for it; until then, or when that takes longer than the timeouts
- *     above (EP_DEADLINE_EXCEEDED), the server holds the memory, also after the program has freed it.
+ *     above (EP_DEADLINE_EXCEEDED), the server holds the memory, also after the program has freed it; the next of these
+ *     calls asks it for that again.
  */
 EP_API ep_status ep_register(ep_rank *rank, void *memory, size_t bytes);
 EP_API ep_status ep_unregister(ep_rank *rank, void *memory);

@@ -173,10 +173,10 @@ struct executor {
     const char *only_window; /* NULL: ops may use registered memory too; else why not, and what to do instead */
 
     /* Memory that is a region from here on, and one that is none any more, to whoever runs the ops.  NULL: that is this
-     * process. */
+     * process.  Dropping one that is not there is no error. */
     ep_status (*add_region)(struct ep_rank *rank, uint32_t number, const struct ep_region *region,
-                            struct ep_error *error);
-    ep_status (*drop_region)(struct ep_rank *rank, uint32_t number, struct ep_error *error);
+                            uint64_t deadline_ns, struct ep_error *error);
+    ep_status (*drop_region)(struct ep_rank *rank, uint32_t number, uint64_t deadline_ns, struct ep_error *error);
 
     /* May wait for room.  Of `pending` the start is filled in. */
     ep_status (*submit)(struct ep_rank *rank, const struct ep_op *op, const struct pending *pending,
@@ -438,8 +438,14 @@ ep_status device_collect(struct ep_rank *rank, ep_handle *handle, struct ep_erro
 
 /* ---- request.c ---------------------------------------------------------------- */
 
-/* Sends it, numbered, with fd (-1: none), and waits: what the server answers.  EP_DEADLINE_EXCEEDED: it has not. */
-ep_status request(struct ep_rank *rank, struct ep_attach_frame *frame, int fd, struct ep_error *error);
+/* For how long a call of the program may ask the server. */
+uint64_t request_deadline(const struct ep_rank *rank);
+/*
+ * Sends it, numbered, with fd (-1: none), and waits: what the server answers.  It is asked again while that is
+ * EP_UNAVAILABLE.  EP_DEADLINE_EXCEEDED: it has not answered.
+ */
+ep_status request(struct ep_rank *rank, struct ep_attach_frame *frame, int fd, uint64_t deadline_ns,
+                  struct ep_error *error);
 /* The monitor has heard an answer. */
 void request_answered(struct ep_rank *rank, const struct ep_attach_frame *frame);
 

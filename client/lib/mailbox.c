@@ -87,7 +87,7 @@ static ep_status export(const struct ep_rank *rank, const struct ep_region *regi
 }
 
 static ep_status add_region(struct ep_rank *rank, uint32_t number, const struct ep_region *region,
-                            struct ep_error *error)
+                            uint64_t deadline_ns, struct ep_error *error)
 {
     struct ep_attach_frame frame;
     int fd;
@@ -98,22 +98,22 @@ static ep_status add_region(struct ep_rank *rank, uint32_t number, const struct 
     if (export(rank, region, &frame, &fd, error) != EP_OK)
         return error->status;
 
-    ep_status status = request(rank, &frame, fd, error);
+    ep_status status = request(rank, &frame, fd, deadline_ns, error);
 
     close(fd);
     return status;
 }
 
 /* When the server or the rank is lost, so is what it had mapped. */
-static ep_status drop_region(struct ep_rank *rank, uint32_t number, struct ep_error *error)
+static ep_status drop_region(struct ep_rank *rank, uint32_t number, uint64_t deadline_ns, struct ep_error *error)
 {
     struct ep_attach_frame frame;
     ep_status status;
 
     ep_attach_frame_init(&frame, EP_ATTACH_UNREGISTER);
     frame.region = number;
-    status = request(rank, &frame, -1, error);
-    if (status == EP_OK || status == EP_SERVER_LOST || status == EP_DETACHED)
+    status = request(rank, &frame, -1, deadline_ns, error);
+    if (status == EP_OK || status == EP_NOT_FOUND || status == EP_SERVER_LOST || status == EP_DETACHED)
         return EP_OK;
     return ep_error_prefix(error, "the server may still have the memory mapped");
 }

@@ -114,33 +114,51 @@ static ep_status find_number(const struct ep_rank *rank, uint32_t *number, struc
 
 /* A server that has not answered may do so later: the number may be a region's of which we do not know. */
 static ep_status tell_added(struct ep_rank *rank, uint32_t number, const struct ep_region *region,
-                            struct ep_error *error)
+                            uint64_t deadline_ns, struct ep_error *error)
 {
-    ep_status status = rank->executor->add_region ? rank->executor->add_region(rank, number, region, error) : EP_OK;
+    ep_status status = EP_OK;
 
+    if (rank->executor->add_region)
+        status = rank->executor->add_region(rank, number, region, deadline_ns, error);
     if (status == EP_DEADLINE_EXCEEDED)
         rank->unsure |= 1ull << number;
     return status;
 }
 
-static ep_status tell_dropped(struct ep_rank *rank, uint32_t number, struct ep_error *error)
+static ep_status tell_dropped(struct ep_rank *rank, uint32_t number, uint64_t deadline_ns, struct ep_error *error)
 {
-    ep_status status = rank->executor->drop_region ? rank->executor->drop_region(rank, number, error) : EP_OK;
+    const uint64_t bit = 1ull << number;
+    ep_status status = EP_OK;
 
-    if (status != EP_OK)
-        rank->unsure |= 1ull << number;
+    if (rank->executor->drop_region)
+        status = rank->executor->drop_region(rank, number, deadline_ns, error);
+    rank->unsure = status == EP_OK ? rank->unsure & ~bit : rank->unsure | bit;
     return status;
+}
+
+/* What it may still have is of no use to anybody, and counts against what it maps for this rank. */
+static void tell_again(struct ep_rank *rank, uint64_t deadline_ns)
+{
+    struct ep_error ignored = EP_ERROR_INIT;
+
+    for (uint32_t i = 0; i < EP_MAX_REGIONS; i++)
+        if (rank->unsure >> i & 1)
+            (void)tell_dropped(rank, i, deadline_ns, &ignored);
 }
 
 ep_status ep_register(ep_rank *rank, void *memory, size_t bytes)
 {
     const struct ep_region region = { memory, bytes };
     struct ep_error *error = last_error();
+    uint64_t deadline;
     uint32_t number;
 
     if (check_call(rank, memory, error) != EP_OK || check_shape(memory, bytes, error) != EP_OK
-        || check_free(rank, memory, bytes, error) != EP_OK || find_number(rank, &number, error) != EP_OK
-        || check_gpu(rank, memory, bytes, error) != EP_OK || tell_added(rank, number, &region, error) != EP_OK)
+        || check_free(rank, memory, bytes, error) != EP_OK || check_gpu(rank, memory, bytes, error) != EP_OK)
+        return error->status;
+    deadline = request_deadline(rank);
+    tell_again(rank, deadline);
+    if (find_number(rank, &number, error) != EP_OK || tell_added(rank, number, &region, deadline, error) != EP_OK)
         return error->status;
     rank->regions.region[number] = region;
     if (number >= rank->regions.n)
@@ -156,6 +174,7 @@ ep_status ep_unregister(ep_rank *rank, void *memory)
     if (check_call(rank, memory, error) != EP_OK)
         return error->status;
 
+    const uint64_t deadline = request_deadline(rank);
     struct ep_regions *regions = &rank->regions;
 
     while (i < regions->n && regions->region[i].start != memory)
@@ -166,5 +185,6 @@ ep_status ep_unregister(ep_rank *rank, void *memory)
     regions->region[i] = (struct ep_region){ 0 };
     while (regions->n && !regions->region[regions->n - 1].bytes)
         regions->n--;
-    return tell_dropped(rank, i, error);
+    tell_again(rank, deadline);
+    return tell_dropped(rank, i, deadline, error);
 }

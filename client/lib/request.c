@@ -5,11 +5,12 @@
  * waited for, and is passed over.
  */
 #include <poll.h>
+#include <time.h>
 
 #include "client_private.h"
 #include "ep_futex.h"
 
-#define LOOK_NS (10 * EP_NS_PER_MS) /* between two looks at whether the rank is lost */
+#define LOOK_NS (10 * EP_NS_PER_MS) /* between two looks at whether the rank is lost; and before it is asked again */
 
 /* The monitor's thread. */
 void request_answered(struct ep_rank *rank, const struct ep_attach_frame *frame)
@@ -44,6 +45,8 @@ static ep_status deliver(struct ep_rank *rank, const struct ep_attach_frame *fra
 {
     struct pollfd room = { .fd = rank->socket, .events = POLLOUT };
 
+    if (ep_clock_ns() >= deadline_ns)
+        return not_in_time(error);
     while (ep_attach_send(rank->socket, frame, fd, error) == EP_UNAVAILABLE) {
         if (ep_clock_ns() >= deadline_ns)
             return not_in_time(error);
@@ -67,17 +70,31 @@ static ep_status wait_answer(struct ep_rank *rank, uint64_t deadline_ns, struct 
 }
 
 /* What is unregistered may be in use by an op that runs: the server answers when that is over. */
-ep_status request(struct ep_rank *rank, struct ep_attach_frame *frame, int fd, struct ep_error *error)
+uint64_t request_deadline(const struct ep_rank *rank)
 {
-    const uint64_t bound = (uint64_t)rank->client->timeout_ms + rank->shape.timeout_ms;
-    const uint64_t deadline = ep_clock_ns() + bound * EP_NS_PER_MS;
+    return ep_clock_ns() + ((uint64_t)rank->client->timeout_ms + rank->shape.timeout_ms) * EP_NS_PER_MS;
+}
 
+static ep_status ask(struct ep_rank *rank, struct ep_attach_frame *frame, int fd, uint64_t deadline_ns,
+                     struct ep_error *error)
+{
     *error = (struct ep_error)EP_ERROR_INIT;
     frame->count = number_request(rank);
-    if (rank_lost(rank, error) != EP_OK || deliver(rank, frame, fd, deadline, error) != EP_OK
-        || wait_answer(rank, deadline, error) != EP_OK)
+    if (rank_lost(rank, error) != EP_OK || deliver(rank, frame, fd, deadline_ns, error) != EP_OK
+        || wait_answer(rank, deadline_ns, error) != EP_OK)
         return error->status;
     return rank->answer.status == EP_OK
                ? EP_OK
                : ep_error_set(error, (ep_status)rank->answer.status, "%s", rank->answer.text);
+}
+
+/* The server does one after the other, and is still at one that was not waited for any more. */
+ep_status request(struct ep_rank *rank, struct ep_attach_frame *frame, int fd, uint64_t deadline_ns,
+                  struct ep_error *error)
+{
+    const struct timespec pause = { .tv_nsec = LOOK_NS };
+
+    while (ask(rank, frame, fd, deadline_ns, error) == EP_UNAVAILABLE)
+        nanosleep(&pause, NULL);
+    return error->status;
 }

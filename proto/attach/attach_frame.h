@@ -11,7 +11,7 @@
  *
  * A worker whose ops the server runs on a GPU (executor server) may have it map GPU memory of the worker's own, for
  * these ops: REGISTER with a descriptor, UNREGISTER.  Each of them has one ANSWER, with the same count, in its own time
- * among the events; a worker waits for it before it asks again.
+ * among the events; a worker waits for it before it asks again, and is answered EP_UNAVAILABLE when it does not.
  *
  * A worker that follows its group (its claim said so) is asked about the turn to the next epoch, on the connection of
  * the epoch that it leaves: ASK, to which it answers PROMISE, and in the end TURN.  These are never dropped, as events

@@ -30,6 +30,7 @@ struct clerk {
     bool mute;      /* says nothing; atomic, as all that follows */
     bool late;      /* and what it says first is the answer to another request */
     ep_status says; /* of what it is asked next; then EP_OK */
+    ep_status keeps; /* of each UNREGISTER */
     uint32_t registered, unregistered;
     struct ep_attach_frame last; /* written before these are counted */
     uint8_t first; /* byte of the region that was registered last */
@@ -316,7 +317,10 @@ static void serve_request(struct clerk *clerk, const struct ep_attach_frame *fra
         return;
     if (__atomic_exchange_n(&clerk->late, false, __ATOMIC_SEQ_CST))
         reply(clerk, frame->count - 1, EP_INTERNAL);
-    reply(clerk, frame->count, __atomic_exchange_n(&clerk->says, EP_OK, __ATOMIC_SEQ_CST));
+
+    const ep_status kept = registers ? EP_OK : __atomic_load_n(&clerk->keeps, __ATOMIC_SEQ_CST);
+
+    reply(clerk, frame->count, kept ? kept : __atomic_exchange_n(&clerk->says, EP_OK, __ATOMIC_SEQ_CST));
 }
 
 static void *work(void *arg)
@@ -1003,7 +1007,7 @@ static void what_the_server_refuses_is_not_registered(void **state)
     refused(ep_dispatch(l.handle, &l.dispatch, NULL), EP_INVALID_ARGUMENT, "tokens does not point into");
     ok(ep_register(f->rank, own, OWN_BYTES)); /* of the same number */
     assert_int_equal(f->clerk.last.region, 0);
-    __atomic_store_n(&f->clerk.says, EP_INTERNAL, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&f->clerk.keeps, EP_INTERNAL, __ATOMIC_SEQ_CST);
     refused(ep_unregister(f->rank, own), EP_INTERNAL, "the server may still have the memory mapped: the server says");
     refused(ep_dispatch(l.handle, &l.dispatch, NULL), EP_INVALID_ARGUMENT, "tokens does not point into");
     ok(ep_register(f->rank, own, OWN_BYTES)); /* of another one: the server may have that still */
@@ -1039,7 +1043,7 @@ static void set_mute(struct fixture *f, bool mute)
     __atomic_store_n(&f->clerk.mute, mute, __ATOMIC_SEQ_CST);
 }
 
-/* Bounded, and nothing of ours has the number that the server may come to give it. */
+/* Bounded, and nothing of ours has the number that the server may come to give it, until it has let go of that. */
 static void a_server_that_does_not_answer_is_not_waited_for(void **state)
 {
     struct fixture *f = make_answered();
@@ -1052,13 +1056,77 @@ static void a_server_that_does_not_answer_is_not_waited_for(void **state)
     set_mute(f, false);
     __atomic_store_n(&f->clerk.late, true, __ATOMIC_SEQ_CST);
     ok(ep_register(f->rank, own, 1024)); /* the late answer is of the other request */
-    assert_int_equal(f->clerk.last.region, 1);
+    expect_requests(f, 2, 1);
+    assert_int_equal(f->clerk.last.region, 0);
     set_mute(f, true);
     refused(ep_unregister(f->rank, own), EP_DEADLINE_EXCEEDED, "may still have the memory mapped");
     refused(ep_unregister(f->rank, own), EP_NOT_FOUND, "begins there");
     set_mute(f, false);
     ok(ep_register(f->rank, own, 1024));
-    assert_int_equal(f->clerk.last.region, 2);
+    expect_requests(f, 3, 3);
+    assert_int_equal(f->clerk.last.region, 0);
+    f->api->memory_destroy(memory);
+    destroy(f);
+}
+
+/* It is still at what was not waited for any more. */
+static void a_server_that_is_busy_is_asked_again(void **state)
+{
+    struct fixture *f = make_answered();
+    struct ep_cuda_memory *memory;
+    uint8_t *own = make_own(f, 0, &memory);
+
+    (void)state;
+    __atomic_store_n(&f->clerk.says, EP_UNAVAILABLE, __ATOMIC_SEQ_CST);
+    ok(ep_register(f->rank, own, 1024));
+    expect_requests(f, 2, 0);
+    __atomic_store_n(&f->clerk.says, EP_UNAVAILABLE, __ATOMIC_SEQ_CST);
+    ok(ep_unregister(f->rank, own));
+    expect_requests(f, 2, 2);
+    f->api->memory_destroy(memory);
+    destroy(f);
+}
+
+static void a_server_that_stays_busy_is_not_waited_for(void **state)
+{
+    struct fixture *f = make_answered();
+    struct ep_cuda_memory *memory;
+    uint8_t *own = make_own(f, 0, &memory);
+
+    (void)state;
+    ok(ep_register(f->rank, own, 1024));
+    f->client.timeout_ms = 0; /* the group's alone */
+    __atomic_store_n(&f->clerk.keeps, EP_UNAVAILABLE, __ATOMIC_SEQ_CST);
+    refused(ep_unregister(f->rank, own), EP_DEADLINE_EXCEEDED, "may still have the memory mapped");
+    f->client.timeout_ms = PATIENCE_MS;
+    __atomic_store_n(&f->clerk.keeps, EP_NOT_FOUND, __ATOMIC_SEQ_CST); /* it has come to that */
+    ok(ep_register(f->rank, own, 1024));
+    assert_int_equal(f->clerk.last.region, 0);
+    f->api->memory_destroy(memory);
+    destroy(f);
+}
+
+/* Of what is asked for before it, too. */
+static void what_the_server_may_still_have_is_asked_for_again(void **state)
+{
+    struct fixture *f = make_answered();
+    struct ep_cuda_memory *memory;
+    uint8_t *own = make_own(f, 0, &memory);
+
+    (void)state;
+    for (uint32_t i = 0; i < EP_MAX_REGISTERED; i++)
+        ok(ep_register(f->rank, own + i * 256, 256));
+    __atomic_store_n(&f->clerk.keeps, EP_INTERNAL, __ATOMIC_SEQ_CST);
+    refused(ep_unregister(f->rank, own), EP_INTERNAL, "may still have the memory mapped");
+    refused(ep_unregister(f->rank, own + 256), EP_INTERNAL, "may still have the memory mapped");
+    refused(ep_register(f->rank, own, 256), EP_RESOURCE_EXHAUSTED, "with those that the server has not let go of");
+    expect_requests(f, EP_MAX_REGISTERED, 1 + 2 + 2);
+    __atomic_store_n(&f->clerk.keeps, EP_OK, __ATOMIC_SEQ_CST);
+    ok(ep_unregister(f->rank, own + 512));
+    expect_requests(f, EP_MAX_REGISTERED, 5 + 3);
+    ok(ep_register(f->rank, own, 256));
+    expect_requests(f, EP_MAX_REGISTERED + 1, 5 + 3);
+    assert_int_equal(f->clerk.last.region, 0);
     f->api->memory_destroy(memory);
     destroy(f);
 }
@@ -1700,6 +1768,9 @@ int main(void)
         SERVED(what_the_server_refuses_is_not_registered),
         SERVED(memory_that_cannot_be_handed_on_is_refused),
         SERVED(a_server_that_does_not_answer_is_not_waited_for),
+        SERVED(a_server_that_is_busy_is_asked_again),
+        SERVED(a_server_that_stays_busy_is_not_waited_for),
+        SERVED(what_the_server_may_still_have_is_asked_for_again),
         SERVED(a_lost_server_ends_a_request),
         BOTH(a_failure_is_told_once),
         BOTH(a_failure_that_is_seen_before_its_record_is_told_once),

@@ -1,6 +1,6 @@
 /*
- * Opening a client and joining a group, where that goes wrong.  The server is played by the test: claims are answered here
- * (call_server is wrapped), and a thread is at the other end of the side socket.
+ * Opening a client and joining a group, where that goes wrong.  The server is played by the test: claims are answered
+ * here (call_server is wrapped), and a thread is at the other end of the side socket.
  */
 #include <pthread.h>
 #include <setjmp.h>
