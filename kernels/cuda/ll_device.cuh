@@ -8,9 +8,9 @@
  * that writes a part of the header fences (system scope) and stores 16 bytes that hold the number.  Who
  * sees the number sees the row.  Partials of a combine are announced likewise by combine_numbers[d][t].
  *
- * Bank b = n mod B.  Region [s] of a bank has one writer, s, and lies in the same bytes in all ops.  Before s writes number n to d, it has seen
- * d's credit for n - B, or d takes part in n and began to after n - B.  d gives the credit for m when no
- * block of d will read number m's rows or headers again:
+ * Bank b = n mod B.  Region [s] of a bank has one writer, s, and lies in the same bytes in all ops.  Before s
+ * writes number n to d, it has seen d's credit for n - B, or d takes part in n and began to after n - B.  d gives
+ * the credit for m when no block of d will read number m's rows or headers again:
  *   - the last block of combine m that has pushed its partials gives it (they are all that is read);
  *   - a dispatch that takes the bank of an m that was never combined, or replaces the routing of the
  *     handle that held m, gives it before anything else; the stream has ended every earlier op by then;
@@ -157,8 +157,8 @@ __device__ inline uint8_t *item_at(const ep_ll_args &a, uint32_t where, uint64_t
 {
     return window_of(a, where) + bank + region + ((uint64_t)r * a.max_tokens + i) * bytes;
 }
-/* Of region [s] of the rows: it begins at the same place whatever an op's dtype is, as who is late may still write there for an
- * older op of the bank. */
+/* Of region [s] of the rows: it begins at the same place whatever an op's dtype is, as who is late may still write there
+ * for an older op of the bank. */
 __device__ inline uint8_t *bank_row_at(const ep_ll_args &a, uint32_t where, uint64_t bank, uint32_t s, uint32_t slot)
 {
     return window_of(a, where) + bank + a.bank.rows + (uint64_t)s * a.max_tokens * a.most_row_bytes

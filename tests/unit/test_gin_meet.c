@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include <arpa/inet.h>
+#include <netinet/tcp.h>
 #include <signal.h>
 #include <sys/socket.h>
 #include <sys/time.h>
@@ -26,6 +27,16 @@ struct deaf {
     struct sockaddr_in address;
 };
 
+/* Of a socket that listens, Linux tells here how many wait to be accepted, and how many may. */
+static bool is_full(int listener)
+{
+    struct tcp_info info;
+    socklen_t length = sizeof info;
+
+    assert_int_equal(getsockopt(listener, IPPROTO_TCP, TCP_INFO, &info, &length), 0);
+    return info.tcpi_unacked > info.tcpi_sacked;
+}
+
 static void open_deaf(struct deaf *deaf)
 {
     socklen_t length = sizeof deaf->address;
@@ -39,7 +50,8 @@ static void open_deaf(struct deaf *deaf)
         deaf->held[i] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
         (void)connect(deaf->held[i], (struct sockaddr *)&deaf->address, length); /* it is under way */
     }
-    usleep(100000);
+    while (!is_full(deaf->listener))
+        usleep(1000); /* what the kernel has begun, it brings to its end */
 }
 
 static void close_deaf(struct deaf *deaf)
