@@ -201,24 +201,34 @@ static uint32_t box_at_gate(const struct lie *lie, uint32_t r, uint32_t gate)
     return n;
 }
 
-/* Which of the boxes of a rank on node `own` is a node's. */
-static uint32_t box_of_node(uint32_t own, uint32_t which)
+/* Which of the boxes of a rank on node `own` is a node's: the next node's is the first. */
+static uint32_t box_of_node(uint32_t own, uint32_t which, uint32_t nodes)
 {
-    return which < own ? which : which - 1;
+    return (which + nodes - own - 1) % nodes;
 }
 
 static void describe_far(const struct lie *lie, uint32_t rank, uint32_t r, struct ep_device_net *out)
 {
-    const uint32_t own = lie->node[rank], its = lie->node[r];
+    const uint32_t own = lie->node[rank], its = lie->node[r], nodes = out->map.outs + 1;
 
     out->far[r / 32] |= 1u << r % 32;
     out->gate[r] = gate_of(lie, rank, its);
     out->gate_here[r] = gate_of(lie, r, own);
     out->in[r] = box_at_gate(lie, r, out->gate_here[r]);
-    out->out[r] = box_of_node(own, its);
+    out->out[r] = box_of_node(own, its, nodes);
     out->there[r] = box_at_gate(lie, rank, r);
-    out->back[r] = box_of_node(its, own);
+    out->back[r] = box_of_node(its, own, nodes);
     out->gates[out->out[r]] = out->gate[r];
+}
+
+static void order_far(const struct lie *lie, uint32_t own, struct ep_device_net *out)
+{
+    uint32_t n = 0;
+
+    for (uint32_t box = 0; box < out->map.outs; box++)
+        for (uint32_t r = 0; r < lie->ranks; r++)
+            if (lie->node[r] != own && out->out[r] == box)
+                out->order[n++] = r;
 }
 
 static void describe(const struct ep_layout_map *map, const struct lie *lie, uint32_t rank, struct ep_device_net *out)
@@ -236,6 +246,7 @@ static void describe(const struct ep_layout_map *map, const struct lie *lie, uin
         if (lie->node[r] != own)
             describe_far(lie, rank, r, out);
     }
+    order_far(lie, own, out);
     lay_tables(&map->limits, &out->map, out->nears, &out->tables);
 }
 

@@ -194,7 +194,8 @@ struct ep_device_net {
 
     /* HT; server, once */
     struct ep_net_map map;
-    uint32_t gates[EP_DEVICE_MAX_RANKS];  /* [map.outs] the gates of this rank, of each other node one */
+    uint32_t gates[EP_DEVICE_MAX_RANKS];  /* [map.outs] the gates of this rank, of each other node one, the next node's first */
+    uint32_t order[EP_DEVICE_MAX_RANKS];  /* [ranks - nears] those on other nodes, in the same order */
     /* of a rank on another node: */
     uint32_t gate[EP_DEVICE_MAX_RANKS];   /* the gate of this one on its node */
     uint32_t gate_here[EP_DEVICE_MAX_RANKS]; /* its gate on this node */
@@ -214,11 +215,12 @@ struct ep_device_net {
     /* the running op's */
     uint32_t acts[EP_DEVICE_MAX_RANKS];      /* a gate: who takes what goes there; EP_NET_NOBODY */
     uint32_t via[EP_DEVICE_MAX_RANKS];       /* of any rank: who of this node takes what it sends here; here: itself */
-    uint32_t relays[EP_DEVICE_MAX_RANKS];    /* [relaying] ranks whose records go through here, or whose sums are made here */
+    uint32_t relays[EP_DEVICE_MAX_RANKS];    /* [relaying] ranks whose records go through here, or whose sums are made here,
+                                                in `order` */
     /* and all 0 between ops */
     uint32_t relaying;
     uint32_t next_record, relayed_by; /* pieces of work that somebody took; warps that take no more */
-    uint32_t next_token;              /* the same of tokens that become records */
+    uint32_t next_token;              /* the same of tokens that become records, gate by gate */
     uint32_t numbered;                /* blocks that have numbered their part of the batch */
     uint32_t records[EP_DEVICE_MAX_RANKS];   /* that a rank on another node sends here */
     uint32_t unsent[EP_DEVICE_MAX_RANKS];    /* of such a rank, mask by places: who did not get all of it */

@@ -130,40 +130,41 @@ __device__ inline void keep_records(const ep_ht_args &a, uint32_t s, uint32_t va
 template <class Through> __device__ inline void list_relays(const ep_ht_args &a, Through through)
 {
     struct ep_device_net *net = net_of(a);
-    const uint32_t lane = threadIdx.x;
+    const uint32_t lane = threadIdx.x, fars = a.ranks - net->nears;
     uint32_t n = 0;
 
-    each_word(a, through, [&](uint32_t word, uint32_t ranks) {
+#pragma unroll 1
+    for (uint32_t base = 0; base < fars; base += 32) {
+        const uint32_t r = net->order[min(base + lane, fars - 1)];
+        const uint32_t ranks = __ballot_sync(kAll, base + lane < fars && through(r));
+
         if (ranks >> lane & 1)
-            net->relays[n + __popc(ranks & ((1u << lane) - 1))] = word * 32 + lane;
+            net->relays[n + __popc(ranks & ((1u << lane) - 1))] = r;
         n += __popc(ranks);
-    });
+    }
     if (lane == 0)
         net->relaying = n;
     __syncwarp();
 }
 
-/* A warp takes records that nobody has taken, of those of which rank s has n(s): first ones of all ranks first, as these
- * come first.  fn(s, record). */
-template <class N, class Fn> __device__ inline void each_relayed(const ep_ht_args &a, N n, Fn fn)
+/* Whose records go first: those that the next node's ranks get, or those that the node before this one sends. */
+enum class Order { to_next, from_last };
+
+/* A warp takes records that nobody has taken, of those of which rank s has n(s), rank by rank.  fn(s, record). */
+template <Order kOrder, class N, class Fn> __device__ inline void each_relayed(const ep_ht_args &a, N n, Fn fn)
 {
     struct ep_device_net *net = net_of(a);
-    const uint32_t ranks = net->relaying;
-    uint32_t most = 0;
+    uint32_t before = 0; /* records of ranks before */
+    uint32_t item = take_work(&net->next_record);
 
-    for (uint32_t i = threadIdx.x % 32; i < ranks; i += 32)
-        most = max(most, n(net->relays[i]));
-    most = __reduce_max_sync(kAll, most);
 #pragma unroll 1
-    for (;;) {
-        const uint32_t item = take_work(&net->next_record);
+    for (uint32_t k = 0; k < net->relaying; k++) {
+        const uint32_t s = net->relays[kOrder == Order::to_next ? k : net->relaying - 1 - k], own = n(s);
 
-        if (item >= most * ranks)
-            break;
-        const uint32_t s = net->relays[item % ranks], i = item / ranks;
-
-        if (i < n(s))
-            fn(s, i);
+#pragma unroll 1
+        for (; item - before < own; item = take_work(&net->next_record))
+            fn(s, item - before);
+        before += own;
     }
 }
 

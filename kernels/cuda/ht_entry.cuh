@@ -4,7 +4,8 @@
  *
  * All blocks of an HT op wait for each other, so all of them execute it or none does.  Whether it is the op that the worker
  * rings for block 0 alone sees, as the worker can write to its mailbox at any time, and tells the others by a verdict at the
- * desk.  If it is another one, all leave everything as it was, the doorbell too, to the entry behind.
+ * desk.  If it is another one, all leave everything as it was, the doorbell too, to the entry behind.  An entry of either
+ * kind ends in the same way.
  */
 #ifndef EP_HT_ENTRY_CUH
 #define EP_HT_ENTRY_CUH
@@ -50,15 +51,15 @@ static __device__ __noinline__ uint32_t verdict_on(const ep_ht_expected &e)
     return verdict;
 }
 
-/* All threads, when the op is over. */
-static __device__ __noinline__ void end_entry(const ep_ht_expected &e, bool spins)
+/* All threads, when the op is over, which was at that place of the mailbox. */
+static __device__ __noinline__ void end_entry(const ep_ll_serve &s, const struct ep_op &op, uint32_t place, bool spins)
 {
     __syncthreads();
-    if (threadIdx.x >= 32 || !pass(e.serve, spins, true))
+    if (threadIdx.x >= 32 || !pass(s, spins, true))
         return;
     if (threadIdx.x == 0 && !spins)
-        store_u32(&e.serve.mailbox->bell, EP_BELL_DONE);
-    log_op(e.serve, e.at.op, e.at.op.kind, e.at.place, load_u64(&e.serve.desk->log.ended));
+        store_u32(&s.mailbox->bell, EP_BELL_DONE);
+    log_op(s, op, op.kind, place, load_u64(&s.desk->log.ended));
 }
 
 /* All threads: run(), if it is for this kernel. */
@@ -71,7 +72,7 @@ template <class Run> __device__ __forceinline__ void run_expected(const ep_ht_ex
         return;
     run();
     if (serves)
-        end_entry(e, verdict & kSpins);
+        end_entry(e.serve, e.at.op, e.at.place, verdict & kSpins);
 }
 
 } // namespace ht

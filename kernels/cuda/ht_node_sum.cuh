@@ -230,14 +230,14 @@ __device__ inline void sum_record(const ep_ht_args &a, const Op &op, Ring *ring,
         count_item(a, box, s, i);
 }
 
-/* A warp takes records that nobody has taken: first ones of all sources first. */
+/* A warp takes records that nobody has taken. */
 template <class T> __device__ inline void sum_records(const ep_ht_args &a, const Op &op, Ring *ring)
 {
     const struct ep_net_way *ways = ways_of(a, a.handle);
     const Box box = sums_of(a);
 
-    each_relayed(a, [&](uint32_t s) { return ways[s].from; },
-                 [&](uint32_t s, uint32_t i) { sum_record<T>(a, op, ring, box, s, i); });
+    each_relayed<Order::to_next>(a, [&](uint32_t s) { return ways[s].from; },
+                                 [&](uint32_t s, uint32_t i) { sum_record<T>(a, op, ring, box, s, i); });
 }
 
 /* Warp 1 of block 0. */

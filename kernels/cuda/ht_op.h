@@ -20,7 +20,6 @@ struct ep_ht_desk {
     uint64_t number;        /* kernel: the last entry whose op is an HT one and good; of it: */
     struct ep_ht_args args;
     struct ep_op op;
-    uint64_t ended;         /* as in struct ep_forecast_log, before it */
     uint32_t spins, place;
     uint64_t verdict;       /* kernel: of the last entry that expected an HT op, see ht_entry.cuh */
 };

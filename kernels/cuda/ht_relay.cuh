@@ -131,14 +131,14 @@ __device__ inline void relayed(const ep_ht_args &a, const Op &op)
     __syncwarp();
 }
 
-/* A warp takes records that nobody has taken: first ones of all sources first, as these come first. */
+/* A warp takes records that nobody has taken. */
 __device__ inline void relay_records(const ep_ht_args &a, const Op &op)
 {
     const struct ep_device_net *net = net_of(a);
     const Box box = records_of(a);
 
-    each_relayed(a, [&](uint32_t s) { return net->records[s]; },
-                 [&](uint32_t s, uint32_t i) { relay_record(a, op, box, s, i); });
+    each_relayed<Order::from_last>(a, [&](uint32_t s) { return net->records[s]; },
+                                   [&](uint32_t s, uint32_t i) { relay_record(a, op, box, s, i); });
     relayed(a, op);
 }
 

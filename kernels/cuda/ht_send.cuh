@@ -24,12 +24,13 @@ struct Record {
     uint8_t *at;
 };
 
-/* All that the batch has for a gate, whoever takes part there: so many are put.  Its row goes where the record is. */
-__device__ inline Record find_record(const ep_ht_args &a, const Box &box, Token *token)
+/* All that the batch has for the gate, whoever takes part there: so many are put.  Its row goes where the record is. */
+__device__ inline Record find_record(const ep_ht_args &a, const Box &box, uint32_t gate, Token *token)
 {
     const uint32_t lane = threadIdx.x % 32;
-    const bool goes = token->rank != kNobody && is_far(a, token->rank) && has(net_of(a)->through, token->rank);
-    Record record = { goes ? gate_of(a, token->rank) : kNobody, 0, 0, nullptr };
+    const bool goes = token->rank != kNobody && is_far(a, token->rank) && gate_of(a, token->rank) == gate
+                      && has(net_of(a)->through, token->rank);
+    Record record = { goes ? gate : kNobody, 0, 0, nullptr };
     const bool first = goes & (lane == (uint32_t)__ffs(__match_any_sync(kAll, record.gate)) - 1);
 
     record.firsts = __ballot_sync(kAll, first);
@@ -59,16 +60,20 @@ __device__ inline void write_heads(const ep_ht_args &a, const Op &op, uint32_t t
     });
 }
 
-template <Cast C> __device__ inline void write_records(const ep_ht_args &a, const Op &op, const Box &box, uint32_t t)
+/* Of token t, if it has one for the gate. */
+template <Cast C>
+__device__ inline void write_record(const ep_ht_args &a, const Op &op, const Box &box, uint32_t gate, uint32_t t)
 {
-    const Choice c = own_choice(a, t, [&](uint32_t rank) { return is_through(a, op, rank); },
+    const Choice c = own_choice(a, t, [&](uint32_t rank) { return is_through(a, op, rank) && gate_of(a, rank) == gate; },
                                 [](uint32_t) { return true; });
     Token token = {};
 
     token.t = t;
     token.rank = c.route < 0 ? kNobody : rank_of(c.route);
-    const Record record = find_record(a, box, &token);
+    const Record record = find_record(a, box, gate, &token);
 
+    if (!record.firsts)
+        return;
     write_heads(a, op, t, c, record);
     push_row<C>(a, token, record.firsts);
     __syncwarp(); /* of all that lanes wrote; partner: put_pieces */
@@ -76,18 +81,22 @@ template <Cast C> __device__ inline void write_records(const ep_ht_args &a, cons
         count_item(a, box, record.gate, record.i);
 }
 
-/* A warp takes tokens that nobody has taken. */
+/*
+ * A warp takes tokens that nobody has taken, gate by gate: the first pieces are complete earlier than if each token went
+ * everywhere at once, and as long as nodes keep step, each is put to by one of the others at a time.
+ */
 template <Cast C> __device__ inline void write_all_records(const ep_ht_args &a, const Op &op)
 {
+    struct ep_device_net *net = net_of(a);
     const Box box = records_of(a);
 
 #pragma unroll 1
     for (;;) {
-        const uint32_t t = take_work(&net_of(a)->next_token);
+        const uint32_t item = take_work(&net->next_token);
 
-        if (t >= a.tokens)
+        if (item >= net->map.outs * a.tokens)
             break;
-        write_records<C>(a, op, box, t);
+        write_record<C>(a, op, box, net->gates[item / a.tokens], item % a.tokens);
     }
 }
 

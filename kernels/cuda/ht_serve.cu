@@ -8,8 +8,8 @@
  */
 #include "ht_combine.cuh"
 #include "ht_dispatch.cuh"
+#include "ht_entry.cuh"
 #include "launch.cuh"
-#include "ll_serve.cuh"
 
 namespace ep {
 namespace ht {
@@ -51,12 +51,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) serve(const __grid_constant
     copy_words(&args, &desk->args);
     __syncthreads();
     execute(desk->op.kind);
-    __syncthreads();
-    if (threadIdx.x >= 32 || !pass(s, desk->spins, true))
-        return;
-    if (threadIdx.x == 0 && !desk->spins)
-        store_u32(&s.mailbox->bell, EP_BELL_DONE);
-    log_op(s, desk->op, desk->op.kind, desk->place, desk->ended);
+    end_entry(s, desk->op, desk->place, desk->spins);
 }
 
 } // namespace

@@ -170,7 +170,6 @@ __device__ inline void hand_on(const ep_ll_serve &s)
         ep_ht_fill(&desk->rank, entry.beyond ? &entry.regions : nullptr, &entry.op, &desk->args);
         desk->spins = entry.spins;
         desk->place = entry.place;
-        desk->ended = entry.ended;
         store_u64(&desk->number, s.number);
     }
 }

@@ -6,9 +6,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-/* Streams: one that receives, one that sends over TCP, one to each peer of this host and to oneself; a line each. */
+/* Streams: one that receives, one that sends over TCP, one for what is large to peers of this host, one to each of them and
+ * to oneself; a line each. */
 #define PAGE               4096u
-#define WORDS_BYTES(ranks) ((64u * ((ranks) + 2u) + PAGE - 1) / PAGE * PAGE)
+#define WORDS_BYTES(ranks) ((64u * ((ranks) + 3u) + PAGE - 1) / PAGE * PAGE)
 
 /* ---- making one ------------------------------------------------------------------------------------- */
 

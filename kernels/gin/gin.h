@@ -199,7 +199,8 @@ struct ep_gin_put {
     void *reached;           /* the target, for the main link; NULL: the spare link */
     uint64_t bytes, offset;  /* offset: in the target */
     uint64_t taken, sent;    /* bytes: by the link, of which so many may be written again */
-    uint64_t mark;           /* the link's */
+    const struct ep_gin_stream *stream; /* the link's, and in it: */
+    uint64_t mark;
     uint64_t number;
     uint32_t context, back, region;
     struct ep_gin_signal signal;

@@ -9,10 +9,10 @@
  * carries a megabyte, and so does what is between two.  So the last put waits while another copy is under way, and puts
  * that continue it, at both ends, are one copy with it.
  *
- * A GPU copies to one peer after the other, and takes in no more from several than from one.  When all ranks send to rank 0
- * first, then to rank 1, 4 H200 have 190 to 205 GB/s out of each; when each begins with the next rank, 290 to 370.  NCCL's
- * thread brings puts in the order of ranks, so the first large one after a rest waits until it has looked at all of them,
- * and progress begins the copies in the better order.
+ * Large copies to all peers stand in one line, in one stream: what is put first is there first.  A GPU takes in no more from
+ * several others than from one: when all ranks send to rank 0 first, then to rank 1, 4 H200 have 190 to 205 GB/s out of
+ * each; when each begins with the next rank, 290 to 370.  NCCL's thread brings puts in the order of ranks, so the first
+ * large one after a rest waits until it has looked at all of them, and progress puts them in line in the better order.
  *
  * To oneself the region is where it is and the ring is this process's; host memory may be the target too.
  */
@@ -50,10 +50,20 @@ struct region_card {
 };
 _Static_assert(sizeof(struct region_card) <= EP_GIN_CARD_BYTES, "a card holds it");
 
+/* What is large, of all links to other processes. */
+struct line {
+    struct ep_gin_stream stream;
+    struct host_link *head; /* links whose run is to be copied, in this order */
+};
+
 struct host_link {
     struct ep_gin_comm *comm;
     struct ep_gin_peer *peer;
     struct ep_gin_stream stream;
+    struct line *line;       /* NULL: to oneself */
+    struct host_link *behind;
+    bool in_line;
+    uint64_t line_mark;      /* behind the last copy in its stream that is this link's */
     struct ep_gin_ring *in;  /* the peer writes */
     struct ep_gin_ring *out; /* the peer reads; to oneself the same */
     int wake;                /* the peer's eventfd */
@@ -121,6 +131,27 @@ static ep_status host_usable(struct ep_gin_comm *comm, struct ep_error *error)
     return comm->cuda ? EP_OK : ep_error_set(error, EP_UNAVAILABLE, "%s", comm->no_cuda.text);
 }
 
+static ep_status host_start(struct ep_gin_comm *comm, void **shared, struct ep_error *error)
+{
+    struct line *line = calloc(1, sizeof *line);
+    ep_status status;
+
+    if (!line)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for a stream");
+    status = ep_gin_stream_open(comm, &line->stream, error);
+    if (status == EP_OK)
+        *shared = line;
+    else
+        free(line);
+    return status;
+}
+
+static void host_stop(void *shared)
+{
+    ep_gin_stream_close(&((struct line *)shared)->stream);
+    free(shared);
+}
+
 static void host_link_close(void *opened)
 {
     struct host_link *link = opened;
@@ -167,6 +198,7 @@ static ep_status open_link(struct ep_gin_comm *comm, struct ep_gin_peer *peer, b
     link->comm = comm;
     link->peer = peer;
     link->own = own;
+    link->line = own ? NULL : comm->shared[EP_GIN_HOST];
     link->wake = -1;
     status = prepare(link, mine, error);
     if (status == EP_OK)
@@ -289,7 +321,8 @@ static void host_region_leave(void *opened, const struct ep_gin_region *region, 
 
     (void)region;
     start_run(link); /* nothing is begun that goes there when it is not mapped any more */
-    if (!ep_gin_stream_wait(&link->stream, link->comm->settings.timeout_ns))
+    if (!ep_gin_stream_wait(&link->stream, link->comm->settings.timeout_ns) ||
+        (link->line && !ep_gin_stream_wait(&link->line->stream, link->comm->settings.timeout_ns)))
         return; /* it stays mapped: the GPU still writes there */
     if (mapped->memory)
         link->comm->cuda->memory_destroy(mapped->memory);
@@ -317,7 +350,34 @@ static bool continues_run(const struct host_link *link, const struct ep_gin_put 
            put->offset == first->offset + link->run_bytes;
 }
 
-static void copy_run(struct host_link *link)
+static bool is_large(const struct host_link *link, uint64_t bytes) { return link->line && bytes >= LARGE_BYTES; }
+
+static void get_in_line(struct host_link *link)
+{
+    struct host_link **end = &link->line->head;
+
+    if (link->in_line)
+        return;
+    while (*end)
+        end = &(*end)->behind;
+    *end = link;
+    link->behind = NULL;
+    link->in_line = true;
+}
+
+static void leave_line(struct host_link *link)
+{
+    struct host_link **at = &link->line->head;
+
+    if (!link->in_line)
+        return;
+    while (*at != link)
+        at = &(*at)->behind;
+    *at = link->behind;
+    link->in_line = false;
+}
+
+static void copy_run(struct host_link *link, struct ep_gin_stream *stream)
 {
     const struct ep_gin_put *first = link->run.head;
 
@@ -326,19 +386,27 @@ static void copy_run(struct host_link *link)
     if (on_host(link, first))
         memmove(target_of(first), first->from, link->run_bytes);
     else
-        ep_gin_stream_copy(&link->stream, target_of(first), first->from, link->run_bytes);
+        ep_gin_stream_copy(stream, target_of(first), first->from, link->run_bytes);
 }
 
 static void start_run(struct host_link *link)
 {
+    const bool large = is_large(link, link->run_bytes);
+    struct ep_gin_stream *stream = large ? &link->line->stream : &link->stream;
     struct ep_gin_put *put;
 
-    copy_run(link);
+    copy_run(link, stream);
     while ((put = ep_gin_queue_pop(&link->run)) != NULL) {
-        put->mark = ep_gin_stream_mark(&link->stream);
+        put->stream = stream;
+        put->mark = ep_gin_stream_mark(stream);
         ep_gin_queue_push(&link->copying, put);
     }
     link->run_bytes = 0;
+    if (!large)
+        return;
+    leave_line(link);
+    link->line_mark = ep_gin_stream_mark(stream);
+    ep_gin_stream_flush(stream); /* what comes behind it, of another link, has a mark of its own */
 }
 
 static bool is_idle(const struct host_link *link)
@@ -346,15 +414,25 @@ static bool is_idle(const struct host_link *link)
     return ep_gin_stream_reached(&link->stream, ep_gin_stream_mark(&link->stream));
 }
 
-/* Only what may still grow is worth a wait, or what others are to go before. */
-static bool run_waits(const struct host_link *link)
+/* There is a copy in it, and one behind that. */
+static bool is_full(const struct ep_gin_stream *stream)
 {
-    const bool gathers = link->comm->gathers > 0 && link->run_bytes >= LARGE_BYTES;
-
-    return link->run_bytes < COPY_BYTES && (gathers || !is_idle(link));
+    return stream->written > 1 && !ep_gin_stream_reached(stream, stream->written - 1);
 }
 
-static bool is_large(const struct ep_gin_put *put) { return put->bytes >= LARGE_BYTES; }
+/* Only what may still grow is worth a wait. */
+static bool run_waits(const struct host_link *link)
+{
+    return link->run_bytes < COPY_BYTES && !is_idle(link);
+}
+
+/* What is large may grow until the link's last copy is over. */
+static bool waits_in_line(const struct host_link *link)
+{
+    const struct line *line = link->line;
+
+    return line->head != link || is_full(&line->stream) || !ep_gin_stream_reached(&line->stream, link->line_mark);
+}
 
 static bool host_put_start(void *opened, struct ep_gin_put *put)
 {
@@ -362,15 +440,18 @@ static bool host_put_start(void *opened, struct ep_gin_put *put)
 
     if (link->puts == IN_FLIGHT)
         return false;
-    if (!continues_run(link, put))
+    if (!continues_run(link, put)) {
+        if (is_large(link, link->run_bytes))
+            return false; /* it has its turn in progress */
         start_run(link);
-    if (is_large(put) && link->comm->large++ == 0)
+    }
+    if (is_large(link, put->bytes) && link->comm->large++ == 0)
         link->comm->gathers = link->comm->ranks; /* NCCL's thread calls progress after each rank that it looks at */
     put->taken = put->bytes;
     ep_gin_queue_push(&link->run, put);
     link->run_bytes += put->bytes;
     link->puts++;
-    if (!run_waits(link))
+    if (!is_large(link, link->run_bytes) && !run_waits(link))
         start_run(link);
     return true;
 }
@@ -400,12 +481,12 @@ static bool reap(struct host_link *link)
 {
     bool told = false;
 
-    while (link->copying.head && ep_gin_stream_reached(&link->stream, link->copying.head->mark) &&
+    while (link->copying.head && ep_gin_stream_reached(link->copying.head->stream, link->copying.head->mark) &&
            tell(link, link->copying.head)) {
         struct ep_gin_put *put = ep_gin_queue_pop(&link->copying);
 
         link->puts--;
-        link->comm->large -= is_large(put);
+        link->comm->large -= is_large(link, put->bytes);
         told = true;
         ep_gin_put_sent(put, put->bytes);
     }
@@ -417,8 +498,14 @@ static void host_progress(void *opened)
     struct host_link *link = opened;
     const bool told = reap(link);
 
-    if (!run_waits(link))
-        start_run(link);
+    if (!is_large(link, link->run_bytes)) {
+        if (!run_waits(link))
+            start_run(link);
+    } else if (link->comm->gathers == 0) {
+        get_in_line(link);
+        if (!waits_in_line(link))
+            start_run(link);
+    }
     ep_gin_stream_flush(&link->stream);
     if (told)
         wake_peer(link);
@@ -487,6 +574,8 @@ const struct ep_gin_transport ep_gin_host = {
     .name = "host",
     .same_host = true,
     .usable = host_usable,
+    .start = host_start,
+    .stop = host_stop,
     .link_open = host_link_open,
     .link_connect = host_link_connect,
     .link_close = host_link_close,

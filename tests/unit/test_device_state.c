@@ -261,6 +261,27 @@ static void lie_of_many(uint32_t *node)
             node[r++] = n;
 }
 
+/* How many nodes behind the rank's own that of r is. */
+static uint32_t distance(const uint32_t *node, uint32_t nodes, uint32_t rank, uint32_t r)
+{
+    return (node[r] + nodes - node[rank]) % nodes;
+}
+
+static void check_order(const struct ep_device_net *net, const uint32_t *node, uint32_t rank)
+{
+    const uint32_t nodes = net->map.outs + 1, fars = net->ranks - net->nears;
+
+    for (uint32_t i = 0; i < net->map.outs; i++)
+        assert_int_equal(distance(node, nodes, rank, net->gates[i]), i + 1);
+    assert_int_equal(distance(node, nodes, rank, net->order[0]), 1);
+    for (uint32_t i = 1; i < fars; i++) {
+        const uint32_t before = net->order[i - 1], r = net->order[i];
+        const uint32_t of_before = distance(node, nodes, rank, before), its = distance(node, nodes, rank, r);
+
+        assert_true(its > of_before || (its == of_before && r > before)); /* each of them once */
+    }
+}
+
 static void check_many(const struct ep_device_net *net, const uint32_t *node, uint32_t rank)
 {
     static uint32_t users[EP_DEVICE_MAX_RANKS];
@@ -283,6 +304,7 @@ static void check_many(const struct ep_device_net *net, const uint32_t *node, ui
             assert_int_equal(users[net->in[r]]++, 0); /* nobody else's */
     }
     assert_int_equal(far, EP_DEVICE_MAX_RANKS - net->nears);
+    check_order(net, node, rank);
 }
 
 static void there_can_be_many_nodes(void **state)
