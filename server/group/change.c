@@ -41,7 +41,15 @@ static struct change *change_new(struct group *group, enum change_kind kind, con
 {
     struct change *change = group_allocate(1, sizeof *change);
 
-    *change = (struct change){ .kind = kind, .group = group, .failure = EP_ERROR_INIT, .done = done, .user = user };
+    *change = (struct change){
+        .kind = kind,
+        .group = group,
+        .spec_revision = group->revision,
+        .status_revision = group->status_revision,
+        .failure = EP_ERROR_INIT,
+        .done = done,
+        .user = user,
+    };
     change->entry = history_begin(group, change_text(change), asker);
     group->change = change;
     return change;

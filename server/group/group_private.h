@@ -447,6 +447,7 @@ struct agreed {               /* what is asked of a member, and what it said */
 struct change {
     enum change_kind kind;
     struct group *group;
+    uint64_t spec_revision, status_revision; /* of the group that it was judged on */
     Ep__V1__GroupSpec *asked;   /* to be stored; NULL: a deletion */
     Ep__V1__GroupStatus *status; /* the same; own message */
     struct ep_plan plan;        /* of a new epoch */
@@ -562,8 +563,8 @@ Ep__V1__Plan *preview_plan(struct arena *arena, const struct group *group, const
 #define RECORDS_KEY_MAX 352u
 
 typedef void (*records_done_fn)(const struct ep_error *error, uint64_t revision, void *user);
-/* Spec and status, both or none, against the revisions that the group has; only while this server leads.  With them, as
- * with the status alone, goes the history's entry of the change under way. */
+/* Spec and status, both or none, against the revisions that the change under way was judged on, or else those that the
+ * group has; only while this server leads.  With them, as with the status alone, goes the history's entry of that change. */
 void records_save(struct group *group, const Ep__V1__GroupSpec *asked, const Ep__V1__GroupStatus *status,
                   records_done_fn done, void *user);
 /* The status alone: the spec, and so the group's revision, stays. */

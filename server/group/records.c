@@ -132,6 +132,17 @@ void records_history(struct group *group, const Ep__V1__GroupChange *entry, reco
 
 /* ---- changes ------------------------------------------------------------------------------------ */
 
+/* What the watch has told since a change was judged is not to be lost by it. */
+static uint64_t expected_spec(const struct group *group)
+{
+    return group->change ? group->change->spec_revision : group->revision;
+}
+
+static uint64_t expected_status(const struct group *group)
+{
+    return group->change ? group->change->status_revision : group->status_revision;
+}
+
 /* With the entry of the change that is under way; writes has room for three more. */
 static void commit_change(struct group *group, struct ep_store_write *writes, size_t n, records_done_fn done,
                           void *user)
@@ -150,8 +161,8 @@ void records_save(struct group *group, const Ep__V1__GroupSpec *asked, const Ep_
 {
     struct keys keys = keys_of(group->name);
     struct ep_store_write writes[] = {
-        { .key = keys.spec, .expected = group->revision },
-        { .key = keys.status, .expected = group->status_revision },
+        { .key = keys.spec, .expected = expected_spec(group) },
+        { .key = keys.status, .expected = expected_status(group) },
         { 0 },
         { 0 },
         { 0 },
@@ -169,8 +180,8 @@ void records_renew(struct group *group, const Ep__V1__GroupStatus *status, recor
 {
     struct keys keys = keys_of(group->name);
     struct ep_store_write writes[] = {
-        { .key = keys.spec, .expected = group->revision, .check_only = true },
-        { .key = keys.status, .expected = group->status_revision },
+        { .key = keys.spec, .expected = expected_spec(group), .check_only = true },
+        { .key = keys.status, .expected = expected_status(group) },
         { 0 },
         { 0 },
         { 0 },
@@ -187,7 +198,7 @@ void records_delete(struct group *group, records_done_fn done, void *user)
     struct keys keys = keys_of(group->name);
     struct slot slots[HISTORY_KEPT];
     struct ep_store_write writes[4 + HISTORY_KEPT] = {
-        { .key = keys.spec, .expected = group->revision },
+        { .key = keys.spec, .expected = expected_spec(group) },
         { .key = keys.status, .expected = EP_STORE_ANY },
     };
     size_t n = 2;

@@ -7,10 +7,12 @@
  */
 #include "span_fixture.h"
 
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "ep_clock.h"
+#include "ep_message.h"
 
 #define OLD      64u /* hidden, before a change and after it */
 #define NEW      128u
@@ -693,6 +695,63 @@ static void on_deposed(const struct ep_error *error, uint64_t revision, void *us
     (void)error, (void)revision, (void)user;
 }
 
+/* At the first answer. */
+static void on_step_to_hold(struct world *world, const char *kind, void *user)
+{
+    struct fixture *f = user;
+
+    if (!strcmp(kind, "Prepare-reply") && f->steps++ == 0)
+        world_hold(world, true);
+}
+
+/* What a leader of an earlier term has acknowledged, and the watch tells late. */
+static void write_spec(struct fixture *f, const Ep__V1__GroupSpec *spec)
+{
+    Ep__V1__Group group = EP__V1__GROUP__INIT;
+    struct ep_store_write write = { .key = "groups/moe/spec", .expected = EP_STORE_ANY };
+    char name[] = "moe";
+    void *packed;
+
+    group.name = name;
+    group.spec = (Ep__V1__GroupSpec *)(uintptr_t)spec; /* only packed */
+    packed = ep_message_pack(&group.base, &write.size);
+    write.value = packed;
+    ep_store_commit(f->store, &write, 1, on_deposed, NULL);
+    free(packed);
+}
+
+static uint64_t revision_at(const struct fixture *f, uint32_t i)
+{
+    return ep_groups_get(f->servers[i].groups, "moe", NULL)->revision;
+}
+
+static void a_change_does_not_undo_what_the_watch_tells_while_it_is_under_way(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec between = span_spec(OLD, 6);
+    struct answer answer = { 0 };
+    uint64_t judged;
+    uint32_t leader;
+
+    create(f, OLD);
+    leader = span_leader(f);
+    judged = revision_at(f, leader);
+    f->steps = 0;
+    world_on_step(f->world, on_step_to_hold, f);
+    begin(f, UPDATE, &answer);
+    WAIT(f, f->steps);
+    between.timeout_ms = 12345;
+    write_spec(f, &between);
+    WAIT(f, revision_at(f, leader) > judged);
+    judged = revision_at(f, leader);
+    world_on_step(f->world, NULL, NULL);
+    world_hold(f->world, false);
+    WAIT(f, answer.done);
+    assert_int_equal(answer.error.status, EP_FAILED_PRECONDITION);
+    assert_int_equal(revision_at(f, leader), judged);
+    WAIT(f, all_look(f, OLD, PHASE(READY)));
+}
+
 /* Who leads loses the lead, perhaps to win it again, and goes on with what it does. */
 static void on_step_to_depose(struct world *world, const char *kind, void *user)
 {
@@ -1085,6 +1144,7 @@ int main(int argc, char **argv)
         TEST(whoever_ends_at_whatever_step_of_a_deletion),
         TEST(who_a_step_waits_for_is_told),
         TEST(whichever_message_of_a_change_is_lost),
+        TEST(a_change_does_not_undo_what_the_watch_tells_while_it_is_under_way),
         TEST(whenever_the_lead_is_lost_the_change_is_made_or_may_be_tried_again),
         TEST(a_creation_that_is_given_up_when_another_has_won_leaves_nothing),
         TEST(a_term_that_no_leader_has_is_refused_and_forgotten),
