@@ -64,14 +64,20 @@ static Ep__V1__RankPlan *rank_plan(const struct preview *p, uint32_t number)
     return rank;
 }
 
+/* A rank's load can be more than fits: counts of experts are of any size. */
+static uint64_t whole(double load)
+{
+    return load < 0x1p64 ? (uint64_t)round(load) : UINT64_MAX;
+}
+
 static void fill_loads(const struct preview *p)
 {
     double *now = load_of_ranks(p, p->settled), *was = p->present ? load_of_ranks(p, &p->present->settled) : NULL;
 
     for (uint32_t r = 0; r < p->plan->n_ranks; r++) {
-        p->out->ranks[r]->load = (uint64_t)llround(now[r]);
+        p->out->ranks[r]->load = whole(now[r]);
         if (p->present && r < p->present->plan.n_ranks)
-            p->out->ranks[r]->was_load = (uint64_t)llround(was[r]);
+            p->out->ranks[r]->was_load = whole(was[r]);
     }
     free(now);
     free(was);

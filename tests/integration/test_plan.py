@@ -142,6 +142,13 @@ class OneServerTest(PlanTest):
         self.admin("group", "update", "moe", *flags)
         self.run_workers(4)
 
+    def test_loads_of_any_size_are_told(self):
+        self.create()
+        most = 2 ** 64 - 1
+        for each, told in ((2 ** 61, 2 ** 63), (most, most)):  # four experts on each rank
+            ranks = self.plan("--placement=by-load", self.loads([each] * 16))["plan"]["ranks"]
+            self.assertEqual([(int(rank["load"]), int(rank["was_load"])) for rank in ranks], [(told, told)] * 4)
+
     def test_what_the_servers_have_counted_is_taken(self):
         self.create(ranks=2)
         refused = self.admin("group", "plan", "moe", "--placement=by-load", code=1)
