@@ -175,12 +175,13 @@ ep_status ep_gin_region_add(struct ep_gin_comm *comm, void *at, uint64_t bytes, 
     return status;
 }
 
+/* Peers that were not reached too: what they were offered is taken back, also where the registration has failed. */
 static void leave(struct ep_gin_comm *comm, struct ep_gin_region *region)
 {
     for (uint32_t r = 0; r < comm->ranks; r++) {
         const struct ep_gin_link *main = &comm->peers[r].main;
 
-        if (region->remote[r].reached)
+        if (main->transport->region_leave)
             main->transport->region_leave(main->link, region, region->remote[r].reached);
     }
 }

@@ -54,7 +54,7 @@ struct ep_gin_transport {
     /* The peer's side of the region: *remote, for put_start.  Without it puts take the spare link. */
     ep_status (*region_reach)(void *link, const struct ep_gin_region *region, const struct ep_gin_card *card,
                               void **remote, struct ep_error *error);
-    /* Under both locks. */
+    /* Under both locks.  It is offered no more; remote is NULL where the peer's side was not reached. */
     void (*region_leave)(void *link, const struct ep_gin_region *region, void *remote);
     /* progress: can it read puts from there?  If not they take the spare link.  NULL: from anywhere. */
     bool (*reads)(void *link, const struct ep_gin_region *source);

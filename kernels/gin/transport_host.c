@@ -320,6 +320,8 @@ static void host_region_leave(void *opened, const struct ep_gin_region *region, 
     struct mapped *mapped = remote;
 
     (void)region;
+    if (!mapped) /* what was offered went with its descriptor */
+        return;
     start_run(link); /* nothing is begun that goes there when it is not mapped any more */
     if (!ep_gin_stream_wait(&link->stream, link->comm->settings.timeout_ns) ||
         (link->line && !ep_gin_stream_wait(&link->line->stream, link->comm->settings.timeout_ns)))
