@@ -7,7 +7,7 @@ set -uo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: nodes.sh N [--gpus N] [--each N] [--bench] [--pauses N] [--soak S] [--limit S] [--logs DIR]
+usage: nodes.sh N [--gpus N] [--each N] [--no-checks] [--soak S] [--bench] [--pauses N] [--limit S] [--logs DIR]
 
 Starts N ep-servers on an etcd of their own, makes a group over all of them with a rank on each GPU, and runs verified
 dispatch and combine on it. Prints a line per step and, at the end, `N passed, N failed`. Exits with 77 where there is no
@@ -15,23 +15,25 @@ GPU, no NCCL or no etcd. Servers share a GPU where there are fewer GPUs than nod
 
   --gpus N    use N GPUs (default: all that nvidia-smi lists)
   --each N    give each node N of them (default: an equal part), some to several nodes where there are too few
+  --no-checks leave that out: only what the next three say
+  --soak S    then run random ops of both modes for S seconds, with kill -9 of a worker a minute
   --bench     then time low latency and high throughput with H 7168, K 8, E 256, T 128 to 1 and 4096, and print the tables
               and what TCP over loopback brings here
   --pauses N  then change modes and token limits N times, have the last server end and return N times, and print how long
               workers that follow paused
-  --soak S    then run random ops of both modes for S seconds, with kill -9 of a worker a minute
   --limit S   seconds for a step (default 120)
   --logs DIR  keep complete output there
 TEXT
 }
 
-gpus='' each='' logs='' limit_s=120 nodes='' times=0 pauses=0 soak_s=0
+gpus='' each='' logs='' limit_s=120 nodes='' checks=1 times=0 pauses=0 soak_s=0
 while (($#)); do
     case $1 in
     --gpus) gpus=${2:?--gpus needs a number}; shift ;;
     --each) each=${2:?--each needs a number}; shift ;;
     --limit) limit_s=${2:?--limit needs seconds}; shift ;;
     --logs) logs=${2:?--logs needs a folder}; shift ;;
+    --no-checks) checks=0 ;;
     --bench) times=1 ;;
     --pauses) pauses=${2:?--pauses needs a number}; shift ;;
     --soak) soak_s=${2:?--soak needs seconds}; shift ;;
@@ -45,14 +47,14 @@ done
 count_gpus
 ((${each:-1} >= 1 && ${each:-1} <= gpus)) || { echo "nodes.sh: --each is $each: must be 1 to $gpus, the GPUs here" >&2; exit 2; }
 need "$bin/ep-server" "$bin/ep-admin" "$bin/ep-bench" "$bin/worker"
-open_logs
+[[ -z $logs ]] || mkdir -p "$logs"
 dir=$(mktemp -d)
 processes=()
 
 tear_down() {
     ((${#processes[@]} == 0)) || kill -KILL "${processes[@]}" 2>/dev/null
     wait 2>/dev/null
-    cp "$dir"/*.out "$logs/" 2>/dev/null
+    [[ -z $logs ]] || cp "$dir"/*.out "$logs/" 2>/dev/null
     rm -rf "$dir"
 }
 trap tear_down EXIT
@@ -324,24 +326,6 @@ alone_ends() {
     admin group delete alone && nobody_failed
 }
 
-declare -a pids resting
-start_etcd
-step "$nodes servers start" start_nodes || { closing_line; exit 1; }
-step 'a group on one of them, and its workers' alone
-step 'a group over all of them' all_of_them || { closing_line; exit 1; }
-step 'the group on one of them goes' alone_ends
-step 'executor direct is refused' refused 'several nodes' low --executor=direct --tokens=1 --iters=1 --layouts=packed
-step 'low latency: every layout, verified' low --tokens=1,16 --iters=20
-step 'low latency: fp8' low --tokens=16 --iters=10 --dtypes=fp8
-step 'low latency: a worker is killed and another comes' low --tokens=16 --iters=20 --layouts=expert-major,packed \
-    --kill=$((ranks - 1))@0
-step 'high throughput: every layout, verified' high --tokens=1,200 --iters=10
-step 'high throughput: fp8, aligned' high --tokens=200 --iters=5 --dtypes=fp8,fp8-given --alignment=16
-step 'high throughput: gradients' high --tokens=200 --iters=5 --passes=backward
-step 'high throughput: a rank without tokens, skewed routing' high --tokens=200 --iters=5 --zero-rank=0 --routing=zipf:1.2
-step 'high throughput: a worker is killed and another comes' high --tokens=200 --iters=10 --kill=$((ranks - 1))@0
-step 'soak: both modes' bench --tokens=24 --soak=8
-step 'soak: both modes, kill -9 of workers all the while' bench --tokens=24 --soak=12 --soak-kill=3
 # NCCL asks the driver for much while streams of the same process wait for doorbells.
 beside() {
     local work code
@@ -352,26 +336,54 @@ beside() {
     code=$?
     wait "$work" && ((code == 0))
 }
-step 'a second group comes and goes while the first one works' beside
-step 'the group changes under a soak' under_changes --ll-max-tokens=48 --modes=ll --hidden=512 --modes=ll,ht --ht-max-tokens=300 \
-    -- bench --tokens=24 --soak=25 --follow
-if ((soak_s)); then
+
+check() {
+    step 'a group on one of them, and its workers' alone
+    step 'a group over all of them' all_of_them || return
+    step 'the group on one of them goes' alone_ends
+    step 'executor direct is refused' refused 'several nodes' low --executor=direct --tokens=1 --iters=1 --layouts=packed
+    step 'low latency: every layout, verified' low --tokens=1,16 --iters=20
+    step 'low latency: fp8' low --tokens=16 --iters=10 --dtypes=fp8
+    step 'low latency: a worker is killed and another comes' low --tokens=16 --iters=20 --layouts=expert-major,packed \
+        --kill=$((ranks - 1))@0
+    step 'high throughput: every layout, verified' high --tokens=1,200 --iters=10
+    step 'high throughput: fp8, aligned' high --tokens=200 --iters=5 --dtypes=fp8,fp8-given --alignment=16
+    step 'high throughput: gradients' high --tokens=200 --iters=5 --passes=backward
+    step 'high throughput: a rank without tokens, skewed routing' high --tokens=200 --iters=5 --zero-rank=0 \
+        --routing=zipf:1.2
+    step 'high throughput: a worker is killed and another comes' high --tokens=200 --iters=10 --kill=$((ranks - 1))@0
+    step 'soak: both modes' bench --tokens=24 --soak=8
+    step 'soak: both modes, kill -9 of workers all the while' bench --tokens=24 --soak=12 --soak-kill=3
+    step 'a second group comes and goes while the first one works' beside
+    step 'the group changes under a soak' under_changes --ll-max-tokens=48 --modes=ll --hidden=512 --modes=ll,ht \
+        --ht-max-tokens=300 -- bench --tokens=24 --soak=25 --follow
+    step 'the group goes' admin group delete moe
+}
+
+soak() {
+    step 'a group to soak' admin group create "${group[@]}" --wait=60s || return
     limit_s=$((limit_s + soak_s)) step "soak of $soak_s s: both modes, kill -9 of a worker a minute" bench --tokens=24 \
         --soak="$soak_s" --soak-kill=60
-fi
-step 'the group goes' admin group delete moe
-if ((times)); then
-    step 'a large group' admin group create moe --ranks="$ranks" --experts=256 --hidden=7168 --top-k=8 --modes=ll,ht \
-        --ll-max-tokens=128 --ht-max-tokens=4096 --arena=2GiB --timeout-ms=20000 --placement=spread --wait=60s && {
-        step 'low latency, times' low --no-verify --tokens=128,32,8,1 --iters=200 --warmup=20 \
-            --layouts=expert-major,rank-major --dtypes=bf16,fp8 && cat "$dir/low-latency--times.out"
-        step 'high throughput, times' high --no-verify --tokens=4096 --iters=30 --warmup=5 --layouts=flat,packed \
-            --dtypes=bf16,fp8 && cat "$dir/high-throughput--times.out"
-        step 'loopback' python3 "$here/loopback.py" 1 $((2 * ranks)) && cat "$dir/loopback.out"
-    }
+    grep '^soak' "$dir"/soak-of-*.out
     step 'that group goes' admin group delete moe
-fi
-if ((pauses)); then
-    measure_pauses
-fi
+}
+
+measure_times() {
+    step 'a large group' admin group create moe --ranks="$ranks" --experts=256 --hidden=7168 --top-k=8 --modes=ll,ht \
+        --ll-max-tokens=128 --ht-max-tokens=4096 --arena=2GiB --timeout-ms=20000 --placement=spread --wait=60s || return
+    step 'low latency, times' low --no-verify --tokens=128,32,8,1 --iters=200 --warmup=20 \
+        --layouts=expert-major,rank-major --dtypes=bf16,fp8 && cat "$dir/low-latency--times.out"
+    step 'high throughput, times' high --no-verify --tokens=4096 --iters=30 --warmup=5 --layouts=flat,packed \
+        --dtypes=bf16,fp8 && cat "$dir/high-throughput--times.out"
+    step 'loopback' python3 "$here/loopback.py" 1 $((2 * ranks)) && cat "$dir/loopback.out"
+    step 'the large group goes' admin group delete moe
+}
+
+declare -a pids resting
+start_etcd
+step "$nodes servers start" start_nodes || { closing_line; exit 1; }
+((!checks)) || check || { closing_line; exit 1; }
+((!soak_s)) || soak
+((!times)) || measure_times
+((!pauses)) || measure_pauses
 closing_line
