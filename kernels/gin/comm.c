@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 /* Streams: one that receives, one that sends over TCP, one for what is large to peers of this host, one to each of them and
- * to oneself; a line each. */
+ * to oneself; a cache line of words each. */
 #define PAGE               4096u
 #define WORDS_BYTES(ranks) ((64u * ((ranks) + 3u) + PAGE - 1) / PAGE * PAGE)
 

@@ -5,8 +5,8 @@
  * one copy by the GPU's copy engine, with nobody's help at the other end.  When the copy is over, and all before it, the
  * message goes into a ring in the peer's memory.  A peer that sleeps is woken through its eventfd.
  *
- * One copy is under way for each peer, or as many as do not continue each other: to begin one takes 3 us, in which NVLink
- * carries a megabyte, and so does what is between two.  So the last put waits while another copy is under way, and puts
+ * One copy is under way for each peer, or as many small ones as do not continue each other: to begin one takes 3 us, in which
+ * NVLink carries a megabyte, and so does what is between two.  So the last put waits while another copy is under way, and puts
  * that continue it, at both ends, are one copy with it.
  *
  * Large copies to all peers stand in one line, in one stream: what is put first is there first.  A GPU takes in no more from
@@ -62,7 +62,6 @@ struct host_link {
     struct ep_gin_stream stream;
     struct line *line;       /* NULL: to oneself */
     struct host_link *behind;
-    bool in_line;
     uint64_t line_mark;      /* behind the last copy in its stream that is this link's */
     struct ep_gin_ring *in;  /* the peer writes */
     struct ep_gin_ring *out; /* the peer reads; to oneself the same */
@@ -354,29 +353,32 @@ static bool continues_run(const struct host_link *link, const struct ep_gin_put 
 
 static bool is_large(const struct host_link *link, uint64_t bytes) { return link->line && bytes >= LARGE_BYTES; }
 
-static void get_in_line(struct host_link *link)
-{
-    struct host_link **end = &link->line->head;
-
-    if (link->in_line)
-        return;
-    while (*end)
-        end = &(*end)->behind;
-    *end = link;
-    link->behind = NULL;
-    link->in_line = true;
-}
-
-static void leave_line(struct host_link *link)
+/* Its place in the line, or the end of it. */
+static struct host_link **place_of(const struct host_link *link)
 {
     struct host_link **at = &link->line->head;
 
-    if (!link->in_line)
-        return;
-    while (*at != link)
+    while (*at && *at != link)
         at = &(*at)->behind;
-    *at = link->behind;
-    link->in_line = false;
+    return at;
+}
+
+static void get_in_line(struct host_link *link)
+{
+    struct host_link **at = place_of(link);
+
+    if (*at)
+        return;
+    *at = link;
+    link->behind = NULL;
+}
+
+static void leave_line(const struct host_link *link)
+{
+    struct host_link **at = place_of(link);
+
+    if (*at)
+        *at = link->behind;
 }
 
 static void copy_run(struct host_link *link, struct ep_gin_stream *stream)

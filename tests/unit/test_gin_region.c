@@ -117,14 +117,6 @@ static void say(struct world *w, uint32_t rank, uint64_t bytes)
     assert_int_equal(write(w->theirs[rank], &frame, sizeof frame), sizeof frame);
 }
 
-static struct ep_gin_frame heard(struct world *w, uint32_t rank)
-{
-    struct ep_gin_frame frame;
-
-    assert_int_equal(recv(w->theirs[rank], &frame, sizeof frame, MSG_WAITALL), sizeof frame);
-    return frame;
-}
-
 static ep_status add(struct world *w, struct ep_gin_region **region)
 {
     return ep_gin_region_add(&w->comm, memory, BYTES, NCCL_MEMORY_HOST, 0, -1, 0, region, NULL);
@@ -170,6 +162,14 @@ void *__wrap_dlopen(const char *name, int flags)
 {
     return __real_dlopen(strcmp(name, "libibverbs.so.1") == 0 ? EP_UNIT_DIR "/verbs/libibverbs.so.1" : name,
                          flags);
+}
+
+static struct ep_gin_frame heard(struct world *w, uint32_t rank)
+{
+    struct ep_gin_frame frame;
+
+    assert_int_equal(recv(w->theirs[rank], &frame, sizeof frame, MSG_WAITALL), sizeof frame);
+    return frame;
 }
 
 static void open_nic(struct world *w)

@@ -690,7 +690,7 @@ static void whichever_message_of_a_change_is_lost(void **state)
     disturb(*state, on_step_to_lose, any_answer);
 }
 
-static void on_deposed(const struct ep_error *error, uint64_t revision, void *user)
+static void not_needed(const struct ep_error *error, uint64_t revision, void *user)
 {
     (void)error, (void)revision, (void)user;
 }
@@ -716,7 +716,7 @@ static void write_spec(struct fixture *f, const Ep__V1__GroupSpec *spec)
     group.spec = (Ep__V1__GroupSpec *)(uintptr_t)spec; /* only packed */
     packed = ep_message_pack(&group.base, &write.size);
     write.value = packed;
-    ep_store_commit(f->store, &write, 1, on_deposed, NULL);
+    ep_store_commit(f->store, &write, 1, not_needed, NULL);
     free(packed);
 }
 
@@ -760,7 +760,7 @@ static void on_step_to_depose(struct world *world, const char *kind, void *user)
 
     (void)world, (void)kind;
     if (f->steps++ == f->crash_at)
-        ep_store_commit(f->store, &write, 1, on_deposed, NULL);
+        ep_store_commit(f->store, &write, 1, not_needed, NULL);
 }
 
 static void made_or_to_be_tried_again(const struct answer *answer, uint32_t at)
