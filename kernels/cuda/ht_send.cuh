@@ -16,55 +16,45 @@ namespace send {
 
 constexpr uint32_t kSenders = kWarps / 2; /* of a block: with more under way at once the first piece is complete later */
 
-/* Of a token: what goes to a gate has the lane of the first choice of its node. */
+/* Of a token, at a gate. */
 struct Record {
-    uint32_t gate;   /* of the choice; kNobody: none */
-    uint32_t firsts; /* mask of lanes */
-    uint32_t i;      /* which record */
+    uint32_t lanes; /* mask: choices of the gate's node; 0: there is none */
+    uint32_t i;     /* which record */
     uint8_t *at;
 };
 
 /* All that the batch has for the gate, whoever takes part there: so many are put.  Its row goes where the record is. */
 __device__ inline Record find_record(const ep_ht_args &a, const Box &box, uint32_t gate, Token *token)
 {
-    const uint32_t lane = threadIdx.x % 32;
-    const bool goes = token->rank != kNobody && is_far(a, token->rank) && gate_of(a, token->rank) == gate
-                      && has(net_of(a)->through, token->rank);
-    Record record = { goes ? gate : kNobody, 0, 0, nullptr };
-    const bool first = goes & (lane == (uint32_t)__ffs(__match_any_sync(kAll, record.gate)) - 1);
+    const bool goes = token->rank != kNobody && has(net_of(a)->through, token->rank) && gate_of(a, token->rank) == gate;
+    Record record = { __ballot_sync(kAll, goes), 0, nullptr };
 
-    record.firsts = __ballot_sync(kAll, first);
-    if (first) {
-        record.i = __ldcg(node_slots(a, a.handle) + token->t * a.top_k + lane);
-        record.at = item_out(a, box, box_for(a, record.gate), record.i);
-        token->out = record.at + ep_net_record_head(a.max_top_k);
-        token->scales = token->out + a.row_bytes;
-    }
+    if (!record.lanes)
+        return record;
+    record.i = __ldcg(node_slots(a, a.handle) + token->t * a.top_k + __ffs(record.lanes) - 1);
+    record.at = item_out(a, box, box_for(a, gate), record.i);
+    token->out = record.at + ep_net_record_head(a.max_top_k);
+    token->scales = token->out + a.row_bytes;
     return record;
 }
 
 /* What stands before the row. */
-__device__ inline void write_heads(const ep_ht_args &a, const Op &op, uint32_t t, const Choice &c, const Record &record)
+__device__ inline void write_head(const ep_ht_args &a, const Op &op, uint32_t t, const Choice &c, const Record &record)
 {
     const uint32_t lane = threadIdx.x % 32;
+    const Vec v = { { record.lanes >> lane & 1 ? (uint32_t)c.route : kAll, __float_as_uint(c.weight), c.slot, c.index } };
 
-    each_lane(record.firsts, [&](uint32_t first) {
-        uint8_t *at = (uint8_t *)__shfl_sync(kAll, (uint64_t)record.at, first);
-        const bool there = record.gate == __shfl_sync(kAll, record.gate, first);
-        const Vec v = { { there ? (uint32_t)c.route : kAll, __float_as_uint(c.weight), c.slot, c.index } };
-
-        if (lane < a.max_top_k)
-            store_row(at + sizeof(struct ep_net_record) + lane * sizeof v, v);
-        if (lane == 0)
-            store_row(at, tagged(t, 0, op.tag));
-    });
+    if (lane < a.max_top_k)
+        store_row(record.at + sizeof(struct ep_net_record) + lane * sizeof v, v);
+    if (lane == 0)
+        store_row(record.at, tagged(t, 0, op.tag));
 }
 
 /* Of token t, if it has one for the gate. */
 template <Cast C>
 __device__ inline void write_record(const ep_ht_args &a, const Op &op, const Box &box, uint32_t gate, uint32_t t)
 {
-    const Choice c = own_choice(a, t, [&](uint32_t rank) { return is_through(a, op, rank) && gate_of(a, rank) == gate; },
+    const Choice c = own_choice(a, t, [&](uint32_t rank) { return is_through(a, op, rank); },
                                 [](uint32_t) { return true; });
     Token token = {};
 
@@ -72,13 +62,13 @@ __device__ inline void write_record(const ep_ht_args &a, const Op &op, const Box
     token.rank = c.route < 0 ? kNobody : rank_of(c.route);
     const Record record = find_record(a, box, gate, &token);
 
-    if (!record.firsts)
+    if (!record.lanes)
         return;
-    write_heads(a, op, t, c, record);
-    push_row<C>(a, token, record.firsts);
+    write_head(a, op, t, c, record);
+    push_row<C>(a, token, record.lanes & -record.lanes);
     __syncwarp(); /* of all that lanes wrote; partner: put_pieces */
-    if (record.firsts >> threadIdx.x % 32 & 1)
-        count_item(a, box, record.gate, record.i);
+    if (threadIdx.x % 32 == 0)
+        count_item(a, box, gate, record.i);
 }
 
 /*
