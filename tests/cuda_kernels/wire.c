@@ -70,7 +70,7 @@ static uint64_t delay_ns(void)
 {
     const uint32_t kind = by_chance() % 100;
 
-    return kind < AT_ONCE_PERCENT ? 0 : by_chance() % (kind < 100 - late_percent ? SOON_NS : late_ns);
+    return kind < AT_ONCE_PERCENT ? 0 : by_chance() % (kind < 100 - late_percent ? SOON_NS : late_ns + 1);
 }
 
 /* A signal waits for the puts before it. */
