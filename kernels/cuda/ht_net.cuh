@@ -371,42 +371,53 @@ __device__ inline uint32_t complete_pieces(const ep_ht_args &a, const Box &box, 
     return n;
 }
 
-/* One thread: its next pieces, if they are complete.  False: there is no more, or it is known that the rank does not ask
- * for it. */
-__device__ inline bool put_pieces(const ep_ht_args &a, uint64_t tag, const Box &box, const Load &load)
+/* What of it was not put?  Nothing where it is known that the rank does not ask for it. */
+__device__ inline bool is_unput(const ep_ht_args &a, const Box &box, const Load &load)
+{
+    const struct ep_device_net *net = net_of(a);
+
+    return net->put[load.rank] * box.piece < load.n && !has_now(net->silent, load.rank);
+}
+
+/* One thread: its next pieces, as far as they are complete. */
+__device__ inline void put_pieces(const ep_ht_args &a, uint64_t tag, const Box &box, const Load &load)
 {
     struct ep_device_net *net = net_of(a);
-    const uint32_t pieces = (load.n + box.piece - 1) / box.piece, next = net->put[load.rank];
-
-    if (next >= pieces || has_now(net->silent, load.rank))
-        return false;
-    const uint32_t end = next + complete_pieces(a, box, load, next);
+    const uint32_t next = net->put[load.rank], end = next + complete_pieces(a, box, load, next);
     const uint32_t first = next * box.piece, items = min(load.n, end * box.piece) - first;
 
     if (end == next)
-        return true;
+        return;
     fence_sys(); /* of all that those have written that were counted; partner: whoever reads what is put */
     put_and_tell(a, load.peer, box.in + load.at * box.box_bytes + first * box.item_bytes,
                  box.out + load.which * box.box_bytes + first * box.item_bytes, items * box.item_bytes, tag,
-                 end == pieces ? (uint32_t)kOver : step_of_item(box, first + items - 1));
+                 end * box.piece >= load.n ? (uint32_t)kOver : step_of_item(box, first + items - 1));
     net->put[load.rank] = end;
-    return end < pieces;
 }
 
-/* A warp: all loads, load_of(0) to load_of(loads - 1), each one's pieces as they get complete; until pauses(), which is the
- * same for all lanes.  Called again it goes on. */
+/*
+ * A warp: all loads, load_of(0) to load_of(loads - 1), each one's pieces as they get complete; until pauses(), which is the
+ * same for all lanes.  Called again it goes on.  Nothing of a load is put before all of those that come first, which others
+ * fill in in that order: a node takes in no more from several than from one, so each is to be sent to by one at a time.
+ */
 template <class LoadOf, class Pauses>
 __device__ inline void put_boxes(const ep_ht_args &a, uint64_t tag, const Box &box, uint32_t loads, LoadOf load_of,
                                  Pauses pauses)
 {
-    bool more = true;
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t base = 0;
 
 #pragma unroll 1
-    while (__any_sync(kAll, more) && !pauses()) {
-        more = false;
-#pragma unroll 1
-        for (uint32_t i = threadIdx.x % 32; i < loads; i += 32)
-            more |= put_pieces(a, tag, box, load_of(i));
+    while (base < loads && !pauses()) {
+        const uint32_t i = base + lane;
+        const Load load = i < loads ? load_of(i) : Load{ 0, 0, 0, 0, 0 };
+        const uint32_t unput = __ballot_sync(kAll, is_unput(a, box, load));
+
+        if (!unput)
+            base += 32;
+        else if (lane == __ffs(unput) - 1)
+            put_pieces(a, tag, box, load);
+        __syncwarp();
     }
 }
 
