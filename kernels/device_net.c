@@ -221,14 +221,17 @@ static void describe_far(const struct lie *lie, uint32_t rank, uint32_t r, struc
     out->gates[out->out[r]] = out->gate[r];
 }
 
-static void order_far(const struct lie *lie, uint32_t own, struct ep_device_net *out)
+static void order_all(const struct lie *lie, uint32_t own, struct ep_device_net *out)
 {
+    const uint32_t nodes = out->map.outs + 1;
     uint32_t n = 0;
 
-    for (uint32_t box = 0; box < out->map.outs; box++)
-        for (uint32_t r = 0; r < lie->ranks; r++)
-            if (lie->node[r] != own && out->out[r] == box)
-                out->order[n++] = r;
+    for (uint32_t which = 1; which <= nodes; which++) {
+        const uint32_t node = (own + which) % nodes;
+
+        for (uint32_t i = 0; i < ranks_on(lie, node); i++)
+            out->order[n++] = rank_on(lie, node, i);
+    }
 }
 
 static void describe(const struct ep_layout_map *map, const struct lie *lie, uint32_t rank, struct ep_device_net *out)
@@ -246,7 +249,7 @@ static void describe(const struct ep_layout_map *map, const struct lie *lie, uin
         if (lie->node[r] != own)
             describe_far(lie, rank, r, out);
     }
-    order_far(lie, own, out);
+    order_all(lie, own, out);
     lay_tables(&map->limits, &out->map, out->nears, &out->tables);
 }
 

@@ -195,7 +195,7 @@ struct ep_device_net {
     /* HT; server, once */
     struct ep_net_map map;
     uint32_t gates[EP_DEVICE_MAX_RANKS];  /* [map.outs] the gates of this rank, of each other node one, the next node's first */
-    uint32_t order[EP_DEVICE_MAX_RANKS];  /* [ranks - nears] those on other nodes, in the same order */
+    uint32_t order[EP_DEVICE_MAX_RANKS];  /* all ranks, node by node in the same order, those of this node behind them */
     /* of a rank on another node: */
     uint32_t gate[EP_DEVICE_MAX_RANKS];   /* the gate of this one on its node */
     uint32_t gate_here[EP_DEVICE_MAX_RANKS]; /* its gate on this node */

@@ -140,32 +140,70 @@ __device__ inline uint32_t partials_for(const ep_ht_args &a, uint32_t asked, uin
     return taken && !sums_in_place(a, s) ? a.from[s] : 0;
 }
 
-/* A warp takes partials that nobody has taken: first ones of all sources first, the next rank first. */
+/* Sources whose partials are pushed in turn: of one node, at most EP_DEVICE_NODE_RANKS. */
+struct Batch {
+    uint32_t first, n;
+};
+
+/* A warp: those that begin with the first-th of all ranks. */
+__device__ inline Batch batch_at(const ep_ht_args &a, uint32_t first)
+{
+#if EP_LL_NET
+    const struct ep_device_net *net = net_of(a);
+    const uint32_t at = first + threadIdx.x % 32, fars = a.ranks - net->nears;
+
+    if (first < fars)
+        return { first, (uint32_t)__popc(__ballot_sync(kAll, at < fars && net->out[net->order[min(at, fars - 1)]]
+                                                                            == net->out[net->order[first]])) };
+#endif
+    return { first, a.ranks - first };
+}
+
+/* Its source i, the next rank of this node first. */
+__device__ inline uint32_t source_at(const ep_ht_args &a, const Batch &b, uint32_t i)
+{
+#if EP_LL_NET
+    return net_of(a)->order[b.first + (i + net_of(a)->place[a.rank] + 1) % b.n];
+#else
+    return (i + a.rank + 1) % a.ranks;
+#endif
+}
+
+/* A warp: lane i has how many of them there are of source i. */
+__device__ inline uint32_t partials_of_lane(const ep_ht_args &a, uint32_t asked, const Batch &b)
+{
+    const uint32_t lane = threadIdx.x % 32;
+
+    return lane < b.n ? partials_for(a, asked, source_at(a, b, lane)) : 0;
+}
+
+/*
+ * A warp takes partials that nobody has taken: of a node's ranks the first ones of all first, and node by node, as their
+ * gates here sum them up (ht_node_sum.cuh).
+ */
 template <class T> __device__ inline void push_partials(const ep_ht_args &a, const Op &op, Ring *ring)
 {
     const uint32_t asked = load_u32(&run_of(a).asked);
-    uint32_t own = 0, most = 0; /* own: of few ranks, lane s's of rank s */
-
-    each_rank(a, [&](uint32_t s) {
-        own = partials_for(a, asked, s);
-        most = max(most, own);
-    });
-    const uint32_t end = __reduce_max_sync(kAll, most) * a.ranks;
+    uint32_t item = take_work(&run_of(a).next_push), before = 0;
 
 #pragma unroll 1
-    for (;;) {
-        const uint32_t item = take_work(&run_of(a).next_push);
+    for (uint32_t first = 0; first < a.ranks;) {
+        const Batch batch = batch_at(a, first);
+        const uint32_t own = partials_of_lane(a, asked, batch), end = __reduce_max_sync(kAll, own) * batch.n;
 
-        if (item >= end)
-            break;
-        const uint32_t s = (item + a.rank + 1) % a.ranks, slot = item / a.ranks;
+#pragma unroll 1
+        for (; item - before < end; item = take_work(&run_of(a).next_push)) {
+            const uint32_t i = (item - before) % batch.n, s = source_at(a, batch, i), slot = (item - before) / batch.n;
 
-        if (slot >= (kNet ? partials_for(a, asked, s) : __shfl_sync(kAll, own, s)))
-            continue;
-        if (__all_sync(kAll, is_open(a, op, via(a, s))))
-            push_partial<T>(a, op, ring, s, slot);
-        else if (threadIdx.x % 32 == 0)
-            add(run_of(a).unsent, via(a, s));
+            if (slot >= __shfl_sync(kAll, own, i))
+                continue;
+            if (__all_sync(kAll, is_open(a, op, via(a, s))))
+                push_partial<T>(a, op, ring, s, slot);
+            else if (threadIdx.x % 32 == 0)
+                add(run_of(a).unsent, via(a, s));
+        }
+        before += end;
+        first += batch.n;
     }
 }
 

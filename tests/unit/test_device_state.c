@@ -261,20 +261,20 @@ static void lie_of_many(uint32_t *node)
             node[r++] = n;
 }
 
-/* How many nodes behind the rank's own that of r is. */
+/* How many nodes behind the rank's own that of r is; it is itself the last one. */
 static uint32_t distance(const uint32_t *node, uint32_t nodes, uint32_t rank, uint32_t r)
 {
-    return (node[r] + nodes - node[rank]) % nodes;
+    return (node[r] + nodes - node[rank] - 1) % nodes + 1;
 }
 
 static void check_order(const struct ep_device_net *net, const uint32_t *node, uint32_t rank)
 {
-    const uint32_t nodes = net->map.outs + 1, fars = net->ranks - net->nears;
+    const uint32_t nodes = net->map.outs + 1;
 
     for (uint32_t i = 0; i < net->map.outs; i++)
         assert_int_equal(distance(node, nodes, rank, net->gates[i]), i + 1);
     assert_int_equal(distance(node, nodes, rank, net->order[0]), 1);
-    for (uint32_t i = 1; i < fars; i++) {
+    for (uint32_t i = 1; i < net->ranks; i++) {
         const uint32_t before = net->order[i - 1], r = net->order[i];
         const uint32_t of_before = distance(node, nodes, rank, before), its = distance(node, nodes, rank, r);
 
