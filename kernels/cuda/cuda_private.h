@@ -133,12 +133,20 @@ ep_status ep_cuda_serve_forgotten(struct ep_cuda_serve *serve, uint64_t entry, s
 ep_status ep_cuda_serve_end(struct ep_cuda_serve *serve, uint32_t timeout_ms, struct ep_error *error);
 void ep_cuda_serve_close(struct ep_cuda_serve *serve);
 
-/* Of a rank with ranks on other nodes, as ep_ll_serve_prepare() and ep_ll_serve_one(). */
 struct ep_ll_serve;
-int ep_cuda_net_prepare(uint32_t shared_bytes, uint32_t *blocks);
-int ep_cuda_net_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, CUstream stream);
-int ep_cuda_net_ht_prepare(uint32_t shared_bytes, uint32_t *blocks);
-int ep_cuda_net_ht_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, CUstream stream);
+struct ep_ll_expected;
+struct ep_ht_expected;
+/* The kernels that serve a rank, as ll.h and ht.h have them: cudaError_t. */
+struct ep_cuda_kernels {
+    int (*prepare)(uint32_t shared_bytes, uint32_t *blocks);
+    int (*one)(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, void *stream);
+    int (*expect)(const struct ep_ll_expected *expected, uint32_t shared_bytes, void *stream);
+    int (*ht_prepare)(uint32_t shared_bytes, uint32_t *blocks);
+    int (*ht_one)(const struct ep_ll_serve *serve, uint32_t shared_bytes, void *stream);
+    int (*ht_expect)(const struct ep_ht_expected *expected, uint32_t shared_bytes, void *stream);
+};
+/* Of a rank with ranks on other nodes.  Without NCCL's headers there are none but prepare and ht_prepare, which fail. */
+extern const struct ep_cuda_kernels ep_cuda_net_kernels;
 uint32_t ep_cuda_nccl_version(void);
 ep_status ep_cuda_nccl_bind(uint32_t device, struct ep_error *error);
 int ep_cuda_nccl_device_open(void *create, void *comm, uint32_t signals, uint64_t *wire);

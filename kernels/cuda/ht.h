@@ -71,9 +71,10 @@ int ep_ht_serve_prepare(uint32_t shared_bytes, uint32_t *blocks);
 int ep_ht_serve_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, void *stream);
 /* The op in the mailbox if it is the expected one; else it goes on waiting. */
 int ep_ht_expect(const struct ep_ht_expected *expected, uint32_t shared_bytes, void *stream);
-/* The first two for ranks of several nodes. */
+/* The same for ranks of several nodes. */
 int ep_ht_net_prepare(uint32_t shared_bytes, uint32_t *blocks);
 int ep_ht_net_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, void *stream);
+int ep_ht_net_expect(const struct ep_ht_expected *expected, uint32_t shared_bytes, void *stream);
 
 #ifdef __cplusplus
 }

@@ -40,10 +40,12 @@ int launch_combine(const ep_ht_expected &e, void *stream)
 } // namespace ht
 } // namespace ep
 
+#if !EP_LL_NET
 extern "C" int ep_ht_combine(const struct ep_ht_args *args, void *stream)
 {
     return ep::ht::launch_combine({ *args, {}, {} }, stream);
 }
+#endif
 
 extern "C" int ep_ht_prepare(uint32_t shared_bytes, uint32_t *dispatch_blocks, uint32_t *combine_blocks)
 {

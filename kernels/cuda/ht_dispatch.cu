@@ -43,7 +43,9 @@ int launch_dispatch(const ep_ht_expected &e, uint32_t shared_bytes, void *stream
 } // namespace ht
 } // namespace ep
 
+#if !EP_LL_NET
 extern "C" int ep_ht_dispatch(const struct ep_ht_args *args, uint32_t shared_bytes, void *stream)
 {
     return ep::ht::launch_dispatch({ *args, {}, {} }, shared_bytes, stream);
 }
+#endif

@@ -61,14 +61,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks) serve(const __grid_constant
 /* All that a rank's ops may have, so that one number of blocks is good for each. */
 extern "C" int ep_ht_serve_prepare(uint32_t shared_bytes, uint32_t *blocks)
 {
-    int error = ep::fit_one((const void *)ep::ht::serve, shared_bytes, blocks);
-#if !EP_LL_NET
     uint32_t dispatch = 0, combine = 0;
+    int error = ep::fit_one((const void *)ep::ht::serve, shared_bytes, blocks);
 
     if (error == cudaSuccess)
         error = ep_ht_prepare(shared_bytes, &dispatch, &combine);
     *blocks = min(*blocks, min(dispatch, combine));
-#endif
     return error;
 }
 
@@ -77,10 +75,8 @@ extern "C" int ep_ht_serve_one(const struct ep_ll_serve *serve, uint32_t shared_
     return ep::launch(ep::ht::serve, serve->ht_blocks, ep::kThreads, shared_bytes, false, stream, *serve);
 }
 
-#if !EP_LL_NET
 extern "C" int ep_ht_expect(const struct ep_ht_expected *expected, uint32_t shared_bytes, void *stream)
 {
     return expected->at.op.kind == EP_OP_COMBINE ? ep::ht::launch_combine(*expected, stream)
                                                  : ep::ht::launch_dispatch(*expected, shared_bytes, stream);
 }
-#endif

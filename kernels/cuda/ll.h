@@ -95,8 +95,9 @@ int ep_ll_expect_prepare(uint32_t shared_bytes, uint32_t *blocks);
 int ep_ll_expect(const struct ep_ll_expected *expected, uint32_t shared_bytes, void *stream);
 /* The op in the mailbox, whatever it is.  All of a rank have as many blocks: its dispatch_blocks. */
 int ep_ll_serve_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, void *stream);
-/* The same two for ranks of several nodes, where NCCL's headers were there; else nothing calls them. */
+/* The same for ranks of several nodes, where NCCL's headers were there; else nothing calls them. */
 int ep_ll_net_prepare(uint32_t shared_bytes, uint32_t *blocks);
+int ep_ll_net_expect(const struct ep_ll_expected *expected, uint32_t shared_bytes, void *stream);
 int ep_ll_net_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, void *stream);
 /* Loads the code of the next one. */
 int ep_ll_gate_prepare(void);

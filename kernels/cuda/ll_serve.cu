@@ -338,20 +338,14 @@ __global__ void gate(const __grid_constant__ struct ep_op op, struct ep_mailbox 
 
 extern "C" int ep_ll_serve_prepare(uint32_t shared_bytes, uint32_t *blocks)
 {
-    int error = ep_ll_gate_prepare();
-
-#if EP_LL_NET /* with the network's latency it does not matter whether an op was expected */
-    if (error == cudaSuccess)
-        error = ep::fit_one((const void *)ep::serve, shared_bytes, blocks);
-#else
     uint32_t expected = 0;
+    int error = ep_ll_gate_prepare();
 
     if (error == cudaSuccess)
         error = ep_ll_expect_prepare(shared_bytes, &expected);
     if (error == cudaSuccess)
         error = ep::fit_one((const void *)ep::serve, shared_bytes, blocks);
     *blocks = expected < *blocks ? expected : *blocks;
-#endif
     return error;
 }
 

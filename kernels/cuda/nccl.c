@@ -23,25 +23,14 @@ uint32_t ep_cuda_nccl_version(void)
     return ep_nccl_version();
 }
 
-int ep_cuda_net_prepare(uint32_t shared_bytes, uint32_t *blocks)
-{
-    return ep_ll_net_prepare(shared_bytes, blocks);
-}
-
-int ep_cuda_net_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, CUstream stream)
-{
-    return ep_ll_net_one(serve, blocks, shared_bytes, stream);
-}
-
-int ep_cuda_net_ht_prepare(uint32_t shared_bytes, uint32_t *blocks)
-{
-    return ep_ht_net_prepare(shared_bytes, blocks);
-}
-
-int ep_cuda_net_ht_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, CUstream stream)
-{
-    return ep_ht_net_one(serve, shared_bytes, stream);
-}
+const struct ep_cuda_kernels ep_cuda_net_kernels = {
+    .prepare = ep_ll_net_prepare,
+    .one = ep_ll_net_one,
+    .expect = ep_ll_net_expect,
+    .ht_prepare = ep_ht_net_prepare,
+    .ht_one = ep_ht_net_one,
+    .ht_expect = ep_ht_net_expect,
+};
 
 int ep_cuda_nccl_device_open(void *create, void *comm, uint32_t signals, uint64_t *wire)
 {
@@ -62,28 +51,14 @@ uint32_t ep_cuda_nccl_version(void)
     return 0;
 }
 
-int ep_cuda_net_prepare(uint32_t shared_bytes, uint32_t *blocks)
+static int cannot_prepare(uint32_t shared_bytes, uint32_t *blocks)
 {
     (void)shared_bytes;
     *blocks = 0;
     return CUDA_NOT_SUPPORTED;
 }
 
-int ep_cuda_net_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, CUstream stream)
-{
-    (void)serve, (void)blocks, (void)shared_bytes, (void)stream;
-    return CUDA_NOT_SUPPORTED;
-}
-
-int ep_cuda_net_ht_prepare(uint32_t shared_bytes, uint32_t *blocks)
-{
-    return ep_cuda_net_prepare(shared_bytes, blocks);
-}
-
-int ep_cuda_net_ht_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, CUstream stream)
-{
-    return ep_cuda_net_one(serve, 0, shared_bytes, stream);
-}
+const struct ep_cuda_kernels ep_cuda_net_kernels = { .prepare = cannot_prepare, .ht_prepare = cannot_prepare };
 
 int ep_cuda_nccl_device_open(void *create, void *comm, uint32_t signals, uint64_t *wire)
 {

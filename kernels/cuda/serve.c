@@ -55,9 +55,18 @@ struct place {
     struct ep_cuda_memory *memory;
 };
 
+static const struct ep_cuda_kernels near_kernels = {
+    .prepare = ep_ll_serve_prepare,
+    .one = ep_ll_serve_one,
+    .expect = ep_ll_expect,
+    .ht_prepare = ep_ht_serve_prepare,
+    .ht_one = ep_ht_serve_one,
+    .ht_expect = ep_ht_expect,
+};
+
 struct ep_cuda_serve {
     uint32_t device, shared_bytes, ht_shared_bytes;
-    bool net; /* some ranks are on other nodes: no op is expected */
+    const struct ep_cuda_kernels *kernels;
     const struct ep_cuda_context *context;
     struct place *place;
     struct ep_ll_serve ll; /* its number: of the last entry that was posted */
@@ -144,10 +153,10 @@ static void load_kernels(void)
 {
     uint32_t blocks;
 
-    (void)ep_ll_serve_prepare(0, &blocks);
-    (void)ep_ht_serve_prepare(0, &blocks);
-    (void)ep_cuda_net_prepare(0, &blocks);
-    (void)ep_cuda_net_ht_prepare(0, &blocks);
+    (void)near_kernels.prepare(0, &blocks);
+    (void)near_kernels.ht_prepare(0, &blocks);
+    (void)ep_cuda_net_kernels.prepare(0, &blocks);
+    (void)ep_cuda_net_kernels.ht_prepare(0, &blocks);
 }
 
 /* Under the lock. */
@@ -207,8 +216,7 @@ static ep_status size_grid(const struct ep_cuda_rank_options *o, struct ep_cuda_
 {
     struct ep_ll_rank *rank = &serve->rank;
     uint32_t blocks = 0;
-    const int result = serve->net ? ep_cuda_net_prepare(serve->shared_bytes, &blocks)
-                                  : ep_ll_serve_prepare(serve->shared_bytes, &blocks);
+    const int result = serve->kernels->prepare(serve->shared_bytes, &blocks);
     ep_status status = ep_cuda_rank_sms(o, result, blocks, &rank->sms, error);
 
     /* One multiprocessor is left to the worker's kernel that waits: it may have split its memory otherwise than ours
@@ -228,8 +236,7 @@ static ep_status size_ht_grid(const struct ep_cuda_rank_options *o, struct ep_cu
 
     if (!(o->map->limits.modes >> EP_MODE_HT & 1))
         return EP_OK;
-    const int result = serve->net ? ep_cuda_net_ht_prepare(serve->ht_shared_bytes, &blocks)
-                                  : ep_ht_serve_prepare(serve->ht_shared_bytes, &blocks);
+    const int result = serve->kernels->ht_prepare(serve->ht_shared_bytes, &blocks);
 
     status = ep_cuda_rank_sms(o, result, blocks, &ht->sms, error);
     ht->sms = ep_cuda_rank_ht_sms(o, serve->rank.sms);
@@ -304,7 +311,7 @@ ep_status ep_cuda_serve_open(const struct ep_cuda_rank_options *options, struct 
     if (!serve)
         return ep_error_set(error, EP_NO_MEMORY, "no memory to serve a rank");
     serve->device = options->device;
-    serve->net = options->net;
+    serve->kernels = options->net ? &ep_cuda_net_kernels : &near_kernels;
     serve->shared_bytes = (uint32_t)ep_device_shared_bytes(&options->map->limits);
     serve->ht_shared_bytes = ep_ht_served_bytes((uint32_t)ep_device_ht_shared_bytes(&options->map->limits));
     status = ep_cuda_enter(options->device, &serve->context, error);
@@ -339,7 +346,7 @@ static ep_status look_ahead(struct ep_cuda_serve *serve, struct ep_error *error)
 {
     ep_status status;
 
-    if (serve->ll.number == 0 || serve->net)
+    if (serve->ll.number == 0)
         return EP_OK;
     status = ep_cuda_read(serve->device, &serve->log, &serve->ll.desk->log, sizeof serve->log, NULL, error);
     if (status == EP_OK)
@@ -368,7 +375,7 @@ static int launch_ll(const struct ep_cuda_serve *serve, const struct ep_forecast
     struct ep_ll_expected e = { .args = serve->rank.base, .at = *at, .serve = serve->ll };
 
     ep_ll_fill(&serve->rank, NULL, &at->op, false, &e.args);
-    return ep_ll_expect(&e, serve->shared_bytes, stream);
+    return serve->kernels->expect(&e, serve->shared_bytes, stream);
 }
 
 static int launch_ht(const struct ep_cuda_serve *serve, const struct ep_forecast_op *at, CUstream stream)
@@ -376,20 +383,18 @@ static int launch_ht(const struct ep_cuda_serve *serve, const struct ep_forecast
     struct ep_ht_expected e = { .args = serve->ht.base, .at = *at, .serve = serve->ll };
 
     ep_ht_fill(&serve->ht, NULL, &at->op, &e.args);
-    return ep_ht_expect(&e, serve->ht_shared_bytes, stream);
+    return serve->kernels->ht_expect(&e, serve->ht_shared_bytes, stream);
 }
 
 /* For any op. */
 static int launch_any(const struct ep_cuda_serve *serve, CUstream stream)
 {
     const uint32_t blocks = serve->rank.dispatch_blocks;
-    const int failed = serve->net ? ep_cuda_net_one(&serve->ll, blocks, serve->shared_bytes, stream)
-                                  : ep_ll_serve_one(&serve->ll, blocks, serve->shared_bytes, stream);
+    const int failed = serve->kernels->one(&serve->ll, blocks, serve->shared_bytes, stream);
 
     if (failed || serve->ll.ht_blocks == 0)
         return failed;
-    return serve->net ? ep_cuda_net_ht_one(&serve->ll, serve->ht_shared_bytes, stream)
-                      : ep_ht_serve_one(&serve->ll, serve->ht_shared_bytes, stream);
+    return serve->kernels->ht_one(&serve->ll, serve->ht_shared_bytes, stream);
 }
 
 /* What is done when the doorbell rings. */
