@@ -21,7 +21,7 @@
 #include "device_state.h"
 #include "ep_kernels.h"
 
-#define EP_CUDA_API_VERSION 9u
+#define EP_CUDA_API_VERSION 10u
 #define EP_CUDA_UUID_BYTES 16u
 #define EP_CUDA_SERVE_OPS 128u /* entries that are posted and not over, at most: a stream holds no end of work */
 
@@ -43,6 +43,7 @@ struct ep_cuda_rank;   /* what launches a rank's ops */
 struct ep_cuda_ringer; /* what rings for a rank's ops */
 struct ep_cuda_serve;  /* what runs the ops that a rank's worker rings for */
 struct ep_cuda_graph;  /* captured work */
+struct ep_cuda_marker; /* what says how far other streams are */
 
 struct ep_cuda_rank_options {
     uint32_t device;
@@ -120,6 +121,14 @@ struct ep_cuda_api {
     ep_status (*copy)(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream,
                       struct ep_error *error);
     ep_status (*store)(uint32_t device, void *to, uint64_t value, void *stream, struct ep_error *error);
+    /*
+     * A stream beside others that stores, in the order of the calls, as `store` does, when all is over that `stream`, of
+     * the same device, holds by now; what comes on `stream` after that does not wait for it.  One thread at a time.
+     */
+    ep_status (*marker_open)(uint32_t device, struct ep_cuda_marker **out, struct ep_error *error);
+    ep_status (*marker_store)(struct ep_cuda_marker *marker, void *to, uint64_t value, void *stream, struct ep_error *error);
+    /* What it was asked for is stored all the same.  NULL is allowed. */
+    void (*marker_close)(struct ep_cuda_marker *marker);
     /* Whole pages of the host's that all devices of this process may then use, under the same address.
      * EP_UNIMPLEMENTED where a device would need another one. */
     ep_status (*host_pin)(uint32_t device, void *at, uint64_t bytes, struct ep_error *error);

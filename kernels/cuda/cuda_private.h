@@ -109,6 +109,10 @@ ep_status ep_cuda_fill(uint32_t device, void *to, uint8_t value, uint64_t bytes,
 ep_status ep_cuda_copy(uint32_t device, void *to, const void *from, uint64_t bytes, void *stream,
                        struct ep_error *error);
 ep_status ep_cuda_store(uint32_t device, void *to, uint64_t value, void *stream, struct ep_error *error);
+ep_status ep_cuda_marker_open(uint32_t device, struct ep_cuda_marker **out, struct ep_error *error);
+ep_status ep_cuda_marker_store(struct ep_cuda_marker *marker, void *to, uint64_t value, void *stream,
+                               struct ep_error *error);
+void ep_cuda_marker_close(struct ep_cuda_marker *marker);
 ep_status ep_cuda_host_pin(uint32_t device, void *at, uint64_t bytes, struct ep_error *error);
 void ep_cuda_host_unpin(uint32_t device, void *at);
 

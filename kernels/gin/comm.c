@@ -216,7 +216,7 @@ static ep_status open_comm(struct ep_gin_comm *comm, const struct ep_gin_handle 
     if (status == EP_OK)
         status = open_words(comm, error);
     if (status == EP_OK)
-        status = ep_gin_stream_open(comm, &comm->receiver, error);
+        status = ep_gin_stream_open(comm, &comm->receiver, NULL, error);
     if (status == EP_OK)
         status = ep_gin_receive_open(comm, error);
     if (status == EP_OK)

@@ -101,19 +101,25 @@ ep_status ep_gin_transport_choose(const struct ep_gin_hello *mine, const struct 
 /* ---- work on the GPU: stream.c --------------------------------------------------------------- */
 
 /*
- * A stream, and a word of pinned memory into which it writes how far it is.  Marks are numbers that grow; asking
- * whether one is reached is a load.  Without a cuda backend there is no stream, and every mark is reached.  One
- * thread at a time.
+ * A stream, and a word of pinned memory that says how far it is.  Marks are numbers that grow; asking whether one is
+ * reached is a load.  Without a cuda backend there is no stream, and every mark is reached.  One thread at a time.
  */
 struct ep_gin_stream {
     struct ep_gin_comm *comm;
     void *stream;
-    uint64_t *word;   /* written by the stream */
-    uint64_t written; /* the last mark that the stream was told to write */
+    struct ep_cuda_marker *marker; /* of whoever opened it; NULL: the stream writes by itself */
+    uint64_t *word;
+    uint64_t written; /* the last mark that is, or will be, in it */
     bool dirty;       /* work after it */
 };
 
-ep_status ep_gin_stream_open(struct ep_gin_comm *comm, struct ep_gin_stream *stream, struct ep_error *error);
+/*
+ * marker: writes the marks of several streams, NULL: each is written in the stream, between what comes before and after it.
+ * A copy engine then waits for the mark: copies of 4 MiB, each marked, bring 255 GB/s instead of 323, and a mark is seen
+ * 10 us later (H100).
+ */
+ep_status ep_gin_stream_open(struct ep_gin_comm *comm, struct ep_gin_stream *stream, struct ep_cuda_marker *marker,
+                             struct ep_error *error);
 /* Waits for what it holds; a GPU that does not get there within the timeout keeps it, and all that it may touch. */
 void ep_gin_stream_settle(struct ep_gin_stream *stream);
 /* The same, and it is gone. */
@@ -127,6 +133,9 @@ void ep_gin_stream_flush(struct ep_gin_stream *stream);
 bool ep_gin_stream_reached(const struct ep_gin_stream *stream, uint64_t mark);
 /* Flushes and waits.  False: not within the time. */
 bool ep_gin_stream_wait(struct ep_gin_stream *stream, uint64_t timeout_ns);
+/* To be closed behind its streams.  *out is NULL without a cuda backend. */
+ep_status ep_gin_marker_open(struct ep_gin_comm *comm, struct ep_cuda_marker **out, struct ep_error *error);
+void ep_gin_marker_close(struct ep_gin_comm *comm, struct ep_cuda_marker *marker);
 
 /* ---- pinned memory: staging.c ------------------------------------------------------------------ */
 

@@ -13,12 +13,26 @@ static void failed(struct ep_gin_comm *comm, const struct ep_error *error)
         ep_gin_warn("rank %u: the GPU does nothing more for this communicator: %s", comm->rank, error->text);
 }
 
-ep_status ep_gin_stream_open(struct ep_gin_comm *comm, struct ep_gin_stream *stream, struct ep_error *error)
+ep_status ep_gin_marker_open(struct ep_gin_comm *comm, struct ep_cuda_marker **out, struct ep_error *error)
+{
+    *out = NULL;
+    return comm->cuda ? comm->cuda->marker_open(comm->device, out, error) : EP_OK;
+}
+
+void ep_gin_marker_close(struct ep_gin_comm *comm, struct ep_cuda_marker *marker)
+{
+    if (marker)
+        comm->cuda->marker_close(marker);
+}
+
+ep_status ep_gin_stream_open(struct ep_gin_comm *comm, struct ep_gin_stream *stream, struct ep_cuda_marker *marker,
+                             struct ep_error *error)
 {
     ep_status status;
 
     memset(stream, 0, sizeof *stream);
     stream->comm = comm;
+    stream->marker = marker;
     if (!comm->cuda)
         return EP_OK;
     status = comm->cuda->stream_create(comm->device, &stream->stream, error);
@@ -63,19 +77,14 @@ void ep_gin_stream_copy(struct ep_gin_stream *stream, void *to, const void *from
         failed(comm, &error);
 }
 
-static void store(struct ep_gin_stream *stream, void *to, uint64_t value)
+void ep_gin_stream_store(struct ep_gin_stream *stream, void *to, uint64_t value)
 {
     struct ep_gin_comm *comm = stream->comm;
     struct ep_error error = EP_ERROR_INIT;
 
+    stream->dirty = true;
     if (comm->cuda->store(comm->device, to, value, stream->stream, &error) != EP_OK)
         failed(comm, &error);
-}
-
-void ep_gin_stream_store(struct ep_gin_stream *stream, void *to, uint64_t value)
-{
-    stream->dirty = true;
-    store(stream, to, value);
 }
 
 uint64_t ep_gin_stream_mark(const struct ep_gin_stream *stream)
@@ -83,12 +92,25 @@ uint64_t ep_gin_stream_mark(const struct ep_gin_stream *stream)
     return stream->written + stream->dirty;
 }
 
+static ep_status write_mark(const struct ep_gin_stream *stream, struct ep_error *error)
+{
+    const struct ep_gin_comm *comm = stream->comm;
+
+    if (stream->marker)
+        return comm->cuda->marker_store(stream->marker, stream->word, stream->written, stream->stream, error);
+    return comm->cuda->store(comm->device, stream->word, stream->written, stream->stream, error);
+}
+
 void ep_gin_stream_flush(struct ep_gin_stream *stream)
 {
+    struct ep_error error = EP_ERROR_INIT;
+
     if (!stream->dirty)
         return;
     stream->dirty = false;
-    store(stream, stream->word, ++stream->written);
+    stream->written++;
+    if (write_mark(stream, &error) != EP_OK)
+        failed(stream->comm, &error);
 }
 
 bool ep_gin_stream_reached(const struct ep_gin_stream *stream, uint64_t mark)

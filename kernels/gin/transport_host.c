@@ -12,8 +12,9 @@
  * Large copies to all peers stand in one line, in one stream, where one waits behind the one that is under way: what is put
  * first is there first.  A GPU takes in no more from several others than from one: when all ranks send to rank 0 first, then
  * to rank 1, 4 H200 have 190 to 205 GB/s out of each; when each begins with the next rank, 290 to 370.  Two such copies at a
- * time, in two streams, go to two ranks more often, and took a dispatch over 4 nodes from 750 to 830 us.  NCCL's thread brings puts in the order of ranks, so the first
- * large one after a rest waits until it has looked at all of them, and progress puts them in line in the better order.
+ * time, in two streams, go to two ranks more often, and took a dispatch over 4 nodes from 750 to 830 us.  NCCL's thread brings
+ * puts in the order of ranks, so the first large one after a rest waits until it has looked at all of them, and progress puts
+ * them in line in the better order.
  *
  * To oneself the region is where it is and the ring is this process's; host memory may be the target too.
  */
@@ -51,17 +52,18 @@ struct region_card {
 };
 _Static_assert(sizeof(struct region_card) <= EP_GIN_CARD_BYTES, "a card holds it");
 
-/* What is large, of all links to other processes. */
+/* What links to other processes share. */
 struct line {
-    struct ep_gin_stream stream;
-    struct host_link *head; /* links whose run is to be copied, in this order */
+    struct ep_gin_stream stream; /* of what is large */
+    struct host_link *head;      /* links whose run is to be copied, in this order */
+    struct ep_cuda_marker *marker, *small_marker; /* of the stream, and of the links' own */
 };
 
 struct host_link {
     struct ep_gin_comm *comm;
     struct ep_gin_peer *peer;
     struct ep_gin_stream stream;
-    struct line *line;       /* NULL: to oneself */
+    struct line *line; /* NULL: to oneself */
     struct host_link *behind;
     struct ep_gin_ring *in;  /* the peer writes */
     struct ep_gin_ring *out; /* the peer reads; to oneself the same */
@@ -130,6 +132,16 @@ static ep_status host_usable(struct ep_gin_comm *comm, struct ep_error *error)
     return comm->cuda ? EP_OK : ep_error_set(error, EP_UNAVAILABLE, "%s", comm->no_cuda.text);
 }
 
+static void host_stop(void *shared)
+{
+    struct line *line = shared;
+
+    ep_gin_stream_close(&line->stream);
+    ep_gin_marker_close(line->stream.comm, line->marker);
+    ep_gin_marker_close(line->stream.comm, line->small_marker);
+    free(line);
+}
+
 static ep_status host_start(struct ep_gin_comm *comm, void **shared, struct ep_error *error)
 {
     struct line *line = calloc(1, sizeof *line);
@@ -137,18 +149,17 @@ static ep_status host_start(struct ep_gin_comm *comm, void **shared, struct ep_e
 
     if (!line)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a stream");
-    status = ep_gin_stream_open(comm, &line->stream, error);
+    line->stream.comm = comm;
+    status = ep_gin_marker_open(comm, &line->marker, error);
+    if (status == EP_OK)
+        status = ep_gin_marker_open(comm, &line->small_marker, error);
+    if (status == EP_OK)
+        status = ep_gin_stream_open(comm, &line->stream, line->marker, error);
     if (status == EP_OK)
         *shared = line;
     else
-        free(line);
+        host_stop(line);
     return status;
-}
-
-static void host_stop(void *shared)
-{
-    ep_gin_stream_close(&((struct line *)shared)->stream);
-    free(shared);
 }
 
 static void host_link_close(void *opened)
@@ -169,7 +180,8 @@ static void host_link_close(void *opened)
 static ep_status prepare(struct host_link *link, struct ep_gin_card *mine, struct ep_error *error)
 {
     int wake, ring = -1;
-    ep_status status = ep_gin_stream_open(link->comm, &link->stream, error);
+    struct ep_cuda_marker *marker = link->line ? link->line->small_marker : NULL;
+    ep_status status = ep_gin_stream_open(link->comm, &link->stream, marker, error);
 
     if (status == EP_OK)
         status = make_ring(&ring, &link->in, error);

@@ -62,7 +62,7 @@ struct connection {
 struct tcp_link {
     struct ep_gin_comm *comm;
     struct ep_gin_peer *peer;
-    struct ep_gin_stream *sender;
+    struct ep_gin_stream *sender; /* of all links */
     uint32_t n;
     struct connection *connections; /* [n] */
     struct chunk chunks[CHUNKS];
@@ -80,27 +80,33 @@ static ep_status tcp_usable(struct ep_gin_comm *comm, struct ep_error *error)
     return EP_OK;
 }
 
+static void tcp_stop(void *shared)
+{
+    struct ep_gin_stream *sender = shared;
+
+    ep_gin_stream_close(sender);
+    ep_gin_marker_close(sender->comm, sender->marker);
+    free(sender);
+}
+
 /* One stream brings what is sent to all peers: they share the way from the GPU anyway. */
 static ep_status tcp_start(struct ep_gin_comm *comm, void **shared, struct ep_error *error)
 {
     struct ep_gin_stream *sender = calloc(1, sizeof *sender);
+    struct ep_cuda_marker *marker;
     ep_status status;
 
     if (!sender)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a stream");
-    status = ep_gin_stream_open(comm, sender, error);
-    if (status != EP_OK) {
-        free(sender);
-        return status;
-    }
-    *shared = sender;
-    return EP_OK;
-}
-
-static void tcp_stop(void *shared)
-{
-    ep_gin_stream_close(shared);
-    free(shared);
+    sender->comm = comm;
+    status = ep_gin_marker_open(comm, &marker, error);
+    if (status == EP_OK)
+        status = ep_gin_stream_open(comm, sender, marker, error);
+    if (status == EP_OK)
+        *shared = sender;
+    else
+        tcp_stop(sender);
+    return status;
 }
 
 /* Two pieces for each connection, one that is copied and one on the way, or what is this link's part of all there

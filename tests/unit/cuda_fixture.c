@@ -481,6 +481,38 @@ static ep_status store(uint32_t device, void *to, uint64_t value, void *stream, 
     return leave();
 }
 
+struct ep_cuda_marker {
+    uint32_t device;
+};
+
+static ep_status marker_open(uint32_t device, struct ep_cuda_marker **out, struct ep_error *error)
+{
+    ep_status status = enter("marker_open", device, error);
+
+    if (status != EP_OK)
+        return status;
+    *out = malloc(sizeof **out);
+    if (!*out)
+        abort();
+    (*out)->device = device;
+    cuda_fixture.streams++;
+    return leave();
+}
+
+static ep_status marker_store(struct ep_cuda_marker *marker, void *to, uint64_t value, void *stream,
+                              struct ep_error *error)
+{
+    return store(marker->device, to, value, stream, error);
+}
+
+static void marker_close(struct ep_cuda_marker *marker)
+{
+    pthread_mutex_lock(&lock);
+    cuda_fixture.streams -= marker != NULL;
+    free(marker);
+    pthread_mutex_unlock(&lock);
+}
+
 static ep_status host_pin(uint32_t device, void *at, uint64_t bytes, struct ep_error *error)
 {
     ep_status status = enter("host_pin", device, error);
@@ -1039,6 +1071,9 @@ static const struct ep_cuda_api api = {
     .fill = fill,
     .copy = copy,
     .store = store,
+    .marker_open = marker_open,
+    .marker_store = marker_store,
+    .marker_close = marker_close,
     .host_pin = host_pin,
     .host_unpin = host_unpin,
     .rank_open = rank_open,
