@@ -54,9 +54,9 @@ _Static_assert(sizeof(struct region_card) <= EP_GIN_CARD_BYTES, "a card holds it
 
 /* What links to other processes share. */
 struct line {
-    struct ep_gin_stream stream; /* of what is large */
-    struct host_link *head;      /* links whose run is to be copied, in this order */
-    struct ep_cuda_marker *marker, *small_marker; /* of the stream, and of the links' own */
+    struct ep_gin_stream stream;   /* of what is large */
+    struct host_link *head;        /* links whose run is to be copied, in this order */
+    struct ep_cuda_marker *marker; /* of the links' own streams */
 };
 
 struct host_link {
@@ -137,14 +137,15 @@ static void host_stop(void *shared)
     struct line *line = shared;
 
     ep_gin_stream_close(&line->stream);
+    ep_gin_marker_close(line->stream.comm, line->stream.marker);
     ep_gin_marker_close(line->stream.comm, line->marker);
-    ep_gin_marker_close(line->stream.comm, line->small_marker);
     free(line);
 }
 
 static ep_status host_start(struct ep_gin_comm *comm, void **shared, struct ep_error *error)
 {
     struct line *line = calloc(1, sizeof *line);
+    struct ep_cuda_marker *of_large;
     ep_status status;
 
     if (!line)
@@ -152,9 +153,9 @@ static ep_status host_start(struct ep_gin_comm *comm, void **shared, struct ep_e
     line->stream.comm = comm;
     status = ep_gin_marker_open(comm, &line->marker, error);
     if (status == EP_OK)
-        status = ep_gin_marker_open(comm, &line->small_marker, error);
+        status = ep_gin_marker_open(comm, &of_large, error);
     if (status == EP_OK)
-        status = ep_gin_stream_open(comm, &line->stream, line->marker, error);
+        status = ep_gin_stream_open(comm, &line->stream, of_large, error);
     if (status == EP_OK)
         *shared = line;
     else
@@ -180,7 +181,7 @@ static void host_link_close(void *opened)
 static ep_status prepare(struct host_link *link, struct ep_gin_card *mine, struct ep_error *error)
 {
     int wake, ring = -1;
-    struct ep_cuda_marker *marker = link->line ? link->line->small_marker : NULL;
+    struct ep_cuda_marker *marker = link->line ? link->line->marker : NULL;
     ep_status status = ep_gin_stream_open(link->comm, &link->stream, marker, error);
 
     if (status == EP_OK)
