@@ -1,5 +1,5 @@
 /*
- * Copies between host and GPU memory, and host memory that GPUs reach.
+ * Copies between host and GPU memory, stores that say how far a stream is, and host memory that GPUs reach.
  *
  * Each of write, read and fill is stream work and one wait for that stream: nothing here waits for kernels of other
  * streams, so that a server may look at a rank's state while an op of it waits for peers.
