@@ -54,21 +54,14 @@ __device__ inline void find_through(const ep_ht_args &a)
     collect(a, net_of(a)->through, [&](uint32_t r) { return is_far(a, r) && is_open_gate(a, gate_of(a, r)); });
 }
 
-/* A warp: the note for rank r, which can take it, and nothing is on its way from where it lies; write(r) writes so many
- * bytes. */
-template <class Write>
-__device__ inline void ask_one(const ep_ht_args &a, const Op &op, uint32_t r, uint32_t bytes, Write write)
+/* One thread: the note for rank r, which its warp has written. */
+__device__ inline void ask_one(const ep_ht_args &a, const Op &op, uint32_t r, uint32_t bytes)
 {
     struct ep_device_net *net = net_of(a);
 
-    write(r);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-        fence_sys(); /* of what all lanes wrote; partner: whoever reads what is put */
-        put_ask(a, r, bytes, op.tag, has_now(net->more, r) ? kAsked : kOver);
-        add(net->open, r);
-    }
-    __syncwarp();
+    fence_sys(); /* of what all lanes wrote; partner: whoever reads what is put */
+    put_ask(a, r, bytes, op.tag, has_now(net->more, r) ? kAsked : kOver);
+    add(net->open, r);
 }
 
 /* One thread: shall it be waited for until rank r can be asked?  Else it is missed. */
@@ -82,8 +75,11 @@ __device__ inline bool goes_on(const ep_ht_args &a, const Op &op, uint32_t r)
     return false;
 }
 
-/* Warp 0 of block 0: the notes for those that are asked(r), as soon as each can take it, which all lanes write(r).  Who
- * waits here catches up with all, in turn: of three ranks each could wait for the next one's ACK otherwise. */
+/*
+ * Warp 0 of block 0: the notes for those that are asked(r), as soon as each can take it and nothing is on its way from where
+ * it lies; all lanes write(r) its so many bytes, and each lane puts one, as a post takes long.  Who waits here catches up with
+ * all, in turn: of three ranks each could wait for the next one's ACK otherwise.
+ */
 template <class Asked, class Write>
 __device__ inline void ask_far(const ep_ht_args &a, const Op &op, Asked asked, uint32_t bytes, Write write)
 {
@@ -101,7 +97,10 @@ __device__ inline void ask_far(const ep_ht_args &a, const Op &op, Asked asked, u
 
             waits |= is_due && !can_take && goes_on(a, op, r);
             for (uint32_t ready = __ballot_sync(kAll, can_take); ready; ready &= ready - 1)
-                ask_one(a, op, base + __ffs(ready) - 1, bytes, write);
+                write(base + __ffs(ready) - 1);
+            __syncwarp();
+            if (can_take)
+                ask_one(a, op, r, bytes);
         }
         const uint32_t other = look++ % a.ranks;
 

@@ -111,6 +111,7 @@ struct ep_gin_stream {
     uint64_t *word;
     uint64_t written; /* the last mark that is, or will be, in it */
     bool dirty;       /* work after it */
+    bool asked;       /* whose end somebody looks for */
 };
 
 /*
@@ -128,9 +129,12 @@ void ep_gin_stream_close(struct ep_gin_stream *stream);
 void ep_gin_stream_copy(struct ep_gin_stream *stream, void *to, const void *from, uint64_t bytes);
 void ep_gin_stream_store(struct ep_gin_stream *stream, void *to, uint64_t value);
 /* What will be reached when all that it holds is over, once the stream is flushed. */
-uint64_t ep_gin_stream_mark(const struct ep_gin_stream *stream);
+uint64_t ep_gin_stream_mark(struct ep_gin_stream *stream);
+/* Writes the mark that was asked for, if one was: to do so takes a call of the driver's. */
 void ep_gin_stream_flush(struct ep_gin_stream *stream);
 bool ep_gin_stream_reached(const struct ep_gin_stream *stream, uint64_t mark);
+/* All that it holds is over, and marked so. */
+bool ep_gin_stream_idle(const struct ep_gin_stream *stream);
 /* Flushes and waits.  False: not within the time. */
 bool ep_gin_stream_wait(struct ep_gin_stream *stream, uint64_t timeout_ns);
 /* To be closed behind its streams.  *out is NULL without a cuda backend. */

@@ -87,8 +87,9 @@ void ep_gin_stream_store(struct ep_gin_stream *stream, void *to, uint64_t value)
         failed(comm, &error);
 }
 
-uint64_t ep_gin_stream_mark(const struct ep_gin_stream *stream)
+uint64_t ep_gin_stream_mark(struct ep_gin_stream *stream)
 {
+    stream->asked = stream->dirty;
     return stream->written + stream->dirty;
 }
 
@@ -105,9 +106,9 @@ void ep_gin_stream_flush(struct ep_gin_stream *stream)
 {
     struct ep_error error = EP_ERROR_INIT;
 
-    if (!stream->dirty)
+    if (!stream->asked)
         return;
-    stream->dirty = false;
+    stream->asked = stream->dirty = false;
     stream->written++;
     if (write_mark(stream, &error) != EP_OK)
         failed(stream->comm, &error);
@@ -122,10 +123,16 @@ bool ep_gin_stream_reached(const struct ep_gin_stream *stream, uint64_t mark)
            __atomic_load_n(&stream->comm->failed, __ATOMIC_RELAXED) != 0;
 }
 
+bool ep_gin_stream_idle(const struct ep_gin_stream *stream)
+{
+    return !stream->dirty && ep_gin_stream_reached(stream, stream->written);
+}
+
 bool ep_gin_stream_wait(struct ep_gin_stream *stream, uint64_t timeout_ns)
 {
     const uint64_t end = ep_clock_ns() + timeout_ns;
 
+    (void)ep_gin_stream_mark(stream);
     ep_gin_stream_flush(stream);
     while (!ep_gin_stream_reached(stream, stream->written)) {
         if (ep_clock_ns() > end)

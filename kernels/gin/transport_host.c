@@ -33,8 +33,8 @@
 
 /* Puts of one link, each perhaps with a copy and a mark: the driver waits in a launch when a stream holds more than about 1000. */
 #define IN_FLIGHT 400u
-/* Of a copy of several puts: with more it is hardly faster, and its first byte is told with its last. */
-#define COPY_BYTES (64u << 20)
+/* Of several puts that may be one copy: with more it is hardly faster, and its first byte is told with its last. */
+#define COPY_BYTES (32u << 20)
 /* A put that takes longer than such a look. */
 #define LARGE_BYTES (1u << 20)
 /* Messages of one peer, then the others. */
@@ -324,7 +324,7 @@ static ep_status host_region_reach(void *opened, const struct ep_gin_region *reg
     return status;
 }
 
-static void start_run(struct host_link *link);
+static void start_copy(struct host_link *link);
 
 static void host_region_leave(void *opened, const struct ep_gin_region *region, void *remote)
 {
@@ -334,7 +334,8 @@ static void host_region_leave(void *opened, const struct ep_gin_region *region, 
     (void)region;
     if (!mapped) /* what was offered went with its descriptor */
         return;
-    start_run(link); /* nothing is begun that goes there when it is not mapped any more */
+    while (link->run.head)
+        start_copy(link); /* nothing is begun that goes there when it is not mapped any more */
     if (!ep_gin_stream_wait(&link->stream, link->comm->settings.timeout_ns) ||
         (link->line && !ep_gin_stream_wait(&link->line->stream, link->comm->settings.timeout_ns)))
         return; /* it stays mapped: the GPU still writes there */
@@ -394,40 +395,51 @@ static void leave_line(const struct host_link *link)
         *at = link->behind;
 }
 
-static void copy_run(struct host_link *link, struct ep_gin_stream *stream)
+/* Half of what is large, in whole puts: what the last copy brings is told, and moved on, only when all of it is there. */
+static uint64_t next_copy(const struct host_link *link)
+{
+    uint64_t bytes = 0;
+
+    if (!is_large(link, link->run_bytes))
+        return link->run_bytes;
+    for (const struct ep_gin_put *put = link->run.head; bytes < link->run_bytes - bytes; put = put->next)
+        bytes += put->bytes;
+    return bytes;
+}
+
+static void copy_run(struct host_link *link, struct ep_gin_stream *stream, uint64_t bytes)
 {
     const struct ep_gin_put *first = link->run.head;
 
-    if (link->run_bytes == 0)
+    if (bytes == 0)
         return;
     if (on_host(link, first))
-        memmove(target_of(first), first->from, link->run_bytes);
+        memmove(target_of(first), first->from, bytes);
     else
-        ep_gin_stream_copy(stream, target_of(first), first->from, link->run_bytes);
+        ep_gin_stream_copy(stream, target_of(first), first->from, bytes);
 }
 
-static void start_run(struct host_link *link)
+static void start_copy(struct host_link *link)
 {
     const bool large = is_large(link, link->run_bytes);
     struct ep_gin_stream *stream = large ? &link->line->stream : &link->stream;
-    struct ep_gin_put *put;
+    const uint64_t bytes = next_copy(link);
 
-    copy_run(link, stream);
-    while ((put = ep_gin_queue_pop(&link->run)) != NULL) {
+    copy_run(link, stream, bytes);
+    link->run_bytes -= bytes;
+    for (uint64_t done = 0; link->run.head && (done < bytes || link->run.head->bytes == 0);) {
+        struct ep_gin_put *put = ep_gin_queue_pop(&link->run);
+
+        done += put->bytes;
         put->stream = stream;
         put->mark = ep_gin_stream_mark(stream);
         ep_gin_queue_push(&link->copying, put);
     }
-    link->run_bytes = 0;
     if (!large)
         return;
-    leave_line(link);
+    if (!is_large(link, link->run_bytes))
+        leave_line(link);
     ep_gin_stream_flush(stream); /* what comes behind it, of another link, has a mark of its own */
-}
-
-static bool is_idle(const struct host_link *link)
-{
-    return ep_gin_stream_reached(&link->stream, ep_gin_stream_mark(&link->stream));
 }
 
 /* There is a copy in it, and one behind that. */
@@ -439,7 +451,7 @@ static bool is_full(const struct ep_gin_stream *stream)
 /* Only what may still grow is worth a wait. */
 static bool run_waits(const struct host_link *link)
 {
-    return link->run_bytes < COPY_BYTES && !is_idle(link);
+    return link->run_bytes < COPY_BYTES && !ep_gin_stream_idle(&link->stream);
 }
 
 /* It may grow meanwhile. */
@@ -457,7 +469,7 @@ static bool host_put_start(void *opened, struct ep_gin_put *put)
     if (!continues_run(link, put)) {
         if (is_large(link, link->run_bytes))
             return false; /* it has its turn in progress */
-        start_run(link);
+        start_copy(link);
     }
     if (is_large(link, put->bytes) && link->comm->large++ == 0)
         link->comm->gathers = link->comm->ranks; /* NCCL's thread calls progress after each rank that it looks at */
@@ -466,7 +478,7 @@ static bool host_put_start(void *opened, struct ep_gin_put *put)
     link->run_bytes += put->bytes;
     link->puts++;
     if (!is_large(link, link->run_bytes) && !run_waits(link))
-        start_run(link);
+        start_copy(link);
     return true;
 }
 
@@ -514,11 +526,11 @@ static void host_progress(void *opened)
 
     if (!is_large(link, link->run_bytes)) {
         if (!run_waits(link))
-            start_run(link);
+            start_copy(link);
     } else if (link->comm->gathers == 0) {
         get_in_line(link);
         if (!waits_in_line(link))
-            start_run(link);
+            start_copy(link);
     }
     ep_gin_stream_flush(&link->stream);
     if (told)

@@ -18,7 +18,7 @@
 enum { PEER = 1, OTHER = 2, RANKS = 3, REGIONS = 2, COPIES = 64, STORES = 1024, PAGE = 4096 };
 
 #define REGION_BYTES (1ull << 30)
-#define MOST         (64ull << 20) /* of a copy of several puts */
+#define MOST         (32ull << 20) /* of several puts that may be one copy */
 #define LARGE        (1ull << 20)  /* it stands in line */
 
 /* ---- a GPU that copies nothing, and is through with what its streams hold when the test says so ------------------- */
@@ -147,7 +147,7 @@ struct world {
     struct ep_gin_remote remote[2 * REGIONS][RANKS];
     void *links[RANKS];
     struct ep_gin_ring *rings[RANKS];
-    uint64_t words[RANKS * 8]; /* a cache line for each stream */
+    uint64_t words[(RANKS + 1) * 8]; /* a cache line for each stream */
 };
 
 static void connect_link(struct world *w, uint32_t rank)
@@ -435,12 +435,12 @@ static void what_is_in_line_grows_until_one_copy_at_most_is_before_it(void **sta
     assert_int_equal(gpu.copies, 2);
     put_to(w, OTHER, LARGE, LARGE);
     look_at_all(w);
-    put_to(w, OTHER, 2 * LARGE, LARGE);
+    put_to(w, OTHER, 2 * LARGE, 2 * LARGE);
     look_at_all(w);
     assert_int_equal(gpu.copies, 2);
     finish_next(w);
     assert_int_equal(gpu.copies, 3);
-    expect_copy(2, LARGE, 2 * LARGE);
+    expect_copy(2, LARGE, 3 * LARGE);
 }
 
 static void what_is_small_does_not_stand_in_line(void **state)
@@ -459,25 +459,55 @@ static void what_is_small_does_not_stand_in_line(void **state)
     expect_copy(2, LARGE, LARGE - PAGE);
 }
 
-/* A single put may have more. */
-static void a_copy_of_several_puts_has_a_most(void **state)
+static void what_is_large_goes_by_halves_and_puts_stay_whole(void **state)
 {
     struct world *w = *state;
 
     gpu.copies = 0;
-    put(w, 0, MOST - PAGE);
-    put(w, MOST - PAGE, PAGE);
+    for (uint64_t i = 0; i < 7; i++)
+        put(w, i * LARGE, LARGE);
+    look_at_all(w);
+    look_at_all(w);
+    assert_int_equal(gpu.copies, 2); /* of which one waits behind the other */
+    expect_copy(0, 0, 4 * LARGE);
+    expect_copy(1, 4 * LARGE, 2 * LARGE);
+    put(w, 7 * LARGE, LARGE);
+    finish_next(w);
+    assert_int_equal(gpu.copies, 3);
+    expect_copy(2, 6 * LARGE, LARGE);
+    for (uint32_t i = 0; i < 4; i++)
+        assert_int_equal(told(w), LARGE);
+    assert_int_equal(told(w), UINT64_MAX);
+    finish_next(w);
+    expect_copy(3, 7 * LARGE, LARGE);
+    finish_all(w);
+    assert_int_equal(w->peers[PEER].active, 0);
+}
+
+/* A single put may have more. */
+static void no_more_puts_than_make_the_most_may_be_one_copy(void **state)
+{
+    struct world *w = *state;
+
+    gpu.copies = 0;
+    put(w, 0, MOST - LARGE);
+    put(w, MOST - LARGE, LARGE);
     put(w, MOST, PAGE);
     look_at_all(w);
     assert_int_equal(gpu.copies, 1);
-    expect_copy(0, 0, MOST);
+    expect_copy(0, 0, MOST - LARGE);
     ep_gin_progress(&w->comm);
     assert_int_equal(gpu.copies, 2);
-    expect_copy(1, MOST, PAGE);
+    expect_copy(1, MOST - LARGE, LARGE);
+    ep_gin_progress(&w->comm);
+    assert_int_equal(gpu.copies, 3);
+    expect_copy(2, MOST, PAGE);
+    finish_all(w);
+    gpu.copies = 0;
     put(w, 4 * MOST, 3 * MOST);
     look_at_all(w);
-    assert_int_equal(gpu.copies, 3);
-    expect_copy(2, 4 * MOST, 3 * MOST);
+    assert_int_equal(gpu.copies, 1);
+    expect_copy(0, 4 * MOST, 3 * MOST);
 }
 
 static void a_put_of_no_bytes_is_told_behind_those_before_it(void **state)
@@ -531,6 +561,30 @@ static void no_more_puts_are_under_way_than_the_stream_takes(void **state)
     expect_copy(1, 0, (ROOM - 1) * 64);
 }
 
+static void a_mark_that_nobody_asks_for_is_not_written(void **state)
+{
+    struct world *w = *state;
+    struct ep_gin_stream stream;
+    uint64_t word = 0;
+
+    assert_int_equal(ep_gin_stream_open(&w->comm, &stream, NULL, NULL), EP_OK);
+    ep_gin_stream_store(&stream, &word, 5);
+    ep_gin_stream_flush(&stream);
+    finish();
+    assert_int_equal(gpu.stores, 1);
+    assert_false(ep_gin_stream_idle(&stream));
+    assert_int_equal(ep_gin_stream_mark(&stream), 1);
+    ep_gin_stream_flush(&stream);
+    assert_int_equal(gpu.stores, 2);
+    assert_false(ep_gin_stream_reached(&stream, 1));
+    finish();
+    assert_true(ep_gin_stream_reached(&stream, 1));
+    assert_true(ep_gin_stream_idle(&stream));
+    ep_gin_stream_flush(&stream);
+    assert_int_equal(gpu.stores, 2);
+    ep_gin_stream_close(&stream);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
 
 int main(int argc, char **argv)
@@ -543,10 +597,12 @@ int main(int argc, char **argv)
         TEST(large_puts_to_all_are_copied_in_one_line_that_begins_with_the_next_rank),
         TEST(what_is_in_line_grows_until_one_copy_at_most_is_before_it),
         TEST(what_is_small_does_not_stand_in_line),
-        TEST(a_copy_of_several_puts_has_a_most),
+        TEST(what_is_large_goes_by_halves_and_puts_stay_whole),
+        TEST(no_more_puts_than_make_the_most_may_be_one_copy),
         TEST(a_put_of_no_bytes_is_told_behind_those_before_it),
         TEST(what_waits_is_copied_before_its_region_is_left),
         TEST(no_more_puts_are_under_way_than_the_stream_takes),
+        TEST(a_mark_that_nobody_asks_for_is_not_written),
     };
 
     cmocka_set_test_filter(argc == 2 ? argv[1] : NULL);
