@@ -17,6 +17,7 @@
  *   stream.c           work on the GPU, and how far it is
  *   staging.c          pinned memory that data passes through
  *   ring.c             messages through memory that two processes share
+ *   movers.c           threads that carry long payloads over TCP
  *   transport.h        what a transport is; transport.c: which one; transport_tcp.c, transport_host.c,
  *                      transport_verbs.c
  */
@@ -55,6 +56,7 @@ struct ep_gin_settings {
     char interfaces[256]; /* as NCCL_SOCKET_IFNAME; "": the first that will do */
     uint8_t family;       /* 4, 6; 0: either */
     uint32_t connections; /* to each TCP peer */
+    uint32_t movers;      /* threads of a communicator that carry long payloads over TCP; 0: none */
     uint32_t piece_bytes;
     uint64_t staging_bytes; /* each way, of a communicator */
     uint64_t timeout_ns;    /* of what is collective */
@@ -359,6 +361,7 @@ struct ep_gin_comm {
     int epoll, wake;
     struct ep_gin_watch *watches;   /* [watches_max] */
     uint32_t watched, watches_max;
+    uint32_t asleep;                /* atomic: the thread sleeps, or is about to: `wake` has to be written */
     uint32_t wanted;                /* atomic: threads that want `receiving` and would not get it */
     void (*heard)(void *user);
     void *heard_user;

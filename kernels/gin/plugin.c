@@ -22,6 +22,8 @@
  *                                                   is named, and the call fails
  *   EP_GIN_SILENCE_S    1..3600, default 20         s after which a TCP peer that acknowledges nothing is taken for
  *                                                   dead
+ *   EP_GIN_MOVERS       0..32, default twice the connections, with less than 16 CPUs 0: threads that carry long
+ *                       payloads over TCP
  *   EP_GIN_SPIN_US      0..1000000, default 1000    us that the receive thread looks before it sleeps;
  *                                                   with less than 16 CPUs default 50
  *   EP_CUDA_MODULE      path                        libep_cuda.so, if it is not beside this file or in ../lib

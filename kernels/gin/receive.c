@@ -266,6 +266,7 @@ static bool look(struct ep_gin_comm *comm)
 
 static void set_asleep(struct ep_gin_comm *comm, bool asleep)
 {
+    __atomic_store_n(&comm->asleep, asleep, __ATOMIC_SEQ_CST); /* partner: movers.c */
     for (uint32_t r = 0; r < comm->ranks; r++) {
         const struct ep_gin_link *main = &comm->peers[r].main;
 

@@ -78,18 +78,21 @@ static ep_status read_family(uint8_t *family, struct ep_error *error)
     return EP_OK;
 }
 
-/* To wake the receive thread costs more than a put; but where CPUs are few, whoever looks keeps off whoever works. */
-static uint64_t default_spin_us(void)
+static bool has_many_cpus(void)
 {
-    return sysconf(_SC_NPROCESSORS_ONLN) >= EP_GIN_MANY_CPUS ? 1000 : 50;
+    return sysconf(_SC_NPROCESSORS_ONLN) >= EP_GIN_MANY_CPUS;
 }
 
 static ep_status read_numbers(struct ep_gin_settings *settings, struct ep_error *error)
 {
     uint64_t connections = 4, piece_kib = 512, staging_mib = 64, timeout_s = 20, silence_s = 20;
-    uint64_t spin_us = default_spin_us();
+    /* To wake the receive thread costs more than a put; but where CPUs are few, whoever looks keeps off whoever works. */
+    uint64_t spin_us = has_many_cpus() ? 1000 : 50, movers;
     ep_status status = read_number("EP_GIN_CONNECTIONS", 1, EP_GIN_MAX_CONNECTIONS, &connections, error);
 
+    movers = has_many_cpus() ? 2 * connections : 0; /* each way one for each connection */
+    if (status == EP_OK)
+        status = read_number("EP_GIN_MOVERS", 0, 2 * EP_GIN_MAX_CONNECTIONS, &movers, error);
     if (status == EP_OK)
         status = read_number("EP_GIN_PIECE_KIB", 16, 4096, &piece_kib, error);
     if (status == EP_OK)
@@ -103,6 +106,7 @@ static ep_status read_numbers(struct ep_gin_settings *settings, struct ep_error 
     if (status != EP_OK)
         return status;
     settings->connections = (uint32_t)connections;
+    settings->movers = (uint32_t)movers;
     settings->piece_bytes = (uint32_t)(piece_kib * KIB);
     settings->staging_bytes = staging_mib * MIB;
     settings->timeout_ns = timeout_s * EP_NS_PER_S;

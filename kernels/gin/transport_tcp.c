@@ -5,7 +5,11 @@
  * passes through pinned memory on both sides: pieces are copied there and sent when the copy is over, while the next
  * ones are copied; the receiver reads into pinned memory and copies on from there, in the order of its stream.
  * Host memory is sent from and received into where it is.
+ *
+ * Between socket and pinned memory long payloads are carried by movers.  All else, what is short above all, is sent and
+ * received here, as it comes.
  */
+#include "movers.h"
 #include "transport.h"
 
 #include <errno.h>
@@ -19,7 +23,8 @@
 enum {
     CHUNKS = EP_GIN_PIECES, /* pieces of a link, to be sent */
     BATCH = 16,             /* pieces in one system call */
-    BUFFER = 64 << 10,      /* bytes in one, of small messages */
+    BUFFER = 8 << 10,       /* bytes in one, of small messages */
+    LONG_BYTES = 64 << 10,  /* of a payload, from which on a mover is worth being woken */
     TURN = 16,              /* messages and payloads from one connection, then the others */
     LINGER_STEP_US = 100
 };
@@ -50,19 +55,30 @@ struct connection {
     uint32_t first, last; /* chunks */
     uint64_t queued;      /* bytes */
     uint64_t sent;        /* of the first chunk, message and payload */
+    struct ep_gin_move out;
+    bool sending;         /* it is under way, or what became of it was not looked at */
     /* receive */
     bool held; /* something in the buffer has not been taken */
     bool ended; /* nothing more comes */
     struct incoming in;
+    struct ep_gin_move payload;
+    bool receiving; /* as sending */
     struct ep_gin_staging staging;
     uint32_t start, end; /* in the buffer */
     uint8_t buffer[BUFFER];
 };
 
+/* Of all links of a communicator. */
+struct tcp_shared {
+    struct ep_gin_stream sender;
+    struct ep_gin_movers *movers; /* NULL: none */
+};
+
 struct tcp_link {
     struct ep_gin_comm *comm;
     struct ep_gin_peer *peer;
-    struct ep_gin_stream *sender; /* of all links */
+    struct ep_gin_stream *sender; /* the shared ones */
+    struct ep_gin_movers *movers;
     uint32_t n;
     struct connection *connections; /* [n] */
     struct chunk chunks[CHUNKS];
@@ -80,32 +96,49 @@ static ep_status tcp_usable(struct ep_gin_comm *comm, struct ep_error *error)
     return EP_OK;
 }
 
-static void tcp_stop(void *shared)
+static void tcp_stop(void *opened)
 {
-    struct ep_gin_stream *sender = shared;
+    struct tcp_shared *shared = opened;
 
-    ep_gin_stream_close(sender);
-    ep_gin_marker_close(sender->comm, sender->marker);
-    free(sender);
+    ep_gin_movers_close(shared->movers);
+    ep_gin_stream_close(&shared->sender);
+    ep_gin_marker_close(shared->sender.comm, shared->sender.marker);
+    free(shared);
 }
 
 /* One stream brings what is sent to all peers: they share the way from the GPU anyway. */
-static ep_status tcp_start(struct ep_gin_comm *comm, void **shared, struct ep_error *error)
+static ep_status open_sender(struct ep_gin_comm *comm, struct ep_gin_stream *sender, struct ep_error *error)
 {
-    struct ep_gin_stream *sender = calloc(1, sizeof *sender);
     struct ep_cuda_marker *marker;
+    ep_status status = ep_gin_marker_open(comm, &marker, error);
+
+    sender->comm = comm;
+    return status == EP_OK ? ep_gin_stream_open(comm, sender, marker, error) : status;
+}
+
+/* Anything from a GPU, but for what other transports cannot reach. */
+static bool wants_movers(const struct ep_gin_comm *comm)
+{
+    for (uint32_t r = 0; r < comm->ranks; r++)
+        if (comm->cuda && r != comm->rank && comm->peers[r].chosen == EP_GIN_TCP)
+            return comm->settings.movers > 0;
+    return false;
+}
+
+static ep_status tcp_start(struct ep_gin_comm *comm, void **out, struct ep_error *error)
+{
+    struct tcp_shared *shared = calloc(1, sizeof *shared);
     ep_status status;
 
-    if (!sender)
+    if (!shared)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a stream");
-    sender->comm = comm;
-    status = ep_gin_marker_open(comm, &marker, error);
+    status = open_sender(comm, &shared->sender, error);
+    if (status == EP_OK && wants_movers(comm))
+        status = ep_gin_movers_open(comm, comm->settings.movers, &shared->movers, error);
     if (status == EP_OK)
-        status = ep_gin_stream_open(comm, sender, marker, error);
-    if (status == EP_OK)
-        *shared = sender;
+        *out = shared;
     else
-        tcp_stop(sender);
+        tcp_stop(shared);
     return status;
 }
 
@@ -138,6 +171,16 @@ static ep_status open_staging(struct tcp_link *link, struct ep_error *error)
     return EP_OK;
 }
 
+static ep_status open_moves(struct tcp_link *link, struct connection *c, struct ep_error *error)
+{
+    ep_status status;
+
+    if (!link->movers)
+        return EP_OK;
+    status = ep_gin_move_open(link->movers, c->fd, true, &c->out, error);
+    return status == EP_OK ? ep_gin_move_open(link->movers, c->fd, false, &c->payload, error) : status;
+}
+
 static ep_status open_connections(struct tcp_link *link, struct ep_error *error)
 {
     ep_status status = EP_OK;
@@ -152,8 +195,11 @@ static ep_status open_connections(struct tcp_link *link, struct ep_error *error)
     }
     for (uint32_t i = 0; i < CHUNKS; i++)
         link->chunks[i].next = i + 1;
-    for (uint32_t i = 0; i < link->n && status == EP_OK; i++)
-        status = ep_gin_watch(link->comm, link->peer, link, i, link->connections[i].fd, error);
+    for (uint32_t i = 0; i < link->n && status == EP_OK; i++) {
+        status = open_moves(link, &link->connections[i], error);
+        if (status == EP_OK)
+            status = ep_gin_watch(link->comm, link->peer, link, i, link->connections[i].fd, error);
+    }
     return status;
 }
 
@@ -173,6 +219,8 @@ static void tcp_link_close(void *opened)
     struct tcp_link *link = opened;
 
     for (uint32_t i = 0; link->connections && i < link->n; i++) {
+        ep_gin_move_close(&link->connections[i].out);
+        ep_gin_move_close(&link->connections[i].payload);
         linger(link, link->connections[i].fd);
         close(link->connections[i].fd);
     }
@@ -187,13 +235,15 @@ static ep_status tcp_link_open(struct ep_gin_comm *comm, struct ep_gin_peer *pee
                                struct ep_error *error)
 {
     struct tcp_link *link = calloc(1, sizeof *link);
+    struct tcp_shared *shared = comm->shared[EP_GIN_TCP];
 
     (void)mine;
     if (!link)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a link to rank %u", peer->rank);
     link->comm = comm;
     link->peer = peer;
-    link->sender = comm->shared[EP_GIN_TCP];
+    link->sender = &shared->sender;
+    link->movers = peer->chosen == EP_GIN_TCP ? shared->movers : NULL;
     link->n = peer->connections;
     *out = link;
     return EP_OK;
@@ -310,6 +360,12 @@ static void finish_chunk(struct tcp_link *link, struct connection *c)
     link->free = index;
 }
 
+/* It passes through memory of the link's, which stays. */
+static bool is_long(const struct tcp_link *link, const struct chunk *chunk)
+{
+    return link->movers && chunk->staged != NO_STAGING && chunk->message.bytes >= LONG_BYTES;
+}
+
 /* Message and payload but for the first `skip` bytes. */
 static uint32_t describe(struct chunk *chunk, uint64_t skip, struct iovec *parts)
 {
@@ -325,15 +381,18 @@ static uint32_t describe(struct chunk *chunk, uint64_t skip, struct iovec *parts
     return n;
 }
 
-static uint32_t gather(struct tcp_link *link, const struct connection *c, struct iovec parts[2 * BATCH])
+/* What goes in one call: of those that are ready the first ones that are long, or that are not. */
+static uint32_t gather(struct tcp_link *link, const struct connection *c, bool longs, uint32_t most, struct iovec *parts)
 {
     uint64_t skip = c->sent;
-    uint32_t n = 0, chunks = 0;
+    uint32_t n = 0;
 
-    for (uint32_t i = c->first; i < CHUNKS && chunks < BATCH; i = link->chunks[i].next, chunks++) {
-        if (!ep_gin_stream_reached(link->sender, link->chunks[i].mark))
+    for (uint32_t i = c->first; i < CHUNKS && n + 2 <= most; i = link->chunks[i].next) {
+        struct chunk *chunk = &link->chunks[i];
+
+        if (is_long(link, chunk) != longs || !ep_gin_stream_reached(link->sender, chunk->mark))
             break;
-        n += describe(&link->chunks[i], skip, parts + n);
+        n += describe(chunk, skip, parts + n);
         skip = 0;
     }
     return n;
@@ -352,7 +411,7 @@ static void account(struct tcp_link *link, struct connection *c, uint64_t bytes)
 static bool send_some(struct tcp_link *link, struct connection *c)
 {
     struct iovec parts[2 * BATCH];
-    struct msghdr header = { .msg_iov = parts, .msg_iovlen = gather(link, c, parts) };
+    struct msghdr header = { .msg_iov = parts, .msg_iovlen = gather(link, c, false, 2 * BATCH, parts) };
     ssize_t n;
 
     /* A GPU that fails reaches every mark: asked again after these were. */
@@ -365,6 +424,34 @@ static bool send_some(struct tcp_link *link, struct connection *c)
         return false;
     }
     account(link, c, (uint64_t)n);
+    return true;
+}
+
+/* By a mover. */
+static void send_long(struct tcp_link *link, struct connection *c)
+{
+    if (!link->movers)
+        return;
+    c->out.parts = gather(link, c, true, EP_GIN_MOVE_PARTS, c->out.part);
+    c->sending = c->out.parts > 0 && ep_gin_peer_is_served(link->peer); /* asked after the marks, as in send_some() */
+    if (c->sending)
+        ep_gin_move_start(&c->out);
+}
+
+/* False: a mover has the connection. */
+static bool take_back(struct tcp_link *link, struct connection *c)
+{
+    if (!c->sending)
+        return true;
+    if (!ep_gin_move_over(&c->out)) {
+        if (!ep_gin_peer_is_served(link->peer))
+            shutdown(c->fd, SHUT_WR); /* so it ends */
+        return false;
+    }
+    c->sending = false;
+    account(link, c, c->out.moved);
+    if (c->out.failure)
+        ep_gin_peer_lost(link->peer, strerror(c->out.failure));
     return true;
 }
 
@@ -383,9 +470,12 @@ static void tcp_progress(void *opened)
     for (uint32_t i = 0; i < link->n; i++) {
         struct connection *c = &link->connections[i];
 
+        if (!take_back(link, c))
+            continue;
         while (send_some(link, c))
             ;
-        if (!ep_gin_peer_is_served(link->peer))
+        send_long(link, c);
+        if (!ep_gin_peer_is_served(link->peer) && !c->sending)
             drop_chunks(link, c);
     }
     ep_gin_staging_reclaim(&link->staging, link->sender);
@@ -393,9 +483,9 @@ static void tcp_progress(void *opened)
 
 /* ---- receiving ------------------------------------------------------------------------------------------------- */
 
-/* After one: there may be more; nothing more is there; it waits for other pieces, or for staging memory, and is tried
- * again; the connection is of no use any more. */
-enum step { STEP_ON, STEP_EMPTY, STEP_LATER, STEP_FULL, STEP_BROKEN };
+/* After one: there may be more; nothing more is there; it waits for other pieces, for staging memory or a mover, and is
+ * tried again; the connection is of no use any more. */
+enum step { STEP_ON, STEP_EMPTY, STEP_LATER, STEP_FULL, STEP_MOVES, STEP_BROKEN };
 
 static uint32_t buffered(const struct connection *c)
 {
@@ -469,13 +559,24 @@ static enum step begin(struct tcp_link *link, struct connection *c)
     return STEP_ON;
 }
 
+static enum step start_move(struct connection *c, uint32_t left)
+{
+    c->payload.part[0] = (struct iovec){ .iov_base = c->in.to + c->in.got, .iov_len = left };
+    c->payload.parts = 1;
+    c->receiving = true;
+    ep_gin_move_start(&c->payload);
+    return STEP_MOVES;
+}
+
 /* Bytes that nobody wants pass through the buffer. */
-static enum step read_payload(struct connection *c)
+static enum step read_payload(const struct tcp_link *link, struct connection *c)
 {
     const uint32_t left = c->in.message.bytes - c->in.got;
     enum step step;
     ssize_t n;
 
+    if (link->movers && buffered(c) == 0 && c->in.staged != NO_STAGING && left >= LONG_BYTES)
+        return start_move(c, left);
     if (buffered(c) > 0) {
         n = buffered(c) < left ? buffered(c) : left;
         if (c->in.to)
@@ -522,10 +623,20 @@ static enum step step(struct tcp_link *link, struct connection *c)
         }
         return begin(link, c);
     }
-    s = read_payload(c);
+    s = read_payload(link, c);
     if (s == STEP_ON && c->in.got == c->in.message.bytes)
         return finish(link, c);
     return s;
+}
+
+/* What a mover has brought. */
+static enum step take_payload(struct tcp_link *link, struct connection *c)
+{
+    if (!ep_gin_move_over(&c->payload))
+        return STEP_MOVES;
+    c->receiving = false;
+    c->in.got += (uint32_t)c->payload.moved;
+    return c->payload.failure ? STEP_BROKEN : finish(link, c);
 }
 
 /* A region may have gone since the last turn: nothing more is received into it. */
@@ -554,11 +665,11 @@ static bool tcp_ready(void *opened, uint32_t index)
 
     look_again(link, c);
     for (; n < TURN && s == STEP_ON; n++)
-        s = step(link, c);
-    c->held = s == STEP_ON || s == STEP_LATER || s == STEP_FULL;
+        s = c->receiving ? take_payload(link, c) : step(link, c);
+    c->held = s != STEP_EMPTY && s != STEP_BROKEN;
     if (s == STEP_BROKEN)
         hang_up(link, c);
-    /* The GPU tells nobody when memory is free: who waits for it goes on looking. */
+    /* The GPU tells nobody when memory is free: who waits for it goes on looking.  A mover wakes who sleeps. */
     return n > 1 || s == STEP_ON || s == STEP_FULL || s == STEP_BROKEN;
 }
 

@@ -375,7 +375,9 @@ measure_times() {
         --layouts=expert-major,rank-major --dtypes=bf16,fp8 && cat "$dir/low-latency--times.out"
     step 'high throughput, times' high --no-verify --tokens=4096 --iters=30 --warmup=5 --layouts=flat,packed \
         --dtypes=bf16,fp8 && cat "$dir/high-throughput--times.out"
-    step 'loopback' python3 "$here/loopback.py" 1 $((2 * ranks)) && cat "$dir/loopback.out"
+    # As many connections as all of them have over TCP, the last figure.
+    step 'loopback' python3 "$here/loopback.py" 1 $((2 * ranks)) $((ranks * (ranks - 1) * ${EP_GIN_CONNECTIONS:-4})) &&
+        cat "$dir/loopback.out"
     step 'the large group goes' admin group delete moe
 }
 

@@ -17,7 +17,7 @@
 static const char *const variables[] = { "EP_GIN_TRANSPORT",   "EP_GIN_INTERFACE",   "NCCL_SOCKET_IFNAME",
                                          "NCCL_SOCKET_FAMILY", "EP_GIN_CONNECTIONS", "EP_GIN_PIECE_KIB",
                                          "EP_GIN_STAGING_MIB", "EP_GIN_TIMEOUT_S",   "EP_GIN_SILENCE_S",
-                                         "EP_GIN_SPIN_US" };
+                                         "EP_GIN_SPIN_US",     "EP_GIN_MOVERS" };
 
 static int clear(void **state)
 {
@@ -47,6 +47,7 @@ static void defaults_are_what_is_documented(void **state)
     assert_int_equal(s.transport, EP_GIN_AUTO);
     assert_string_equal(s.interfaces, "");
     assert_int_equal(s.connections, 4);
+    assert_int_equal(s.movers, sysconf(_SC_NPROCESSORS_ONLN) < EP_GIN_MANY_CPUS ? 0 : 8);
     assert_int_equal(s.piece_bytes, 512 << 10);
     assert_int_equal(s.staging_bytes, 64 << 20);
     assert_int_equal(s.timeout_ns, 20000000000);
@@ -63,12 +64,14 @@ static void settings_are_read(void **state)
     setenv("NCCL_SOCKET_IFNAME", "eth", 1);
     setenv("NCCL_SOCKET_FAMILY", "AF_INET6", 1);
     setenv("EP_GIN_CONNECTIONS", "16", 1);
+    setenv("EP_GIN_MOVERS", "3", 1);
     setenv("EP_GIN_PIECE_KIB", "", 1); /* as if it were not set */
     assert_int_equal(ep_gin_settings_read(&s, NULL), EP_OK);
     assert_int_equal(s.transport, EP_GIN_TCP);
     assert_string_equal(s.interfaces, "eth");
     assert_int_equal(s.family, 6);
     assert_int_equal(s.connections, 16);
+    assert_int_equal(s.movers, 3);
     assert_int_equal(s.piece_bytes, 512 << 10);
     setenv("EP_GIN_INTERFACE", "ib", 1);
     assert_int_equal(ep_gin_settings_read(&s, NULL), EP_OK);
@@ -80,6 +83,7 @@ static void settings_that_make_no_sense_are_named(void **state)
     (void)state;
     expect_refused("EP_GIN_CONNECTIONS", "0", "EP_GIN_CONNECTIONS is \"0\": must be a number from 1 to 16");
     expect_refused("EP_GIN_CONNECTIONS", "4x", "EP_GIN_CONNECTIONS is \"4x\": must be a number from 1 to 16");
+    expect_refused("EP_GIN_MOVERS", "33", "EP_GIN_MOVERS is \"33\": must be a number from 0 to 32");
     expect_refused("EP_GIN_PIECE_KIB", "-1", "EP_GIN_PIECE_KIB is \"-1\": must be a number from 16 to 4096");
     expect_refused("EP_GIN_TIMEOUT_S", "99999999999999999999",
                    "EP_GIN_TIMEOUT_S is \"99999999999999999999\": must be a number from 1 to 3600");
