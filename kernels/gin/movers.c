@@ -41,7 +41,7 @@ static void finish(struct ep_gin_movers *movers, struct ep_gin_move *move, int f
 
 static void advance(struct ep_gin_move *move, uint64_t bytes)
 {
-    move->moved += bytes;
+    __atomic_store_n(&move->moved, move->moved + bytes, __ATOMIC_RELEASE); /* partner: ep_gin_move_moved */
     for (; move->next < move->parts && bytes >= move->part[move->next].iov_len; move->next++)
         bytes -= move->part[move->next].iov_len;
     if (move->next == move->parts)
@@ -189,7 +189,8 @@ void ep_gin_move_start(struct ep_gin_move *move)
 {
     int failure;
 
-    move->moved = move->next = 0;
+    move->next = 0;
+    __atomic_store_n(&move->moved, 0, __ATOMIC_RELAXED);
     failure = arm(move->movers, move, EPOLL_CTL_ADD);
     if (failure != 0)
         finish(move->movers, move, failure);
@@ -198,6 +199,11 @@ void ep_gin_move_start(struct ep_gin_move *move)
 bool ep_gin_move_over(const struct ep_gin_move *move)
 {
     return __atomic_load_n(&move->state, __ATOMIC_SEQ_CST) == OVER; /* partner: finish */
+}
+
+uint64_t ep_gin_move_moved(const struct ep_gin_move *move)
+{
+    return __atomic_load_n(&move->moved, __ATOMIC_ACQUIRE);
 }
 
 void ep_gin_move_close(struct ep_gin_move *move)

@@ -27,9 +27,10 @@ struct ep_gin_move {
     /* what to move, set before it starts */
     struct iovec part[EP_GIN_MOVE_PARTS];
     uint32_t parts;
-    /* what became of it, when it is over */
+    /* what becomes of it */
     uint32_t next;  /* the first part that is not moved */
-    uint64_t moved; /* bytes */
+    uint64_t moved; /* bytes; atomic */
+    /* and when it is over */
     int failure;    /* errno; ECONNRESET too when the peer has closed; 0: all is moved */
     uint32_t state; /* atomic */
 };
@@ -45,5 +46,7 @@ ep_status ep_gin_move_open(struct ep_gin_movers *movers, int fd, bool out, struc
 void ep_gin_move_close(struct ep_gin_move *move);
 void ep_gin_move_start(struct ep_gin_move *move);
 bool ep_gin_move_over(const struct ep_gin_move *move);
+/* Bytes so far: the memory of these is the caller's again. */
+uint64_t ep_gin_move_moved(const struct ep_gin_move *move);
 
 #endif

@@ -57,6 +57,7 @@ struct connection {
     uint64_t sent;        /* of the first chunk, message and payload */
     struct ep_gin_move out;
     bool sending;         /* it is under way, or what became of it was not looked at */
+    uint64_t seen;        /* bytes of it */
     /* receive */
     bool held; /* something in the buffer has not been taken */
     bool ended; /* nothing more comes */
@@ -433,9 +434,18 @@ static void send_long(struct tcp_link *link, struct connection *c)
     if (!link->movers)
         return;
     c->out.parts = gather(link, c, true, EP_GIN_MOVE_PARTS, c->out.part);
+    c->seen = 0;
     c->sending = c->out.parts > 0 && ep_gin_peer_is_served(link->peer); /* asked after the marks, as in send_some() */
     if (c->sending)
         ep_gin_move_start(&c->out);
+}
+
+static void account_move(struct tcp_link *link, struct connection *c)
+{
+    const uint64_t moved = ep_gin_move_moved(&c->out);
+
+    account(link, c, moved - c->seen);
+    c->seen = moved;
 }
 
 /* False: a mover has the connection. */
@@ -443,16 +453,13 @@ static bool take_back(struct tcp_link *link, struct connection *c)
 {
     if (!c->sending)
         return true;
-    if (!ep_gin_move_over(&c->out)) {
-        if (!ep_gin_peer_is_served(link->peer))
-            shutdown(c->fd, SHUT_WR); /* so it ends */
-        return false;
-    }
-    c->sending = false;
-    account(link, c, c->out.moved);
-    if (c->out.failure)
+    c->sending = !ep_gin_move_over(&c->out);
+    account_move(link, c);
+    if (!c->sending && c->out.failure)
         ep_gin_peer_lost(link->peer, strerror(c->out.failure));
-    return true;
+    else if (c->sending && !ep_gin_peer_is_served(link->peer))
+        shutdown(c->fd, SHUT_WR); /* so it ends */
+    return !c->sending;
 }
 
 /* Of a peer that is gone: a source is free when the copy from it is over. */
@@ -635,7 +642,7 @@ static enum step take_payload(struct tcp_link *link, struct connection *c)
     if (!ep_gin_move_over(&c->payload))
         return STEP_MOVES;
     c->receiving = false;
-    c->in.got += (uint32_t)c->payload.moved;
+    c->in.got += (uint32_t)ep_gin_move_moved(&c->payload);
     return c->payload.failure ? STEP_BROKEN : finish(link, c);
 }
 
