@@ -1,4 +1,4 @@
-/* Threads that carry long payloads between sockets and memory: one alone brings what a single connection does. */
+/* Threads that carry long payloads between sockets and memory: one thread for all connections would be what limits them. */
 #include "movers.h"
 
 #include <errno.h>
