@@ -302,6 +302,7 @@ def gin_tasks(preset):
     env = {**sanitizer_env(preset), "EP_CUDA_MODULE": os.path.join(folder, "unit", "libep_cuda_cpu.so"),
            "LD_LIBRARY_PATH": os.path.join(folder, "unit", "verbs"),  # a libibverbs that reorders
            "EP_GIN_MOVERS": "5",                # also where CPUs are few
+           "EP_GIN_STAGING_MIB": "8",           # what they bring waits for memory
            "EP_GIN_TIMEOUT_S": str(4 + scale)}  # two cases wait for it
     for transport, memory, table in GIN_RUNS:
         yield Task("%s/gin/%s-%s" % (preset, transport, memory),

@@ -41,6 +41,8 @@ static struct ep_gin_comm *create(const struct ep_gin_settings *settings, uint32
     if (!comm)
         return NULL;
     comm->settings = *settings;
+    if (comm->settings.connections == 0)
+        comm->settings.connections = ep_gin_usual_connections(ranks);
     comm->ranks = ranks;
     comm->rank = rank;
     comm->epoll = comm->wake = -1;

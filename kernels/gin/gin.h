@@ -55,7 +55,7 @@ struct ep_gin_settings {
     enum ep_gin_transport_id transport;
     char interfaces[256]; /* as NCCL_SOCKET_IFNAME; "": the first that will do */
     uint8_t family;       /* 4, 6; 0: either */
-    uint32_t connections; /* to each TCP peer */
+    uint32_t connections; /* to each TCP peer; 0: the usual number */
     uint32_t movers;      /* threads of a communicator that carry long payloads over TCP; 0: none */
     uint32_t piece_bytes;
     uint64_t staging_bytes; /* each way, of a communicator */
@@ -66,6 +66,7 @@ struct ep_gin_settings {
 
 /* EP_INVALID_ARGUMENT names the variable, what it is and what it must be. */
 ep_status ep_gin_settings_read(struct ep_gin_settings *settings, struct ep_error *error);
+uint32_t ep_gin_usual_connections(uint32_t ranks);
 
 /* ---- log: report.c ---------------------------------------------------------------------- */
 

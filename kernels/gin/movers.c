@@ -11,11 +11,12 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "ep_futex.h"
 #include "ep_thread.h"
 #include "gin.h"
 
 enum { IDLE, UNDER_WAY, OVER };
-enum { CLOSE_STEP_US = 20 };
+enum { CLOSE_STEP_US = 20, PATIENCE_NS = 30000 };
 
 struct ep_gin_movers {
     int epoll;
@@ -27,21 +28,29 @@ struct ep_gin_movers {
 
 /* ---- a thread ------------------------------------------------------------------------------------------ */
 
+/* That there is something to look at. */
+static void tell(const struct ep_gin_comm *comm)
+{
+    const uint64_t one = 1;
+
+    if (__atomic_load_n(&comm->asleep, __ATOMIC_SEQ_CST) != 0)
+        (void)!write(comm->wake, &one, sizeof one); /* full: it is awake */
+}
+
 static void finish(struct ep_gin_movers *movers, struct ep_gin_move *move, int failure)
 {
-    struct ep_gin_comm *comm = movers->comm; /* the move may go when it is over */
-    const uint64_t one = 1;
+    const struct ep_gin_comm *comm = movers->comm; /* the move may go when it is over */
 
     (void)epoll_ctl(movers->epoll, EPOLL_CTL_DEL, move->fd, NULL);
     move->failure = failure;
     __atomic_store_n(&move->state, OVER, __ATOMIC_SEQ_CST); /* partner: ep_gin_move_over */
-    if (__atomic_load_n(&comm->asleep, __ATOMIC_SEQ_CST) != 0)
-        (void)!write(comm->wake, &one, sizeof one); /* full: it is awake */
+    tell(comm);
 }
 
 static void advance(struct ep_gin_move *move, uint64_t bytes)
 {
     __atomic_store_n(&move->moved, move->moved + bytes, __ATOMIC_RELEASE); /* partner: ep_gin_move_moved */
+    move->fresh = false;
     for (; move->next < move->parts && bytes >= move->part[move->next].iov_len; move->next++)
         bytes -= move->part[move->next].iov_len;
     if (move->next == move->parts)
@@ -50,11 +59,34 @@ static void advance(struct ep_gin_move *move, uint64_t bytes)
     move->part[move->next].iov_len -= bytes;
 }
 
+static bool has_parts(const struct ep_gin_movers *movers, struct ep_gin_move *move)
+{
+    if (move->next < move->parts)
+        return true;
+    if (!move->more || !move->more(move->user))
+        return false;
+    move->next = 0;
+    move->fresh = true;
+    tell(movers->comm);
+    return true;
+}
+
 static ssize_t carry(struct ep_gin_move *move)
 {
     struct msghdr header = { .msg_iov = move->part + move->next, .msg_iovlen = move->parts - move->next };
 
     return move->out ? sendmsg(move->fd, &header, MSG_DONTWAIT | MSG_NOSIGNAL) : recvmsg(move->fd, &header, MSG_DONTWAIT);
+}
+
+/* What is under way comes sooner than a thread that sleeps is woken. */
+static ssize_t carry_patiently(struct ep_gin_move *move)
+{
+    const uint64_t end = ep_clock_ns() + PATIENCE_NS;
+    ssize_t n;
+
+    while ((n = carry(move)) < 0 && (errno == EINTR || (errno == EAGAIN && ep_clock_ns() < end)))
+        ep_cpu_relax();
+    return n;
 }
 
 /* Wakes one thread, once, when the socket is ready.  how: EPOLL_CTL_ADD, or MOD while the move is under way. */
@@ -72,18 +104,20 @@ static void run_move(struct ep_gin_movers *movers, struct ep_gin_move *move)
     int failure = 0;
 
     (void)__atomic_load_n(&move->state, __ATOMIC_ACQUIRE); /* partner: arm */
-    while (move->next < move->parts && failure == 0) {
-        const ssize_t n = carry(move);
+    while (failure == 0 && has_parts(movers, move)) {
+        const ssize_t n = carry_patiently(move);
 
         if (n > 0)
             advance(move, (uint64_t)n);
         else if (n == 0)
             failure = ECONNRESET;
+        else if (errno == EAGAIN && move->fresh)
+            break;
         else if (errno == EAGAIN) {
             failure = arm(movers, move, EPOLL_CTL_MOD);
             if (failure == 0)
                 return; /* another thread may have it already */
-        } else if (errno != EINTR)
+        } else
             failure = errno;
     }
     finish(movers, move, failure);
@@ -190,6 +224,7 @@ void ep_gin_move_start(struct ep_gin_move *move)
     int failure;
 
     move->next = 0;
+    move->fresh = false;
     __atomic_store_n(&move->moved, 0, __ATOMIC_RELAXED);
     failure = arm(move->movers, move, EPOLL_CTL_ADD);
     if (failure != 0)

@@ -1,9 +1,9 @@
 /*
  * movers.h: threads that carry long payloads over TCP.
  *
- * What a payload is, where it belongs and what it means is the business of the threads of progress and receive alone
- * (transport.h): they start a move and look whether it is over.  A mover touches the socket, and the memory that the
- * move names, which has to stay until then.
+ * Where a payload belongs and what it means is the business of the threads of progress and receive alone (transport.h):
+ * they start a move and look whether it is over.  A mover touches the socket, and the memory that the move names, which
+ * has to stay until then.
  */
 #ifndef EP_GIN_MOVERS_H
 #define EP_GIN_MOVERS_H
@@ -24,11 +24,16 @@ struct ep_gin_move {
     struct ep_gin_movers *movers; /* NULL: not open */
     int fd;                       /* of its own, so that both directions can be waited for */
     bool out;
+    /* Asked by the mover when all is moved: true when it has set parts anew, so that what follows need not wait for a
+     * thread of its owner's.  Where nothing of these has come, the move is over all the same.  NULL: nothing follows. */
+    bool (*more)(void *user);
+    void *user;
     /* what to move, set before it starts */
     struct iovec part[EP_GIN_MOVE_PARTS];
     uint32_t parts;
     /* what becomes of it */
     uint32_t next;  /* the first part that is not moved */
+    bool fresh;     /* nothing of what `more` has set is moved */
     uint64_t moved; /* bytes; atomic */
     /* and when it is over */
     int failure;    /* errno; ECONNRESET too when the peer has closed; 0: all is moved */

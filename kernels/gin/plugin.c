@@ -13,7 +13,8 @@
  *                       which it replaces           other.  Default: the first that is up and neither loopback nor a
  *                                                   container's, IPv4 before IPv6; else loopback
  *   NCCL_SOCKET_FAMILY  AF_INET, AF_INET6           default: either
- *   EP_GIN_CONNECTIONS  1..16, default 4            TCP connections to each peer
+ *   EP_GIN_CONNECTIONS  1..16, default 8            TCP connections to each peer; with less than 16 CPUs, or more than 8
+ *                                                   ranks, default 4
  *   EP_GIN_PIECE_KIB    16..4096, default 512       KiB that a put is cut into over TCP; less where EP_GIN_STAGING_MIB
  *                                                   does not hold two of each connection
  *   EP_GIN_STAGING_MIB  1..4096, default 64         MiB of pinned memory each way, for TCP to all peers of a
@@ -22,8 +23,8 @@
  *                                                   is named, and the call fails
  *   EP_GIN_SILENCE_S    1..3600, default 20         s after which a TCP peer that acknowledges nothing is taken for
  *                                                   dead
- *   EP_GIN_MOVERS       0..32, default twice the connections, with less than 16 CPUs 0: threads that carry long
- *                       payloads over TCP
+ *   EP_GIN_MOVERS       0..32, default 16           threads that carry long payloads over TCP; with less than 16 CPUs
+ *                                                   default 0
  *   EP_GIN_SPIN_US      0..1000000, default 1000    us that the receive thread looks before it sleeps;
  *                                                   with less than 16 CPUs default 50
  *   EP_CUDA_MODULE      path                        libep_cuda.so, if it is not beside this file or in ../lib

@@ -83,14 +83,19 @@ static bool has_many_cpus(void)
     return sysconf(_SC_NPROCESSORS_ONLN) >= EP_GIN_MANY_CPUS;
 }
 
+/* Many ranks have many connections anyway, and what staging memory they have is cut into as many parts. */
+uint32_t ep_gin_usual_connections(uint32_t ranks)
+{
+    return has_many_cpus() && ranks <= 8 ? 8 : 4;
+}
+
 static ep_status read_numbers(struct ep_gin_settings *settings, struct ep_error *error)
 {
-    uint64_t connections = 4, piece_kib = 512, staging_mib = 64, timeout_s = 20, silence_s = 20;
+    uint64_t connections = 0, movers = has_many_cpus() ? 16 : 0, piece_kib = 512, staging_mib = 64, timeout_s = 20, silence_s = 20;
     /* To wake the receive thread costs more than a put; but where CPUs are few, whoever looks keeps off whoever works. */
-    uint64_t spin_us = has_many_cpus() ? 1000 : 50, movers;
+    uint64_t spin_us = has_many_cpus() ? 1000 : 50;
     ep_status status = read_number("EP_GIN_CONNECTIONS", 1, EP_GIN_MAX_CONNECTIONS, &connections, error);
 
-    movers = has_many_cpus() ? 2 * connections : 0; /* each way one for each connection */
     if (status == EP_OK)
         status = read_number("EP_GIN_MOVERS", 0, 2 * EP_GIN_MAX_CONNECTIONS, &movers, error);
     if (status == EP_OK)

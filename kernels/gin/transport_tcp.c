@@ -6,8 +6,9 @@
  * ones are copied; the receiver reads into pinned memory and copies on from there, in the order of its stream.
  * Host memory is sent from and received into where it is.
  *
- * Between socket and pinned memory long payloads are carried by movers.  All else, what is short above all, is sent and
- * received here, as it comes.
+ * Between socket and pinned memory long payloads are carried by movers.  A mover that receives goes on with the message
+ * behind the payload, as long as these are long and there are places for them; where they belong is looked up when they
+ * have landed.  All else, what is short above all, is sent and received here, as it comes.
  */
 #include "movers.h"
 #include "transport.h"
@@ -26,6 +27,7 @@ enum {
     BUFFER = 8 << 10,       /* bytes in one, of small messages */
     LONG_BYTES = 64 << 10,  /* of a payload, from which on a mover is worth being woken */
     TURN = 16,              /* messages and payloads from one connection, then the others */
+    PLACES = 16,            /* for long payloads of a connection, a power of two */
     LINGER_STEP_US = 100
 };
 #define NO_STAGING UINT32_MAX
@@ -49,8 +51,16 @@ struct incoming {
     bool under_way;
 };
 
+/* A place for a piece that a mover brings, and what has come there. */
+struct arrival {
+    struct ep_gin_message message;
+    uint8_t *at; /* staging memory, for the longest there may be */
+    uint32_t staged;
+};
+
 struct connection {
     int fd;
+    uint32_t piece_bytes; /* at most, of the peer's */
     /* progress */
     uint32_t first, last; /* chunks */
     uint64_t queued;      /* bytes */
@@ -62,11 +72,17 @@ struct connection {
     bool held; /* something in the buffer has not been taken */
     bool ended; /* nothing more comes */
     struct incoming in;
-    struct ep_gin_move payload;
+    struct ep_gin_move brought;
     bool receiving; /* as sending */
+    struct arrival arrivals[PLACES]; /* from landed to offered the mover's */
+    uint32_t offered;                /* so far; atomic: the mover reads it */
+    uint32_t taken;
     struct ep_gin_staging staging;
+    /* receive, and the mover's while it is receiving */
     uint32_t start, end; /* in the buffer */
     uint8_t buffer[BUFFER];
+    bool heading;        /* it waits for a message, not for a payload */
+    uint32_t landed;     /* so far; atomic: the receive thread reads it */
 };
 
 /* Of all links of a communicator. */
@@ -172,6 +188,8 @@ static ep_status open_staging(struct tcp_link *link, struct ep_error *error)
     return EP_OK;
 }
 
+static bool more(void *user);
+
 static ep_status open_moves(struct tcp_link *link, struct connection *c, struct ep_error *error)
 {
     ep_status status;
@@ -179,7 +197,11 @@ static ep_status open_moves(struct tcp_link *link, struct connection *c, struct 
     if (!link->movers)
         return EP_OK;
     status = ep_gin_move_open(link->movers, c->fd, true, &c->out, error);
-    return status == EP_OK ? ep_gin_move_open(link->movers, c->fd, false, &c->payload, error) : status;
+    if (status == EP_OK)
+        status = ep_gin_move_open(link->movers, c->fd, false, &c->brought, error);
+    c->brought.more = more;
+    c->brought.user = c;
+    return status;
 }
 
 static ep_status open_connections(struct tcp_link *link, struct ep_error *error)
@@ -191,6 +213,7 @@ static ep_status open_connections(struct tcp_link *link, struct ep_error *error)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for %u connections", link->n);
     for (uint32_t i = 0; i < link->n; i++) {
         link->connections[i].fd = link->peer->data[i];
+        link->connections[i].piece_bytes = link->peer->piece_bytes;
         link->connections[i].first = link->connections[i].last = CHUNKS;
         link->peer->data[i] = -1; /* it is the link's now */
     }
@@ -221,7 +244,7 @@ static void tcp_link_close(void *opened)
 
     for (uint32_t i = 0; link->connections && i < link->n; i++) {
         ep_gin_move_close(&link->connections[i].out);
-        ep_gin_move_close(&link->connections[i].payload);
+        ep_gin_move_close(&link->connections[i].brought);
         linger(link, link->connections[i].fd);
         close(link->connections[i].fd);
     }
@@ -521,6 +544,153 @@ static enum step fill_buffer(struct connection *c)
     return step;
 }
 
+static enum step refuse(struct tcp_link *link)
+{
+    ep_gin_count(link->comm, &link->comm->counts.bad_messages, "a message that no rank sends");
+    return STEP_BROKEN;
+}
+
+/* From the staging memory to where it belongs: to, or NULL where that has gone. */
+static void unstage(struct tcp_link *link, struct connection *c, uint32_t staged, const uint8_t *at,
+                    const struct ep_gin_region *region, void *to, uint32_t bytes)
+{
+    struct ep_gin_stream *receiver = &link->comm->receiver;
+    uint64_t mark = 0;
+
+    if (to && region->type == NCCL_MEMORY_CUDA) {
+        ep_gin_stream_copy(receiver, to, at, bytes);
+        mark = ep_gin_stream_mark(receiver);
+    } else if (to)
+        memcpy(to, at, bytes);
+    ep_gin_staging_give(&c->staging, staged, mark);
+}
+
+/* ---- receiving: by a mover ----------------------------------------------------------------------------------- */
+
+static bool carried(const struct connection *c, const struct ep_gin_message *m)
+{
+    return m->flags & EP_GIN_PAYLOAD && m->bytes >= LONG_BYTES && ep_gin_message_valid(m, c->piece_bytes);
+}
+
+/* The payload of the message that is next in the buffer, at the next place. */
+static void await_payload(struct connection *c, const struct ep_gin_message *m)
+{
+    struct arrival *a = &c->arrivals[c->landed % PLACES];
+    uint32_t n;
+
+    _Static_assert(BUFFER < LONG_BYTES, "the buffer never holds all of it");
+    a->message = *m;
+    c->start += (uint32_t)sizeof *m;
+    n = buffered(c);
+    memcpy(a->at, c->buffer + c->start, n);
+    c->start = c->end = 0;
+    c->brought.part[0] = (struct iovec){ .iov_base = a->at + n, .iov_len = m->bytes - n };
+    c->brought.parts = 1;
+    c->heading = false;
+}
+
+static bool await_message(struct connection *c)
+{
+    if (c->landed == __atomic_load_n(&c->offered, __ATOMIC_ACQUIRE)) /* partner: offer */
+        return false;
+    c->brought.part[0] = (struct iovec){ .iov_base = c->buffer, .iov_len = sizeof(struct ep_gin_message) };
+    c->brought.parts = 1;
+    c->heading = true;
+    return true;
+}
+
+/* Asked by the mover, which has brought all of a payload, or of a message. */
+static bool more(void *user)
+{
+    struct connection *c = user;
+    struct ep_gin_message m;
+
+    if (!c->heading) {
+        __atomic_store_n(&c->landed, c->landed + 1, __ATOMIC_RELEASE); /* partner: take_brought */
+        return await_message(c);
+    }
+    memcpy(&m, c->buffer, sizeof m);
+    c->end = sizeof m;
+    if (!carried(c, &m))
+        return false;
+    await_payload(c, &m);
+    return true;
+}
+
+/* Places, as many as there is memory for. */
+static void offer(struct tcp_link *link, struct connection *c)
+{
+    uint32_t offered = c->offered;
+    void *at;
+
+    ep_gin_staging_reclaim(&c->staging, &link->comm->receiver);
+    while (offered - c->taken < PLACES) {
+        struct arrival *a = &c->arrivals[offered % PLACES];
+
+        if (!ep_gin_staging_take(&c->staging, c->piece_bytes, &a->staged, &at))
+            break;
+        a->at = at;
+        offered++;
+    }
+    __atomic_store_n(&c->offered, offered, __ATOMIC_RELEASE); /* partner: await_message */
+}
+
+/* Staging memory becomes free in the order in which it was taken: places that are not used may not stay. */
+static void withdraw(struct connection *c)
+{
+    for (; c->offered != c->landed; c->offered--)
+        ep_gin_staging_give(&c->staging, c->arrivals[(c->offered - 1) % PLACES].staged, 0);
+}
+
+static enum step start_move(struct tcp_link *link, struct connection *c)
+{
+    offer(link, c);
+    if (c->offered == c->landed)
+        return STEP_FULL;
+    await_payload(c, &c->in.message);
+    c->receiving = true;
+    ep_gin_move_start(&c->brought);
+    return STEP_MOVES;
+}
+
+static enum step take_arrival(struct tcp_link *link, struct connection *c)
+{
+    const struct arrival *a = &c->arrivals[c->taken % PLACES];
+    const struct ep_gin_region *region;
+    void *to;
+
+    switch (ep_gin_judge(link->peer, &a->message, &region, &to)) {
+    case EP_GIN_REFUSE: return refuse(link);
+    case EP_GIN_LATER: return STEP_LATER;
+    case EP_GIN_TAKE:
+    case EP_GIN_DROP: break;
+    }
+    unstage(link, c, a->staged, a->at, region, to, a->message.bytes);
+    c->taken++;
+    return ep_gin_landed(link->peer, &a->message) ? STEP_ON : refuse(link);
+}
+
+/* What a mover has brought, one after the other. */
+static enum step take_brought(struct tcp_link *link, struct connection *c)
+{
+    const bool over = ep_gin_move_over(&c->brought); /* if so, nothing lands any more */
+    enum step s;
+
+    if (c->taken != __atomic_load_n(&c->landed, __ATOMIC_ACQUIRE)) { /* partner: more */
+        s = take_arrival(link, c);
+        if (s == STEP_ON && !over)
+            offer(link, c);
+        return s;
+    }
+    if (!over)
+        return STEP_MOVES;
+    c->receiving = false;
+    withdraw(c);
+    return c->brought.failure ? STEP_BROKEN : STEP_ON;
+}
+
+/* ---- receiving: here ------------------------------------------------------------------------------------------- */
+
 /* Where the payload goes on its way to `to`.  False: no room now. */
 static bool place(struct tcp_link *link, struct connection *c, const struct ep_gin_region *region, void *to)
 {
@@ -538,18 +708,14 @@ static bool place(struct tcp_link *link, struct connection *c, const struct ep_g
     return true;
 }
 
-static enum step refuse(struct tcp_link *link)
-{
-    ep_gin_count(link->comm, &link->comm->counts.bad_messages, "a message that no rank sends");
-    return STEP_BROKEN;
-}
-
 static enum step begin(struct tcp_link *link, struct connection *c)
 {
     const struct ep_gin_region *region;
     void *to;
 
     memcpy(&c->in.message, c->buffer + c->start, sizeof c->in.message);
+    if (link->movers && carried(c, &c->in.message))
+        return start_move(link, c);
     switch (ep_gin_judge(link->peer, &c->in.message, &region, &to)) {
     case EP_GIN_REFUSE: return refuse(link);
     case EP_GIN_LATER: return STEP_LATER;
@@ -566,24 +732,13 @@ static enum step begin(struct tcp_link *link, struct connection *c)
     return STEP_ON;
 }
 
-static enum step start_move(struct connection *c, uint32_t left)
-{
-    c->payload.part[0] = (struct iovec){ .iov_base = c->in.to + c->in.got, .iov_len = left };
-    c->payload.parts = 1;
-    c->receiving = true;
-    ep_gin_move_start(&c->payload);
-    return STEP_MOVES;
-}
-
 /* Bytes that nobody wants pass through the buffer. */
-static enum step read_payload(const struct tcp_link *link, struct connection *c)
+static enum step read_payload(struct connection *c)
 {
     const uint32_t left = c->in.message.bytes - c->in.got;
     enum step step;
     ssize_t n;
 
-    if (link->movers && buffered(c) == 0 && c->in.staged != NO_STAGING && left >= LONG_BYTES)
-        return start_move(c, left);
     if (buffered(c) > 0) {
         n = buffered(c) < left ? buffered(c) : left;
         if (c->in.to)
@@ -599,24 +754,15 @@ static enum step read_payload(const struct tcp_link *link, struct connection *c)
     return STEP_ON;
 }
 
-/* From the staging memory to where it belongs, unless that has gone meanwhile. */
-static void unstage(struct tcp_link *link, struct connection *c)
-{
-    struct ep_gin_stream *receiver = &link->comm->receiver;
-    const struct ep_gin_message *m = &c->in.message;
-    const struct ep_gin_region *region = ep_gin_region_of(link->comm, m->region);
-
-    if (region)
-        ep_gin_stream_copy(receiver, region->at + m->offset, c->in.to, m->bytes);
-    ep_gin_staging_give(&c->staging, c->in.staged, ep_gin_stream_mark(receiver));
-}
-
 static enum step finish(struct tcp_link *link, struct connection *c)
 {
+    const struct ep_gin_message *m = &c->in.message;
+    const struct ep_gin_region *region = ep_gin_region_of(link->comm, m->region); /* it may have gone meanwhile */
+
     if (c->in.staged != NO_STAGING)
-        unstage(link, c);
+        unstage(link, c, c->in.staged, c->in.to, region, region ? region->at + m->offset : NULL, m->bytes);
     c->in.under_way = false;
-    return ep_gin_landed(link->peer, &c->in.message) ? STEP_ON : refuse(link);
+    return ep_gin_landed(link->peer, m) ? STEP_ON : refuse(link);
 }
 
 static enum step step(struct tcp_link *link, struct connection *c)
@@ -630,20 +776,10 @@ static enum step step(struct tcp_link *link, struct connection *c)
         }
         return begin(link, c);
     }
-    s = read_payload(link, c);
+    s = read_payload(c);
     if (s == STEP_ON && c->in.got == c->in.message.bytes)
         return finish(link, c);
     return s;
-}
-
-/* What a mover has brought. */
-static enum step take_payload(struct tcp_link *link, struct connection *c)
-{
-    if (!ep_gin_move_over(&c->payload))
-        return STEP_MOVES;
-    c->receiving = false;
-    c->in.got += (uint32_t)ep_gin_move_moved(&c->payload);
-    return c->payload.failure ? STEP_BROKEN : finish(link, c);
 }
 
 /* A region may have gone since the last turn: nothing more is received into it. */
@@ -672,7 +808,7 @@ static bool tcp_ready(void *opened, uint32_t index)
 
     look_again(link, c);
     for (; n < TURN && s == STEP_ON; n++)
-        s = c->receiving ? take_payload(link, c) : step(link, c);
+        s = c->receiving ? take_brought(link, c) : step(link, c);
     c->held = s != STEP_EMPTY && s != STEP_BROKEN;
     if (s == STEP_BROKEN)
         hang_up(link, c);

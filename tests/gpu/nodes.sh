@@ -376,7 +376,7 @@ measure_times() {
     step 'high throughput, times' high --no-verify --tokens=4096 --iters=30 --warmup=5 --layouts=flat,packed \
         --dtypes=bf16,fp8 && cat "$dir/high-throughput--times.out"
     # As many connections as all of them have over TCP, the last figure.
-    step 'loopback' python3 "$here/loopback.py" 1 $((2 * ranks)) $((ranks * (ranks - 1) * ${EP_GIN_CONNECTIONS:-4})) &&
+    step 'loopback' python3 "$here/loopback.py" 1 $((ranks * (ranks - 1) / 2 * ${EP_GIN_CONNECTIONS:-$(($(nproc) < 16 ? 4 : 8))})) &&
         cat "$dir/loopback.out"
     step 'the large group goes' admin group delete moe
 }

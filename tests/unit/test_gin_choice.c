@@ -40,19 +40,22 @@ static void expect_refused(const char *name, const char *value, const char *sent
 
 static void defaults_are_what_is_documented(void **state)
 {
+    const bool few_cpus = sysconf(_SC_NPROCESSORS_ONLN) < EP_GIN_MANY_CPUS;
     struct ep_gin_settings s;
 
     (void)state;
     assert_int_equal(ep_gin_settings_read(&s, NULL), EP_OK);
     assert_int_equal(s.transport, EP_GIN_AUTO);
     assert_string_equal(s.interfaces, "");
-    assert_int_equal(s.connections, 4);
-    assert_int_equal(s.movers, sysconf(_SC_NPROCESSORS_ONLN) < EP_GIN_MANY_CPUS ? 0 : 8);
+    assert_int_equal(s.connections, 0);
+    assert_int_equal(ep_gin_usual_connections(8), few_cpus ? 4 : 8);
+    assert_int_equal(ep_gin_usual_connections(9), 4);
+    assert_int_equal(s.movers, few_cpus ? 0 : 16);
     assert_int_equal(s.piece_bytes, 512 << 10);
     assert_int_equal(s.staging_bytes, 64 << 20);
     assert_int_equal(s.timeout_ns, 20000000000);
     assert_int_equal(s.silence_ms, 20000);
-    assert_int_equal(s.spin_ns, sysconf(_SC_NPROCESSORS_ONLN) < EP_GIN_MANY_CPUS ? 50000 : 1000000);
+    assert_int_equal(s.spin_ns, few_cpus ? 50000 : 1000000);
 }
 
 static void settings_are_read(void **state)

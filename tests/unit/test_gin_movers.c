@@ -120,6 +120,99 @@ static void a_connection_takes_one_move_after_the_other(void **state)
     assert_memory_equal(w->from[0], w->to[0], TIMES * EACH);
 }
 
+/* What follows a move: so many steps more. */
+struct rest {
+    struct ep_gin_move *move;
+    uint8_t *at;
+    uint32_t left;
+};
+
+enum { STEP = 7000 };
+
+static bool more(void *user)
+{
+    struct rest *rest = user;
+
+    if (rest->left == 0)
+        return false;
+    rest->left--;
+    rest->at += STEP;
+    rest->move->part[0] = (struct iovec){ .iov_base = rest->at, .iov_len = STEP };
+    rest->move->parts = 1;
+    return true;
+}
+
+static void start_steps(struct ep_gin_move *move, uint8_t *at, uint32_t steps, struct rest *rest)
+{
+    *rest = (struct rest){ .move = move, .at = at, .left = steps - 1 };
+    move->more = more;
+    move->user = rest;
+    start(move, at, STEP, 1);
+}
+
+static void a_move_goes_on_with_what_its_owner_wants_next(void **state)
+{
+    enum { STEPS = 500, ALL = STEPS * STEP };
+    struct world *w = *state;
+    struct rest rest;
+    uint32_t there = 0, moves = 0;
+
+    start(&w->out[0], w->from[0], ALL, EP_GIN_MOVE_PARTS);
+    for (; there < ALL; moves++) { /* it is over, too, when it has taken all there is for now */
+        start_steps(&w->in[0], w->to[0] + there, STEPS - there / STEP, &rest);
+        await(&w->in[0]);
+        assert_int_equal(w->in[0].failure, 0);
+        assert_int_equal(ep_gin_move_moved(&w->in[0]) % STEP, 0);
+        there += (uint32_t)ep_gin_move_moved(&w->in[0]);
+    }
+    await(&w->out[0]);
+    assert_int_equal(rest.left, 0);
+    assert_true(moves < STEPS);
+    assert_memory_equal(w->from[0], w->to[0], ALL);
+}
+
+static void a_move_is_over_when_nothing_follows(void **state)
+{
+    struct world *w = *state;
+    struct rest rest;
+
+    assert_int_equal(send(w->fd[0][0], w->from[0], STEP, 0), STEP);
+    start_steps(&w->in[0], w->to[0], 3, &rest);
+    await(&w->in[0]);
+    assert_int_equal(w->in[0].failure, 0);
+    assert_int_equal(ep_gin_move_moved(&w->in[0]), STEP);
+    assert_int_equal(send(w->fd[0][0], w->from[0], 10, 0), 10);
+    assert_int_equal(recv(w->fd[0][1], w->to[0], 100, 0), 10);
+}
+
+static uint64_t wakes(const struct world *w)
+{
+    uint64_t many;
+
+    return read(w->comm.wake, &many, sizeof many) == sizeof many ? many : 0;
+}
+
+static void what_has_begun_is_waited_for_and_what_was_before_is_told(void **state)
+{
+    const uint64_t end = ep_clock_ns() + 60 * EP_NS_PER_S;
+    struct world *w = *state;
+    struct rest rest;
+
+    __atomic_store_n(&w->comm.asleep, 1, __ATOMIC_SEQ_CST);
+    assert_int_equal(send(w->fd[0][0], w->from[0], STEP + 10, 0), STEP + 10);
+    start_steps(&w->in[0], w->to[0], 2, &rest);
+    while (wakes(w) == 0)
+        assert_true(ep_clock_ns() < end);
+    while (ep_gin_move_moved(&w->in[0]) < STEP + 10)
+        assert_true(ep_clock_ns() < end);
+    usleep(2000);
+    assert_false(ep_gin_move_over(&w->in[0]));
+    assert_int_equal(send(w->fd[0][0], w->from[0] + STEP + 10, STEP - 10, 0), STEP - 10);
+    await(&w->in[0]);
+    assert_int_equal(w->in[0].failure, 0);
+    assert_memory_equal(w->from[0], w->to[0], 2 * STEP);
+}
+
 static void a_peer_that_closes_ends_what_is_under_way(void **state)
 {
     struct world *w = *state;
@@ -152,19 +245,16 @@ static void what_nobody_takes_is_cut_when_it_is_closed(void **state)
 static void who_sleeps_is_woken_when_a_move_is_over_and_nobody_else(void **state)
 {
     struct world *w = *state;
-    uint64_t many;
 
     for (uint32_t asleep = 0; asleep < 2; asleep++) {
         __atomic_store_n(&w->comm.asleep, asleep, __ATOMIC_SEQ_CST);
         start(&w->in[0], w->to[0], 100, 1);
         assert_int_equal(send(w->fd[0][0], w->from[0], 100, 0), 100);
         await(&w->in[0]);
-        for (const uint64_t end = ep_clock_ns() + 60 * EP_NS_PER_S; asleep && ep_clock_ns() < end; usleep(100))
-            if (read(w->comm.wake, &many, sizeof many) == sizeof many)
-                break;
-        assert_int_equal(read(w->comm.wake, &many, sizeof many), -1);
+        for (const uint64_t end = ep_clock_ns() + 60 * EP_NS_PER_S; asleep && wakes(w) != 1; usleep(100))
+            assert_true(ep_clock_ns() < end);
+        assert_int_equal(wakes(w), 0);
     }
-    assert_int_equal(many, 1);
 }
 
 #define TEST(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
@@ -174,6 +264,9 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         TEST(more_than_sockets_hold_arrives_on_all_at_once),
         TEST(a_connection_takes_one_move_after_the_other),
+        TEST(a_move_goes_on_with_what_its_owner_wants_next),
+        TEST(a_move_is_over_when_nothing_follows),
+        TEST(what_has_begun_is_waited_for_and_what_was_before_is_told),
         TEST(a_peer_that_closes_ends_what_is_under_way),
         TEST(what_nobody_takes_is_cut_when_it_is_closed),
         TEST(who_sleeps_is_woken_when_a_move_is_over_and_nobody_else),
