@@ -1,11 +1,11 @@
 #include "progress.h"
 
-#include <signal.h>
 #include <stdio.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "ep_clock.h"
+#include "ep_thread.h"
 #include "text.h"
 
 enum { PATIENCE_MS = 1000, FRAME_MS = 120 };
@@ -45,8 +45,6 @@ static void *run(void *argument)
 
 void ep_progress_begin(struct ep_progress *progress, bool quiet, const char *what)
 {
-    sigset_t all, before;
-
     progress->running = progress->stop = false;
     if (quiet)
         return;
@@ -54,10 +52,7 @@ void ep_progress_begin(struct ep_progress *progress, bool quiet, const char *wha
     progress->began_ns = ep_clock_ns();
     pthread_mutex_init(&progress->lock, NULL);
     ep_clock_condition(&progress->wake);
-    sigfillset(&all); /* signals are the main thread's */
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    progress->running = pthread_create(&progress->thread, NULL, run, progress) == 0;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    progress->running = ep_thread_start(&progress->thread, "ep-progress", run, progress) == 0;
 }
 
 void ep_progress_end(struct ep_progress *progress)

@@ -11,7 +11,6 @@
  * A newer epoch makes what was promised for the one before void: nobody decides for that any more.  Once it is decided,
  * the rank cares about no other epoch; its successor does.
  */
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -184,20 +183,13 @@ static void *run(void *arg)
     return NULL;
 }
 
-/* Signals are for the program's own threads.  Without memory for a thread it is tried again at the next epoch. */
+/* Without memory for a thread it is tried again at the next epoch. */
 static void start_thread(struct ep_client *client)
 {
     struct following *f = &client->following;
-    sigset_t all, before;
 
-    if (f->started || f->stop)
-        return;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    f->started = pthread_create(&f->thread, NULL, run, client) == 0;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (f->started)
-        pthread_setname_np(f->thread, "ep-follow");
+    if (!f->started && !f->stop)
+        f->started = ep_thread_start(&f->thread, "ep-follow", run, client) == 0;
 }
 
 void following_init(struct ep_client *client)

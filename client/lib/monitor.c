@@ -3,7 +3,6 @@
  * for them, and when the server closes the connection the rank is lost, so that no wait hangs.
  */
 #include <errno.h>
-#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -12,6 +11,7 @@
 
 #include "client_private.h"
 #include "ep_futex.h"
+#include "ep_thread.h"
 
 #define STOP_KEY 0u
 /* A rank's keys: its id (from 1) times two, plus one for its interrupt_fd. */
@@ -154,22 +154,6 @@ static int watch(struct ep_client *client, int fd, uint32_t events, uint64_t key
     return epoll_ctl(client->epoll, EPOLL_CTL_ADD, fd, &event);
 }
 
-/* Signals are for the program's own threads. */
-static int start_thread(struct ep_client *client)
-{
-    sigset_t all, before;
-
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-
-    int rc = pthread_create(&client->monitor, NULL, run, client);
-
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (rc == 0)
-        pthread_setname_np(client->monitor, "ep-monitor");
-    return rc;
-}
-
 ep_status monitor_start(struct ep_client *client, struct ep_error *error)
 {
     client->epoll = epoll_create1(EPOLL_CLOEXEC);
@@ -182,7 +166,7 @@ ep_status monitor_start(struct ep_client *client, struct ep_error *error)
     }
     client->next_id = 1;
     pthread_mutex_init(&client->lock, NULL);
-    errno = start_thread(client);
+    errno = ep_thread_start(&client->monitor, "ep-monitor", run, client);
     if (errno == 0)
         return EP_OK;
     ep_error_errno(error, EP_RESOURCE_EXHAUSTED, "thread for the client's monitor");

@@ -3,7 +3,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -152,19 +151,14 @@ static ep_status open_descriptors(struct ep_gin_movers *movers, struct ep_error 
     return EP_OK;
 }
 
-/* Signals are for the threads of the program. */
 static ep_status start(struct ep_gin_movers *movers, uint32_t threads, struct ep_error *error)
 {
-    sigset_t all, before;
     int failure = 0;
 
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     while (movers->n < threads && failure == 0) {
-        failure = pthread_create(&movers->threads[movers->n], NULL, run, movers);
+        failure = ep_thread_start(&movers->threads[movers->n], "ep-gin mover", run, movers);
         movers->n += failure == 0;
     }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (failure != 0)
         return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "threads that carry payloads: %s", strerror(failure));
     return EP_OK;

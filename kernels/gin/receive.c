@@ -7,7 +7,6 @@
 #include "transport.h"
 
 #include <errno.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -337,19 +336,6 @@ static ep_status watch_control(struct ep_gin_comm *comm, struct ep_error *error)
     return status;
 }
 
-/* Signals are for the threads of the program. */
-static int create(struct ep_gin_comm *comm)
-{
-    sigset_t all, before;
-    int failure;
-
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    failure = pthread_create(&comm->thread, NULL, run, comm);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return failure;
-}
-
 ep_status ep_gin_receive_start(struct ep_gin_comm *comm, struct ep_error *error)
 {
     char name[16];
@@ -358,12 +344,11 @@ ep_status ep_gin_receive_start(struct ep_gin_comm *comm, struct ep_error *error)
 
     if (status != EP_OK)
         return status;
-    failure = create(comm);
+    snprintf(name, sizeof name, "ep-gin %u", comm->rank % 100000);
+    failure = ep_thread_start(&comm->thread, name, run, comm);
     if (failure != 0)
         return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "receive thread: %s", strerror(failure));
     comm->running = true;
-    snprintf(name, sizeof name, "ep-gin %u", comm->rank % 100000);
-    (void)pthread_setname_np(comm->thread, name); /* for who looks */
     return EP_OK;
 }
 

@@ -6,6 +6,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "ep_thread.h"
+
 /* Memory for rings, each way, of all other nodes together; each has between the least and the most, a power of two. */
 #define RINGS_BYTES (64u << 20)
 #define RING_LEAST  (1u << 20)
@@ -134,10 +136,9 @@ ep_status ep_host_net_start(struct ep_host_net *net, const struct ep_host_net_ev
     int failure;
 
     net->events = *events;
-    failure = pthread_create(&net->thread, NULL, ep_host_net_run, net);
+    failure = ep_thread_start(&net->thread, "ep-net", ep_host_net_run, net);
     if (failure != 0)
         return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "thread of a team's network: %s", strerror(failure));
-    (void)pthread_setname_np(net->thread, "ep-net");
     net->running = true;
     ep_gin_comm_hear(net->comm, heard, net);
     return EP_OK;

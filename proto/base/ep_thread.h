@@ -8,6 +8,7 @@
 #ifndef EP_THREAD_H
 #define EP_THREAD_H
 
+#include <pthread.h>
 #include <stdbool.h>
 #include <sys/resource.h>
 
@@ -17,6 +18,10 @@
 
 /* Of the pool that libuv has for what takes long: main() asks for so many. */
 #define EP_POOL_THREADS 16
+
+/* A thread that gets no signals: these are for the program's own ones.  The name has at most 15 bytes.  0, or what went
+ * wrong, as pthread_create(3) says it. */
+int ep_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), void *arg);
 
 /* Ops wait for what the calling thread does.  False, and nothing done: this process may not (root, CAP_SYS_NICE or
  * RLIMIT_NICE). */

@@ -17,7 +17,6 @@
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -356,23 +355,12 @@ static void format_control(const struct ep_engine *engine)
     control->magic = EP_WINDOW_MAGIC;
 }
 
-/* All signals go to the process's other threads. */
 static int start_thread(struct ep_engine *engine)
 {
-    sigset_t all, before;
     char name[16];
 
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-
-    int rc = pthread_create(&engine->thread, NULL, run, engine);
-
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (rc == 0) {
-        snprintf(name, sizeof name, "ep-rank-%u", engine->options.rank % 10000u);
-        pthread_setname_np(engine->thread, name);
-    }
-    return rc;
+    snprintf(name, sizeof name, "ep-rank-%u", engine->options.rank % 10000u);
+    return ep_thread_start(&engine->thread, name, run, engine);
 }
 
 ep_status ep_engine_start(const struct ep_engine_options *options, struct ep_engine **out,

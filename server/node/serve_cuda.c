@@ -10,7 +10,6 @@
  * for such waits is given up: it keeps its memory, and the rank is stuck.
  */
 #include <errno.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
@@ -273,23 +272,12 @@ static void init_lock(struct serve *serve)
     pthread_mutex_init(&serve->lock, NULL);
 }
 
-/* All signals go to the process's other threads. */
 static int start_thread(struct serve *serve, uint32_t rank)
 {
-    sigset_t all, before;
     char name[16];
 
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-
-    int rc = pthread_create(&serve->thread, NULL, run, serve);
-
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (rc == 0) {
-        snprintf(name, sizeof name, "ep-rank-%u", rank % 10000u);
-        pthread_setname_np(serve->thread, name);
-    }
-    return rc;
+    snprintf(name, sizeof name, "ep-rank-%u", rank % 10000u);
+    return ep_thread_start(&serve->thread, name, run, serve);
 }
 
 static void on_unused_closed(uv_handle_t *handle)

@@ -1,13 +1,13 @@
 /* Opening a plugin, and the progress thread. */
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
 
 #include "ep_clock.h"
+#include "ep_thread.h"
 #include "player_private.h"
 
 enum { IDLE_ROUNDS = 64, NAP_US = 20 }; /* NCCL only yields, but has a processor for every rank */
@@ -280,16 +280,11 @@ static ep_status start_plugin(struct player *player, struct ep_error *error)
     return status == EP_OK ? check_properties(player, error) : status;
 }
 
-/* Signals are for the thread that waits for them, as in a process that NCCL lives in. */
+/* As in a process that NCCL lives in. */
 static ep_status start_progress(struct player *player, struct ep_error *error)
 {
-    sigset_t all, before;
-    int failed;
+    const int failed = ep_thread_start(&player->thread, "progress", run_progress, player);
 
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    failed = pthread_create(&player->thread, NULL, run_progress, player);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
     return failed ? ep_error_set(error, EP_RESOURCE_EXHAUSTED, "no progress thread: %s", strerror(failed)) : EP_OK;
 }
 

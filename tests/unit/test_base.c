@@ -1,6 +1,7 @@
-/* proto/base: status, error, log. */
+/* proto/base: status, error, log, secret, thread. */
 #include <errno.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -16,6 +17,7 @@
 #include "ep_log.h"
 #include "ep_secret.h"
 #include "ep_status.h"
+#include "ep_thread.h"
 
 /* ---- status -------------------------------------------------------------------------- */
 
@@ -347,6 +349,44 @@ static void a_secret_is_short_and_text(void **state)
     assert_non_null(strstr(error.text, "cannot read /no/such/file"));
 }
 
+/* ---- thread -------------------------------------------------------------------------- */
+
+struct looker {
+    pthread_barrier_t named;
+    sigset_t blocked;
+};
+
+static void *look(void *arg)
+{
+    struct looker *looker = arg;
+
+    pthread_sigmask(SIG_SETMASK, NULL, &looker->blocked);
+    pthread_barrier_wait(&looker->named);
+    return looker;
+}
+
+static void a_thread_has_its_name_and_no_signals(void **state)
+{
+    struct looker looker;
+    char name[16];
+    sigset_t own;
+    pthread_t thread;
+    void *out;
+
+    (void)state;
+    assert_int_equal(pthread_barrier_init(&looker.named, NULL, 2), 0);
+    assert_int_equal(ep_thread_start(&thread, "fifteen letters", look, &looker), 0);
+    assert_int_equal(pthread_getname_np(thread, name, sizeof name), 0);
+    assert_string_equal(name, "fifteen letters");
+    pthread_barrier_wait(&looker.named);
+    assert_int_equal(pthread_join(thread, &out), 0);
+    assert_ptr_equal(out, &looker);
+    pthread_barrier_destroy(&looker.named);
+    pthread_sigmask(SIG_SETMASK, NULL, &own);
+    assert_true(sigismember(&looker.blocked, SIGTERM) && sigismember(&looker.blocked, SIGPROF));
+    assert_false(sigismember(&own, SIGTERM) || sigismember(&own, SIGPROF));
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -368,6 +408,7 @@ int main(void)
         cmocka_unit_test(logging_keeps_errno),
         cmocka_unit_test(a_secret_is_the_first_line),
         cmocka_unit_test(a_secret_is_short_and_text),
+        cmocka_unit_test(a_thread_has_its_name_and_no_signals),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
