@@ -25,7 +25,8 @@ struct ep_gin_move {
     int fd;                       /* of its own, so that both directions can be waited for */
     bool out;
     /* Asked by the mover when all is moved: true when it has set parts anew, so that what follows need not wait for a
-     * thread of its owner's.  Where nothing of these has come, the move is over all the same.  NULL: nothing follows. */
+     * thread of the owner's.  Where nothing of these goes at once, the move is over all the same.  What it touches is
+     * the mover's while the move is under way.  NULL: nothing follows. */
     bool (*more)(void *user);
     void *user;
     /* what to move, set before it starts */
@@ -33,7 +34,7 @@ struct ep_gin_move {
     uint32_t parts;
     /* what becomes of it */
     uint32_t next;  /* the first part that is not moved */
-    bool fresh;     /* nothing of what `more` has set is moved */
+    bool fresh;     /* nothing of what `more` has set last is moved */
     uint64_t moved; /* bytes; atomic */
     /* and when it is over */
     int failure;    /* errno; ECONNRESET too when the peer has closed; 0: all is moved */

@@ -91,7 +91,8 @@ uint32_t ep_gin_usual_connections(uint32_t ranks)
 
 static ep_status read_numbers(struct ep_gin_settings *settings, struct ep_error *error)
 {
-    uint64_t connections = 0, movers = has_many_cpus() ? 16 : 0, piece_kib = 512, staging_mib = 64, timeout_s = 20, silence_s = 20;
+    uint64_t connections = 0, movers = has_many_cpus() ? 16 : 0;
+    uint64_t piece_kib = 512, staging_mib = 64, timeout_s = 20, silence_s = 20;
     /* To wake the receive thread costs more than a put; but where CPUs are few, whoever looks keeps off whoever works. */
     uint64_t spin_us = has_many_cpus() ? 1000 : 50;
     ep_status status = read_number("EP_GIN_CONNECTIONS", 1, EP_GIN_MAX_CONNECTIONS, &connections, error);

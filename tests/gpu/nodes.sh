@@ -369,15 +369,15 @@ soak() {
 }
 
 measure_times() {
+    local connections=${EP_GIN_CONNECTIONS:-$(($(nproc) < 16 || ranks > 8 ? 4 : 8))}
     step 'a large group' admin group create moe --ranks="$ranks" --experts=256 --hidden=7168 --top-k=8 --modes=ll,ht \
         --ll-max-tokens=128 --ht-max-tokens=4096 --arena=2GiB --timeout-ms=20000 --placement=spread --wait=60s || return
     step 'low latency, times' low --no-verify --tokens=128,32,8,1 --iters=200 --warmup=20 \
         --layouts=expert-major,rank-major --dtypes=bf16,fp8 && cat "$dir/low-latency--times.out"
     step 'high throughput, times' high --no-verify --tokens=4096 --iters=30 --warmup=5 --layouts=flat,packed \
         --dtypes=bf16,fp8 && cat "$dir/high-throughput--times.out"
-    # As many connections as all of them have over TCP, the last figure.
-    step 'loopback' python3 "$here/loopback.py" 1 $((ranks * (ranks - 1) / 2 * ${EP_GIN_CONNECTIONS:-$(($(nproc) < 16 ? 4 : 8))})) &&
-        cat "$dir/loopback.out"
+    # One connection, and as many as all of them have over TCP.
+    step 'loopback' python3 "$here/loopback.py" 1 $((ranks * (ranks - 1) * connections / 2)) && cat "$dir/loopback.out"
     step 'the large group goes' admin group delete moe
 }
 
