@@ -198,10 +198,10 @@ typedef struct ep_join_options {
  * begins, so be ready to take part.  EP_ALREADY_EXISTS: somebody holds the rank, and the message says
  * who.  EP_FAILED_PRECONDITION: the node is drained or the group is not ready.  EP_UNAVAILABLE: its
  * last worker has left and may still write its memory; a rank that is free within half a second is
- * waited for.  EP_FAILED_PRECONDITION or EP_PERMISSION_DENIED: executor direct was asked for and the backend
- * has it not, or the group does not allow it.  EP_PERMISSION_DENIED: the group wants a token, and it was not given or is
- * another one.  EP_RESOURCE_EXHAUSTED: executor server, and the ops of other
- * ranks fill the GPU; the message says whose.  EP_UNIMPLEMENTED: this process cannot use GPUs.
+ * waited for.  EP_PERMISSION_DENIED: the group wants a token, and it was not given or is another one; or executor
+ * direct was asked for, and the group does not allow it.  EP_UNIMPLEMENTED: that was asked for, and there is none on the
+ * host backend or over several nodes; or this process cannot use GPUs.  EP_RESOURCE_EXHAUSTED: executor server, and the
+ * ops of other ranks fill the GPU; the message says whose.
  *
  * Whoever joins a group at work does so between two ops of its peers, which may be in the middle of one of their steps.
  * Its first op must be the one that they do next: how far they are is told by the dispatches that they have begun since

@@ -23,7 +23,7 @@ static ep_status check_direct(const struct group *group, const struct ep_worker 
     switch (group->epoch->settled.spec->direct) {
     case DIRECT(ANY): return EP_OK;
     case DIRECT(NONE):
-        return ep_error_set(error, EP_FAILED_PRECONDITION,
+        return ep_error_set(error, EP_PERMISSION_DENIED,
                             "executor is direct: direct of group %s is none; ask for server or auto, or set it to "
                             "same_uid or any", group->name);
     default:
@@ -47,11 +47,11 @@ ep_status executor_settle(const struct group *group, const struct ep_worker *wor
         return ep_error_set(error, EP_INVALID_ARGUMENT,
                             "executor is %d: must be 0 (auto), 1 (server) or 2 (direct)", (int)asked);
     if (!cuda && asked == EXECUTOR(DIRECT))
-        return ep_error_set(error, EP_FAILED_PRECONDITION,
+        return ep_error_set(error, EP_UNIMPLEMENTED,
                             "executor is direct: group %s is on the host backend, where the server runs the ops; "
                             "ask for server or auto", group->name);
     if (cuda && epoch_spans(group->epoch) && asked == EXECUTOR(DIRECT))
-        return ep_error_set(error, EP_FAILED_PRECONDITION,
+        return ep_error_set(error, EP_UNIMPLEMENTED,
                             "executor is direct: group %s is on several nodes, and only the server's kernels reach GPUs "
                             "of other nodes; ask for server or auto", group->name);
     if (asked == EXECUTOR(DIRECT))

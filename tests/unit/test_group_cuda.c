@@ -253,7 +253,7 @@ static void the_group_says_who_may_run_its_own_ops(void **state)
     set_direct(f, DIRECT(NONE));
     f->identity.uid = geteuid();
     f->identity.executor = EXECUTOR(DIRECT);
-    assert_int_equal(claim(f, &w, "moe", 0, &error), EP_FAILED_PRECONDITION);
+    assert_int_equal(claim(f, &w, "moe", 0, &error), EP_PERMISSION_DENIED);
     assert_non_null(strstr(error.text, "direct of group moe is none"));
     assert_int_equal(settled(f, EXECUTOR(AUTO)), EXECUTOR(SERVER));
 }

@@ -64,7 +64,7 @@ static void on_the_host_the_server_runs_the_ops(void **state)
 
     create(f, "moe", &spec);
     f->identity.executor = EP__V1__EXECUTOR__EXECUTOR_DIRECT;
-    assert_int_equal(claim(f, &w, "moe", 0, &error), EP_FAILED_PRECONDITION);
+    assert_int_equal(claim(f, &w, "moe", 0, &error), EP_UNIMPLEMENTED);
     assert_string_equal(error.text, "executor is direct: group moe is on the host backend, where the server runs "
                                     "the ops; ask for server or auto");
     f->identity.executor = (Ep__V1__Executor)3;
