@@ -18,8 +18,8 @@
  *   staging.c          pinned memory that data passes through
  *   ring.c             messages through memory that two processes share
  *   movers.c           threads that carry long payloads over TCP
- *   transport.h        what a transport is; transport.c: which one; transport_tcp.c, transport_host.c,
- *                      transport_verbs.c
+ *   transport.h        what a transport is; transport.c: which one; transport_host.c, transport_verbs.c, and
+ *                      transport_tcp.c with tcp_send.c and tcp_receive.c (tcp.h)
  */
 #ifndef EP_GIN_H
 #define EP_GIN_H
