@@ -171,7 +171,7 @@ class BenchTest(CudaTest):
         report = self.bench_json("--group=moe", "--tokens=1", "--iters=2", server=server, executor="server")
         self.assertTrue(report["ok"], report)
         self.assertIn("direct of group moe is none",
-                      self.bench("--group=moe", "--executor=direct", code=1, server=server).err)
+                      self.bench("--group=moe", "--executor=direct", code=5, server=server).err)
 
     @unittest.skipUnless(os.geteuid() == 0 and shutil.which("setpriv"), "needs root, to be somebody else")
     def test_another_user_is_served(self):
