@@ -46,6 +46,18 @@ static enum step refuse(struct tcp_link *link)
     return STEP_BROKEN;
 }
 
+/* STEP_ON: it is for now.  to is NULL where nobody wants its payload, or it has none. */
+static enum step judge(struct tcp_link *link, const struct ep_gin_message *m, const struct ep_gin_region **region, void **to)
+{
+    switch (ep_gin_judge(link->peer, m, region, to)) {
+    case EP_GIN_REFUSE: return refuse(link);
+    case EP_GIN_LATER: return STEP_LATER;
+    case EP_GIN_TAKE:
+    case EP_GIN_DROP: break;
+    }
+    return STEP_ON;
+}
+
 /* From the staging memory to where it belongs: to, or NULL where that has gone. */
 static void unstage(struct tcp_link *link, struct tcp_connection *c, uint32_t staged, const uint8_t *at,
                     const struct ep_gin_region *region, void *to, uint32_t bytes)
@@ -61,7 +73,7 @@ static void unstage(struct tcp_link *link, struct tcp_connection *c, uint32_t st
     ep_gin_staging_give(&c->staging, staged, mark);
 }
 
-/* ---- by a mover ----------------------------------------------------------------------------------- */
+/* ---- by a mover ---------------------------------------------------------------------------------------------- */
 
 static bool carried(const struct tcp_connection *c, const struct ep_gin_message *m)
 {
@@ -154,13 +166,10 @@ static enum step take_arrival(struct tcp_link *link, struct tcp_connection *c)
     const struct tcp_arrival *a = &c->arrivals[c->taken % EP_GIN_TCP_PLACES];
     const struct ep_gin_region *region;
     void *to;
+    const enum step s = judge(link, &a->message, &region, &to);
 
-    switch (ep_gin_judge(link->peer, &a->message, &region, &to)) {
-    case EP_GIN_REFUSE: return refuse(link);
-    case EP_GIN_LATER: return STEP_LATER;
-    case EP_GIN_TAKE:
-    case EP_GIN_DROP: break;
-    }
+    if (s != STEP_ON)
+        return s;
     unstage(link, c, a->staged, a->at, region, to, a->message.bytes);
     c->taken++;
     return ep_gin_landed(link->peer, &a->message) ? STEP_ON : refuse(link);
@@ -185,7 +194,7 @@ static enum step take_brought(struct tcp_link *link, struct tcp_connection *c)
     return c->brought.failure ? STEP_BROKEN : STEP_ON;
 }
 
-/* ---- by the receive thread ------------------------------------------------------------------------------------------- */
+/* ---- by the receive thread ----------------------------------------------------------------------------------- */
 
 /* Where the payload goes on its way to `to`.  False: no room now. */
 static bool place(struct tcp_link *link, struct tcp_connection *c, const struct ep_gin_region *region, void *to)
@@ -207,17 +216,15 @@ static bool place(struct tcp_link *link, struct tcp_connection *c, const struct 
 static enum step begin(struct tcp_link *link, struct tcp_connection *c)
 {
     const struct ep_gin_region *region;
+    enum step s;
     void *to;
 
     memcpy(&c->in.message, c->buffer + c->start, sizeof c->in.message);
     if (link->movers && carried(c, &c->in.message))
         return start_move(link, c);
-    switch (ep_gin_judge(link->peer, &c->in.message, &region, &to)) {
-    case EP_GIN_REFUSE: return refuse(link);
-    case EP_GIN_LATER: return STEP_LATER;
-    case EP_GIN_TAKE:
-    case EP_GIN_DROP: break;
-    }
+    s = judge(link, &c->in.message, &region, &to);
+    if (s != STEP_ON)
+        return s;
     if (!(c->in.message.flags & EP_GIN_PAYLOAD)) {
         c->start += (uint32_t)sizeof c->in.message;
         return ep_gin_landed(link->peer, &c->in.message) ? STEP_ON : refuse(link);

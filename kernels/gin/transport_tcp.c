@@ -27,7 +27,7 @@ struct tcp_shared {
     struct ep_gin_movers *movers; /* NULL: none */
 };
 
-/* ---- opening ---------------------------------------------------------------------------------------- */
+/* ---- links ------------------------------------------------------------------------------------------ */
 
 static ep_status tcp_usable(struct ep_gin_comm *comm, struct ep_error *error)
 {

@@ -158,7 +158,7 @@ static void a_move_goes_on_with_what_its_owner_wants_next(void **state)
     uint32_t there = 0, moves = 0;
 
     start(&w->out[0], w->from[0], ALL, EP_GIN_MOVE_PARTS);
-    for (; there < ALL; moves++) { /* it is over, too, when it has taken all there is for now */
+    for (; there < ALL; moves++) { /* it is over, too, when it has taken all there is */
         start_steps(&w->in[0], w->to[0] + there, STEPS - there / STEP, &rest);
         await(&w->in[0]);
         assert_int_equal(w->in[0].failure, 0);
@@ -205,7 +205,7 @@ static void what_has_begun_is_waited_for_and_what_was_before_is_told(void **stat
         assert_true(ep_clock_ns() < end);
     while (ep_gin_move_moved(&w->in[0]) < STEP + 10)
         assert_true(ep_clock_ns() < end);
-    usleep(2000);
+    usleep(2000); /* longer than a mover looks before it sleeps, which nothing tells */
     assert_false(ep_gin_move_over(&w->in[0]));
     assert_int_equal(send(w->fd[0][0], w->from[0] + STEP + 10, STEP - 10, 0), STEP - 10);
     await(&w->in[0]);
