@@ -46,7 +46,7 @@ static enum step refuse(struct tcp_link *link)
     return STEP_BROKEN;
 }
 
-/* STEP_ON: it is for now.  to is NULL where nobody wants its payload, or it has none. */
+/* STEP_ON: it can be taken up.  to is NULL where nobody wants its payload, or it has none. */
 static enum step judge(struct tcp_link *link, const struct ep_gin_message *m, const struct ep_gin_region **region, void **to)
 {
     switch (ep_gin_judge(link->peer, m, region, to)) {
