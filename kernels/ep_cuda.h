@@ -52,7 +52,9 @@ struct ep_cuda_rank_options {
     const struct ep_placement *placement;
     void *const *windows;            /* [R] base of each rank's window, mapped for `device`; own one too */
     struct ep_device_state *state;   /* the rank's, formatted by ep_cuda_state_format */
-    uint32_t max_sms;                /* multiprocessors its kernels may fill; 0: all */
+    /* Multiprocessors its kernels may fill; 0: all.  With less than all it is taken to share the GPU with other ranks, and
+     * has fewer blocks on each (rank.c), so that whatever all of them run at a time has room. */
+    uint32_t max_sms;
     uint32_t max_ht_sms;             /* and of these, those that HT ops fill; 0: all */
     /* serve_open only: some ranks are on other nodes.  The state knows its struct ep_device_net, which has those of this
      * node; of windows[] the own one is looked at.  Without it there are at most EP_DEVICE_NODE_RANKS ranks. */

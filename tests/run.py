@@ -364,6 +364,8 @@ KERNEL_RUNS = (
     ("", "2", "1", "T=33"),
     # Of two handles, and of both modes in one group, in turns; too many rows for the worker's memory; HT flat, with a bias too.
     ("-orders", "2", "1", "interleaved"),
+    ("-behind", "3", "1", "others dispatch"),
+    ("-groups", "2", "1", "of one group while another"),
     ("-overflow", "2", "1", "rows do not fit"),
     ("-flat", "2", "1", "HT flat bf16 T=77"),
     # Both modes: results, of those that stay, of ops that a rank leaves.
@@ -373,6 +375,7 @@ KERNEL_RUNS = (
     # no time that they keep.
     ("-of-nodes", "4", "2", "T=33"),
     ("-of-nodes-members", "4", "2", "a rank "),
+    ("-of-nodes-behind", "4", "2", "others dispatch"),
     ("-of-nodes-overflow", "4", "2", "rows do not fit"),
     ("-of-nodes-uneven", "5", "2", "HT packed bf16 T=77"),
     # Of three ranks of a node two are absent.

@@ -70,10 +70,16 @@ static inline CUstream ep_cuda_stream(const struct ep_cuda_context *context, voi
 
 /* What peers write of an HT op is where they can. */
 ep_status ep_cuda_check_reach(const struct ep_op *op, struct ep_error *error);
-/* Multiprocessors for the rank, whose kernels have been asked for: `result` and `blocks` on each. */
-ep_status ep_cuda_rank_sms(const struct ep_cuda_rank_options *options, int result, uint32_t blocks, uint32_t *sms,
-                           struct ep_error *error);
-/* And of these, for its HT ops. */
+/* A rank's part of a GPU: multiprocessors, and blocks that a kernel of its may have on each. */
+struct ep_cuda_share {
+    uint32_t sms, blocks;
+};
+/* Of a rank whose kernels have been asked for: `result` and `blocks` that fit. */
+ep_status ep_cuda_rank_share(const struct ep_cuda_rank_options *options, int result, uint32_t blocks,
+                             struct ep_cuda_share *share, struct ep_error *error);
+/* Blocks for so many multiprocessors, of a kernel of which `fit` are on one at a time, at most. */
+uint32_t ep_cuda_share_blocks(const struct ep_cuda_share *share, uint32_t sms, uint32_t fit);
+/* Of so many multiprocessors, those for the rank's HT ops. */
 uint32_t ep_cuda_rank_ht_sms(const struct ep_cuda_rank_options *options, uint32_t sms);
 
 /* ---- the functions of struct ep_cuda_api ------------------------------------------- */

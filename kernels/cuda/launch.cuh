@@ -34,6 +34,10 @@ inline int launch(void (*kernel)(P...), uint32_t blocks, uint32_t threads, uint3
 /*
  * How many blocks of a kernel a multiprocessor can hold.  Loads its code, too: that must not come first while
  * a peer's kernel waits for this rank.  Groups of one process have one attribute among them, so it is the most.
+ *
+ * How a multiprocessor splits its memory between L1 and what kernels share can change only while it is empty.  Of ranks
+ * that share a GPU one may wait, all over it, for another one whose next kernel needs more: so all of ours ask for the
+ * same.  (None gains by L1: rows go past it.)
  */
 inline int fit_one(const void *kernel, uint32_t shared_bytes, uint32_t *blocks_per_sm)
 {
@@ -41,6 +45,8 @@ inline int fit_one(const void *kernel, uint32_t shared_bytes, uint32_t *blocks_p
     cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)EP_DEVICE_MAX_SHARED_BYTES);
 
+    if (error == cudaSuccess)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (error == cudaSuccess)
         error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared_bytes);
     if (error != cudaSuccess)

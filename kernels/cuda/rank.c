@@ -19,8 +19,15 @@ struct ep_cuda_rank {
 
 /* ---- open ------------------------------------------------------------------------- */
 
-ep_status ep_cuda_rank_sms(const struct ep_cuda_rank_options *o, int result, uint32_t blocks, uint32_t *sms,
-                           struct ep_error *error)
+/*
+ * A rank's kernel waits for peers with all of its blocks.  Of ranks that share a GPU another one's comes meanwhile, for which
+ * somebody may wait elsewhere: it must find room, whatever the one that is there is, and wherever its blocks are.  So no
+ * rank has more blocks than its multiprocessors hold of any of our kernels: two on each.
+ */
+enum { SHARED_BLOCKS = 2 };
+
+ep_status ep_cuda_rank_share(const struct ep_cuda_rank_options *o, int result, uint32_t blocks,
+                             struct ep_cuda_share *share, struct ep_error *error)
 {
     struct ep_cuda_device device;
     ep_status status = ep_cuda_device_info(o->device, &device, error);
@@ -30,8 +37,14 @@ ep_status ep_cuda_rank_sms(const struct ep_cuda_rank_options *o, int result, uin
     if (result != 0 || blocks == 0)
         return ep_error_set(error, EP_UNIMPLEMENTED, "the kernels do not run on device %u (%s, sm_%u%u): %s",
                             o->device, device.name, device.major, device.minor, ep_ll_error_text(result));
-    *sms = o->max_sms && o->max_sms < device.sms ? o->max_sms : device.sms;
+    share->sms = o->max_sms && o->max_sms < device.sms ? o->max_sms : device.sms;
+    share->blocks = share->sms < device.sms ? SHARED_BLOCKS : UINT32_MAX;
     return EP_OK;
+}
+
+uint32_t ep_cuda_share_blocks(const struct ep_cuda_share *share, uint32_t sms, uint32_t fit)
+{
+    return sms * (fit < share->blocks ? fit : share->blocks);
 }
 
 uint32_t ep_cuda_rank_ht_sms(const struct ep_cuda_rank_options *o, uint32_t sms)
@@ -47,6 +60,7 @@ static ep_status size_grids(const struct ep_cuda_rank_options *o, struct ep_cuda
 {
     const bool has_ht = rank->modes >> EP_MODE_HT & 1;
     uint32_t ll[2] = { 1, 1 }, ht[2] = { 1, 1 }; /* dispatch, combine */
+    struct ep_cuda_share share = { 0 };
     ep_status status = ep_cuda_enter(o->device, NULL, error);
     int result, ht_result;
 
@@ -59,12 +73,13 @@ static ep_status size_grids(const struct ep_cuda_rank_options *o, struct ep_cuda
         ht[0] = ht[1] = 1;
     else if (result == 0)
         result = ht_result;
-    status = ep_cuda_rank_sms(o, result, ll[0] && ll[1] && ht[0] && ht[1], &rank->ll.sms, error);
-    rank->ll.dispatch_blocks = rank->ll.sms * ll[0];
-    rank->ll.combine_blocks = rank->ll.sms * ll[1];
+    status = ep_cuda_rank_share(o, result, ll[0] && ll[1] && ht[0] && ht[1], &share, error);
+    rank->ll.sms = share.sms;
+    rank->ll.dispatch_blocks = ep_cuda_share_blocks(&share, rank->ll.sms, ll[0]);
+    rank->ll.combine_blocks = ep_cuda_share_blocks(&share, rank->ll.sms, ll[1]);
     rank->ht.sms = ep_cuda_rank_ht_sms(o, rank->ll.sms);
-    rank->ht.dispatch_blocks = rank->ht.sms * ht[0];
-    rank->ht.combine_blocks = rank->ht.sms * ht[1];
+    rank->ht.dispatch_blocks = ep_cuda_share_blocks(&share, rank->ht.sms, ht[0]);
+    rank->ht.combine_blocks = ep_cuda_share_blocks(&share, rank->ht.sms, ht[1]);
     return status;
 }
 

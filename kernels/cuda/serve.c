@@ -215,15 +215,15 @@ static void give_place(uint32_t device, struct place *place)
 static ep_status size_grid(const struct ep_cuda_rank_options *o, struct ep_cuda_serve *serve, struct ep_error *error)
 {
     struct ep_ll_rank *rank = &serve->rank;
+    struct ep_cuda_share share = { 0 };
     uint32_t blocks = 0;
     const int result = serve->kernels->prepare(serve->shared_bytes, &blocks);
-    ep_status status = ep_cuda_rank_sms(o, result, blocks, &rank->sms, error);
+    ep_status status = ep_cuda_rank_share(o, result, blocks, &share, error);
 
     /* One multiprocessor is left to the worker's kernel that waits: it may have split its memory otherwise than ours
      * need it, and goes only when all of our blocks have come. */
-    if (rank->sms > 1)
-        rank->sms--;
-    rank->dispatch_blocks = rank->combine_blocks = rank->sms * blocks;
+    rank->sms = share.sms > 1 ? share.sms - 1 : share.sms;
+    rank->dispatch_blocks = rank->combine_blocks = ep_cuda_share_blocks(&share, rank->sms, blocks);
     return status;
 }
 
@@ -231,6 +231,7 @@ static ep_status size_grid(const struct ep_cuda_rank_options *o, struct ep_cuda_
 static ep_status size_ht_grid(const struct ep_cuda_rank_options *o, struct ep_cuda_serve *serve, struct ep_error *error)
 {
     struct ep_ht_rank *ht = &serve->ht;
+    struct ep_cuda_share share = { 0 };
     uint32_t blocks = 0;
     ep_status status;
 
@@ -238,9 +239,9 @@ static ep_status size_ht_grid(const struct ep_cuda_rank_options *o, struct ep_cu
         return EP_OK;
     const int result = serve->kernels->ht_prepare(serve->ht_shared_bytes, &blocks);
 
-    status = ep_cuda_rank_sms(o, result, blocks, &ht->sms, error);
+    status = ep_cuda_rank_share(o, result, blocks, &share, error);
     ht->sms = ep_cuda_rank_ht_sms(o, serve->rank.sms);
-    ht->dispatch_blocks = ht->combine_blocks = ht->sms * blocks;
+    ht->dispatch_blocks = ht->combine_blocks = ep_cuda_share_blocks(&share, ht->sms, blocks);
     return status;
 }
 

@@ -128,6 +128,7 @@ static const struct ll_case cases[] = {
     NAMED("skipped combines, a stale handle, rank-major", ll_case_skipped, 1, .tokens = 40, .layout = RM),
     NAMED("skipped combines, four banks", ll_case_skipped, 1, .tokens = 40, .banks = 4),
     NAMED("released handles", ll_case_released, 1, .tokens = 40),
+    NAMED("a combine comes when others dispatch again", ll_case_behind, 2, .tokens = 0),
     NAMED("packed rows do not fit", ll_case_overflow, 1, .tokens = 40, .layout = PACKED),
 
     /* membership */
@@ -210,6 +211,14 @@ static const struct ll_case cases[] = {
           .layout = PACKED, .dtype = BENCH_FP8),
     NAMED("HT and LL interleaved in one group", ll_case_interleaved, 1, .ht = true, .both = true, .tokens = 40,
           .layout = PACKED),
+    NAMED("HT: a combine comes when others dispatch again", ll_case_behind, 2, .ht = true, .tokens = 0, .layout = FLAT),
+    NAMED("HT: a combine comes when others dispatch again, packed", ll_case_behind, 2, .ht = true, .tokens = 0,
+          .layout = PACKED),
+    NAMED("HT: a combine comes when others dispatch in LL", ll_case_behind, 2, .ht = true, .both = true, .tokens = 128,
+          .drop = 1.0, .layout = PACKED),
+    NAMED("HT of one group while another one has LL", ll_case_two_groups, 1, .ht = true, .tokens = 128, .layout = PACKED),
+    NAMED("HT: a combine of LL comes when others dispatch in HT", ll_case_behind, 2, .both = true, .tokens = 128,
+          .drop = 1.0, .layout = PACKED),
     NAMED("HT: packed rows do not fit", ll_case_overflow, 1, .ht = true, .tokens = 40, .layout = PACKED),
     NAMED("HT: flat rows do not fit", ll_case_overflow, 1, .ht = true, .tokens = 40, .layout = FLAT),
 
@@ -335,6 +344,7 @@ static void run_cases(const struct ll_setting *setting, const struct options *o,
 
     for (size_t i = 0; go_on && i < sizeof cases / sizeof *cases; i++) {
         const struct ll_case *c = &cases[i];
+        const bool needs_ht = c->shape.ht || c->shape.both;
         struct ep_error error = EP_ERROR_INIT;
         const uint64_t start = ep_clock_ns();
 
@@ -343,12 +353,12 @@ static void run_cases(const struct ll_setting *setting, const struct options *o,
         else
             describe(&c->shape, name, sizeof name);
         if (setting->ranks < c->least_ranks || (c->served && !setting->served)
-            || (c->shape.ht && !has_ht) || (o->filter && !strstr(name, o->filter)))
+            || (needs_ht && !has_ht) || (o->filter && !strstr(name, o->filter)))
             continue;
 
         const ep_status status = c->run(setting, &c->shape, &error);
 
-        if (c->shape.ht && status == EP_UNIMPLEMENTED) {
+        if (needs_ht && status == EP_UNIMPLEMENTED) {
             has_ht = false;
             printf("skip all of HT: %s\n", error.text);
         } else {

@@ -1,4 +1,9 @@
 /* Ops in other orders than dispatch, combine, dispatch, combine. */
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
 #include "ll_tests.h"
 
 static ep_status on_all(const struct ll_setting *setting, const struct shape *shape, uint32_t places,
@@ -129,6 +134,120 @@ ep_status ll_case_released(const struct ll_setting *setting, const struct shape 
                            struct ep_error *error)
 {
     return on_all(setting, shape, 1, run_released, error);
+}
+
+/* ---- a rank that is behind ------------------------------------------------------------- */
+
+enum { BEHIND_US = 20000 };
+
+static ep_status run_behind_at(struct pass *pass, bool is_behind, struct ep_error *error)
+{
+    ep_status status = pass_dispatch(pass, 0, error);
+
+    if (status == EP_OK)
+        status = pass_received(pass, error);
+    if (status == EP_OK)
+        status = pass_experts(pass, false, error);
+    if (is_behind)
+        usleep(BEHIND_US);
+    if (status == EP_OK)
+        status = pass_combine(pass, 0, false, error);
+    return status == EP_OK ? pass_result(pass, error) : status;
+}
+
+/*
+ * Each rank in turn is late with its combine: its peers, to whom no row has gone, need not wait for that, and when it comes,
+ * their next dispatches, which may be of the other mode, wait for its own.  Where ranks share a GPU, it has to find room
+ * beside them.
+ */
+static ep_status run_behind(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *const *pass = passes->pass[rank];
+    ep_status status = EP_OK;
+
+    for (uint32_t late = 0; status == EP_OK && late < passes->world->ranks; late++) {
+        status = run_behind_at(pass[0], rank == late, error);
+        if (status == EP_OK && passes->places > 1)
+            status = pass_run(pass[1], 0, false, error);
+    }
+    return status == EP_OK ? ll_three_passes(passes, rank, error) : status;
+}
+
+ep_status ll_case_behind(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    return on_all(setting, shape, shape->both ? 2 : 1, run_behind, error);
+}
+
+/* ---- two groups on the same GPUs -------------------------------------------------------- */
+
+enum { GROUPS = 2, GROUP_ROUNDS = 5 };
+
+struct group {
+    struct shape shape;
+    struct ll_passes passes;
+    pthread_t thread;
+    ep_status status;
+    struct ep_error error;
+};
+
+static void *run_group(void *arg)
+{
+    struct group *group = arg;
+
+    group->error = (struct ep_error)EP_ERROR_INIT;
+    for (uint32_t i = 0; group->status == EP_OK && i < GROUP_ROUNDS; i++)
+        group->status = ll_each_three(&group->passes, world_all(group->passes.world), &group->error);
+    return NULL;
+}
+
+static void run_groups(struct group *groups)
+{
+    for (uint32_t g = 0; g < GROUPS; g++)
+        if (pthread_create(&groups[g].thread, NULL, run_group, &groups[g]) != 0) {
+            fprintf(stderr, "no thread for a group\n"); /* its ranks hold up nobody, but there is nothing to test */
+            exit(1);
+        }
+    for (uint32_t g = 0; g < GROUPS; g++)
+        pthread_join(groups[g].thread, NULL);
+}
+
+/* Of each GPU a group has its part. */
+static ep_status open_group(const struct ll_setting *setting, struct group *group, struct ep_error *error)
+{
+    const uint32_t sharing = (setting->ranks + setting->gpus - 1) / setting->gpus;
+    struct ll_setting part = *setting;
+    struct ep_cuda_device device;
+    ep_status status = setting->api->device_info(0, &device, error);
+
+    part.sms = device.sms / (GROUPS * sharing);
+    if (part.sms == 0 || (setting->sms && setting->sms < part.sms))
+        part.sms = setting->sms ? setting->sms : 1;
+    return status == EP_OK ? ll_open(&part, &group->shape, 1, &group->passes, error) : status;
+}
+
+/* One has HT ops while the other one has those of LL, and in whatever order they come to each GPU, all of a rank's blocks
+ * find room. */
+ep_status ll_case_two_groups(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    struct group *groups = calloc(GROUPS, sizeof *groups);
+    ep_status status = EP_OK;
+
+    if (!groups)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for groups");
+    for (uint32_t g = 0; status == EP_OK && g < GROUPS; g++) {
+        groups[g].shape = *shape;
+        groups[g].shape.ht = g == 0;
+        status = open_group(setting, &groups[g], error);
+    }
+    if (status == EP_OK)
+        run_groups(groups);
+    for (uint32_t g = 0; status == EP_OK && g < GROUPS; g++)
+        if (groups[g].status != EP_OK)
+            status = ep_error_set(error, groups[g].status, "group %u: %.320s", g, groups[g].error.text);
+    for (uint32_t g = 0; g < GROUPS; g++)
+        ll_close(&groups[g].passes);
+    free(groups);
+    return status;
 }
 
 /* ---- outputs ------------------------------------------------------------------------- */

@@ -3,7 +3,7 @@
  *
  *   ll_device.c    options, the list of cases, the closing line
  *   ll_shapes.c    one pass after the other, for every layout, format and shape
- *   ll_order.c     several handles, skipped combines, released ones, outputs that are too small
+ *   ll_order.c     several handles, skipped combines, late and released ones, two groups, outputs that are too small
  *   ll_members.c   ranks that are absent, leave, return or are late
  *   ll_graph.c     a captured pair that is replayed with other inputs
  *   ll_mailbox.c   executor server: workers that do as they like
@@ -82,6 +82,8 @@ ll_case_fn ll_case_interleaved;
 ll_case_fn ll_case_halves;
 ll_case_fn ll_case_skipped;
 ll_case_fn ll_case_released;
+ll_case_fn ll_case_behind;
+ll_case_fn ll_case_two_groups;
 ll_case_fn ll_case_overflow;
 
 ll_case_fn ll_case_absent;
