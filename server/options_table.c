@@ -83,8 +83,8 @@ const struct ep_option ep_options_table[] = {
              "it, off only without. Without one, each op that the server runs for a worker switches the GPU "
              "between two processes; workers that run their own ops do not need it" },
     { "sms-per-rank", "node", EP_TYPE_UINT, 0, FIELD(sms_per_rank), .fallback = "0", .max = 1024,
-      .doc = "The most multiprocessors of a GPU that ops of one rank may fill when the server runs them; 0: an equal "
-             "part of the GPU for each rank that its group has there. They are held while a worker is attached: "
+      .doc = "The most multiprocessors of a GPU that ops of one rank may fill; 0: an equal part of the GPU for each "
+             "rank that its group has there. Where the server runs a worker's ops, they are held while it is attached: "
              "groups that share GPUs need less than all" },
     { "host-ranks", "node", EP_TYPE_UINT, 0, FIELD(host_ranks), .fallback = "8", .min = 1, .max = 1024,
       .doc = "Devices that the host backend offers, each good for one rank of each group; a rank that "

@@ -91,9 +91,9 @@ static uint32_t share_of(const struct rank *rank)
 
 uint32_t executor_direct_sms(const struct rank *rank)
 {
-    const uint32_t n = sharers(rank);
+    const uint32_t share = share_of(rank);
 
-    return n > 1 ? ep_node_sms(rank->epoch->group->groups->node, rank->own->device) / n : 0;
+    return share < ep_node_sms(rank->epoch->group->groups->node, rank->own->device) ? share : 0;
 }
 
 /* What is held of a GPU. */

@@ -762,8 +762,8 @@ ep_status executor_fits(const struct rank *rank, const struct rank *before, Ep__
                         struct ep_error *error);
 /* Takes what executor_fits() found free; it is held in rank->sms. */
 void executor_take(struct rank *rank, Ep__V1__Executor executor);
-/* Multiprocessors for a rank whose worker launches its ops; 0: all.  Ranks of a group that share a GPU have equal
- * parts: with MPS their kernels run at once, and all blocks of each have to, as they wait for the others'. */
+/* Multiprocessors for a rank whose worker launches its ops; 0: all.  Nobody holds them, but with MPS kernels of ranks that
+ * share a GPU run at once, and all blocks of each have to, as they wait for the others'. */
 uint32_t executor_direct_sms(const struct rank *rank);
 /* Of what the rank may fill, when it has taken it: what HT ops fill, if so many are asked for, 0: all.  Host: 0. */
 uint32_t executor_ht_sms(const struct rank *rank, Ep__V1__Executor executor, uint32_t asked);

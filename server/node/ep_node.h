@@ -29,7 +29,7 @@ struct ep_node_options {
     const char *gpus;               /* "0,2": these of the GPUs that the process sees; NULL or "": all */
     uint32_t host_devices;          /* ranks of the host backend that this node offers */
     uint64_t memory_budget;         /* bytes for windows, on GPUs of each; 0: half of what is free at start */
-    uint32_t sms_per_rank;          /* the most multiprocessors for a rank whose ops the server runs; 0: no bound */
+    uint32_t sms_per_rank;          /* the most multiprocessors for a rank; 0: no bound */
     uint64_t region_bytes;          /* of its own memory that a worker may have mapped; 0: none */
     bool several;                   /* groups over several nodes may have ranks here: NCCL is started on GPUs */
     uint32_t silence_ms;            /* a node that acknowledges nothing to these for so long is lost; 0: EP_GIN_SILENCE_S */

@@ -169,20 +169,25 @@ static void a_claim_is_for_the_direct_executor(void **state)
     }
 }
 
-static void a_direct_worker_alone_on_a_gpu_has_all_of_it(void **state)
+/* Multiprocessors of a direct worker in a group with one rank on each GPU. */
+static uint32_t sms_alone(struct fixture *f)
 {
-    struct fixture *f = *state;
     Ep__V1__GroupSpec spec = small_spec();
     struct ep_membership_info info;
     struct worker w;
 
     spec.ranks = 2;
-    create(f, "moe", &spec);
+    create(f, "alone", &spec);
     f->identity.executor = EXECUTOR(DIRECT);
-    assert_int_equal(claim(f, &w, "moe", 1, NULL), EP_OK);
+    assert_int_equal(claim(f, &w, "alone", 1, NULL), EP_OK);
     ep_membership_info(w.membership, &info);
-    assert_int_equal(info.sms, 0);
     release(&w, false);
+    return info.sms;
+}
+
+static void a_direct_worker_alone_on_a_gpu_has_all_of_it(void **state)
+{
+    assert_int_equal(sms_alone(*state), 0);
 }
 
 static void a_served_worker_gets_its_window_only(void **state)
@@ -404,6 +409,7 @@ static void a_smaller_share_leaves_room_for_others(void **state)
     assert_int_equal(ep_groups_sms(f->groups, 0), 8);
     for (int i = 0; i < 4; i++)
         release(&w[i], false);
+    assert_int_equal(sms_alone(f), 2); /* of those who run their own ops, too */
 }
 
 /* ---- memory ---------------------------------------------------------------------------------- */
