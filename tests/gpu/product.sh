@@ -25,6 +25,7 @@ says_limit_s=30 # a worker says something once a second
 gone_limit_s=20 # far below the timeout of the group whose workers are to notice
 group_timeout_ms=60000
 lost_code=4 # EP_SERVER_LOST
+half_gpu=64 # multiprocessors
 
 gpus='' ranks='' quick=0 filter='' logs=''
 while (($#)); do
@@ -93,6 +94,11 @@ complain() {
     echo "$*"
     tail -n 5 "$step_dir"/*.out 2>/dev/null
     exit 1
+}
+
+# in_process FUNCTION [ARGUMENT...]: what it has started ends with it, as long as there is what it needs.
+in_process() {
+    ( trap tear_down EXIT; "$@" )
 }
 
 # ---- a server -------------------------------------------------------------------------------------
@@ -349,6 +355,24 @@ run_second_group() {
     none_wrong
 }
 
+# Two groups have a rank on each GPU, one with low latency and one with high throughput, and ops all the time. In whatever
+# order these come to the GPUs, none waits for room.
+run_two_groups() { # EXECUTOR [OPTION...]
+    local executor=$1 mode first
+    local soak=(timeout --kill-after=10 "$bench_limit_s" "$bin/ep-bench" --backend=cuda --soak=8 "--tokens=24,128" --executor="$executor")
+    shift
+    EP_SERVER_SMS_PER_RANK=$half_gpu start
+    for mode in ll ht; do
+        make_group "$mode" "$ranks" --"$mode"-max-tokens=128 "$@" # enough to fill all that a rank may
+    done
+    "${soak[@]}" --group=ll --modes=ll >"$step_dir/ll.out" 2>&1 &
+    first=$!
+    started+=("$first")
+    "${soak[@]}" --group=ht --modes=ht || complain 'high throughput fails'
+    wait "$first" || complain 'low latency fails'
+    cat "$step_dir/ll.out"
+}
+
 run_late() {
     serve --timeout-ms=300 "$@"
     start_workers 0 $((last - 1))
@@ -434,6 +458,7 @@ process_steps() { # NAME [OPTION...]: of the group
     step "$name: a rank that is late is named" run_late "$@"
     step "$name: a second group comes while the first one is served" run_second_group "$@"
     step "$name: the group changes under a soak" run_changes "$name" "$@"
+    step_if_not_quick "$name: two groups on the same GPUs" run_two_groups "$name" "$@"
 }
 
 ht_process_steps() { # NAME [OPTION...]: of the group
@@ -496,6 +521,8 @@ ht_process_steps direct
 ht_process_steps server --direct=none
 if have_mps; then
     executor_steps 'server with MPS' server with_mps
+    step_if_not_quick 'direct with MPS: two groups on the same GPUs' with_mps in_process run_two_groups direct
+    step_if_not_quick 'server with MPS: two groups on the same GPUs' with_mps in_process run_two_groups server --direct=none
 elif [[ 'server with MPS' == *"$filter"* ]]; then
     echo 'skip server with MPS: there is no nvidia-cuda-mps-control'
     skipped=$((skipped + 1))
