@@ -73,10 +73,12 @@ ep_status ep_cuda_check_reach(const struct ep_op *op, struct ep_error *error);
 /* A rank's part of a GPU: multiprocessors, and blocks that a kernel of its may have on each. */
 struct ep_cuda_share {
     uint32_t sms, blocks;
+    bool shares; /* it is not all of it */
 };
-/* Of a rank whose kernels have been asked for: `result` and `blocks` that fit. */
-ep_status ep_cuda_rank_share(const struct ep_cuda_rank_options *options, int result, uint32_t blocks,
-                             struct ep_cuda_share *share, struct ep_error *error);
+ep_status ep_cuda_rank_share(const struct ep_cuda_rank_options *options, struct ep_cuda_share *share,
+                             struct ep_error *error);
+/* Its kernels have been asked for: `result`, and `blocks` that fit. */
+ep_status ep_cuda_rank_runs(const struct ep_cuda_rank_options *options, int result, uint32_t blocks, struct ep_error *error);
 /* Blocks for so many multiprocessors, of a kernel of which `fit` are on one at a time, at most. */
 uint32_t ep_cuda_share_blocks(const struct ep_cuda_share *share, uint32_t sms, uint32_t fit);
 /* Of so many multiprocessors, those for the rank's HT ops. */
@@ -148,10 +150,10 @@ struct ep_ll_expected;
 struct ep_ht_expected;
 /* The kernels that serve a rank, as ll.h and ht.h have them: cudaError_t. */
 struct ep_cuda_kernels {
-    int (*prepare)(uint32_t shared_bytes, uint32_t *blocks);
+    int (*prepare)(uint32_t shared_bytes, bool shares, uint32_t *blocks);
     int (*one)(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, void *stream);
     int (*expect)(const struct ep_ll_expected *expected, uint32_t shared_bytes, void *stream);
-    int (*ht_prepare)(uint32_t shared_bytes, uint32_t *blocks);
+    int (*ht_prepare)(uint32_t shared_bytes, bool shares, uint32_t *blocks);
     int (*ht_one)(const struct ep_ll_serve *serve, uint32_t shared_bytes, void *stream);
     int (*ht_expect)(const struct ep_ht_expected *expected, uint32_t shared_bytes, void *stream);
 };

@@ -59,20 +59,20 @@ struct ep_ht_args {
 };
 
 /* Blocks of a kernel that one multiprocessor holds at a time; all blocks of a launch must run at once.  shared_bytes:
- * ep_device_ht_shared_bytes().  Returns a cudaError_t, as all of these do. */
-int ep_ht_prepare(uint32_t shared_bytes, uint32_t *dispatch_blocks, uint32_t *combine_blocks);
+ * ep_device_ht_shared_bytes(); shares: as in ll.h.  Returns a cudaError_t, as all of these do. */
+int ep_ht_prepare(uint32_t shared_bytes, bool shares, uint32_t *dispatch_blocks, uint32_t *combine_blocks);
 
 int ep_ht_dispatch(const struct ep_ht_args *args, uint32_t shared_bytes, void *stream);
 int ep_ht_combine(const struct ep_ht_args *args, void *stream);
 
 /* Executor server: blocks of any of the kernels below that one multiprocessor holds.  shared_bytes: ep_ht_served_bytes(). */
-int ep_ht_serve_prepare(uint32_t shared_bytes, uint32_t *blocks);
+int ep_ht_serve_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks);
 /* The op that the kernel before, of the same entry, found to be an HT one; with serve->ht_blocks. */
 int ep_ht_serve_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, void *stream);
 /* The op in the mailbox if it is the expected one; else it goes on waiting. */
 int ep_ht_expect(const struct ep_ht_expected *expected, uint32_t shared_bytes, void *stream);
 /* The same for ranks of several nodes. */
-int ep_ht_net_prepare(uint32_t shared_bytes, uint32_t *blocks);
+int ep_ht_net_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks);
 int ep_ht_net_one(const struct ep_ll_serve *serve, uint32_t shared_bytes, void *stream);
 int ep_ht_net_expect(const struct ep_ht_expected *expected, uint32_t shared_bytes, void *stream);
 

@@ -26,10 +26,10 @@ Kernel kernel_of(const ep_ht_args &a)
 
 } // namespace
 
-int combine_prepare(uint32_t *blocks_per_sm)
+int combine_prepare(bool shares, uint32_t *blocks_per_sm)
 {
     return fit<Kernel>({ combine_op<__nv_bfloat16>, combine_op<__half>, combine_op<float> }, EP_DEVICE_HT_RING_BYTES,
-                       blocks_per_sm);
+                       shares, blocks_per_sm);
 }
 
 int launch_combine(const ep_ht_expected &e, void *stream)
@@ -47,9 +47,9 @@ extern "C" int ep_ht_combine(const struct ep_ht_args *args, void *stream)
 }
 #endif
 
-extern "C" int ep_ht_prepare(uint32_t shared_bytes, uint32_t *dispatch_blocks, uint32_t *combine_blocks)
+extern "C" int ep_ht_prepare(uint32_t shared_bytes, bool shares, uint32_t *dispatch_blocks, uint32_t *combine_blocks)
 {
-    const int error = ep::ht::dispatch_prepare(shared_bytes, dispatch_blocks);
+    const int error = ep::ht::dispatch_prepare(shared_bytes, shares, dispatch_blocks);
 
-    return error ? error : ep::ht::combine_prepare(combine_blocks);
+    return error ? error : ep::ht::combine_prepare(shares, combine_blocks);
 }

@@ -59,13 +59,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks) serve(const __grid_constant
 } // namespace ep
 
 /* All that a rank's ops may have, so that one number of blocks is good for each. */
-extern "C" int ep_ht_serve_prepare(uint32_t shared_bytes, uint32_t *blocks)
+extern "C" int ep_ht_serve_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks)
 {
     uint32_t dispatch = 0, combine = 0;
-    int error = ep::fit_one((const void *)ep::ht::serve, shared_bytes, blocks);
+    int error = ep::fit_one((const void *)ep::ht::serve, shared_bytes, shares, blocks);
 
     if (error == cudaSuccess)
-        error = ep_ht_prepare(shared_bytes, &dispatch, &combine);
+        error = ep_ht_prepare(shared_bytes, shares, &dispatch, &combine);
     *blocks = min(*blocks, min(dispatch, combine));
     return error;
 }

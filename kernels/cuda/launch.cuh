@@ -36,16 +36,16 @@ inline int launch(void (*kernel)(P...), uint32_t blocks, uint32_t threads, uint3
  * a peer's kernel waits for this rank.  Groups of one process have one attribute among them, so it is the most.
  *
  * How a multiprocessor splits its memory between L1 and what kernels share can change only while it is empty.  Of ranks
- * that share a GPU one may wait, all over it, for another one whose next kernel needs more: so all of ours ask for the
- * same.  (None gains by L1: rows go past it.)
+ * that share a GPU one may wait, all over it, for another one whose next kernel needs more: so where `shares` is set all
+ * of ours ask for the same.  Not elsewhere, as it takes the hand-over of executor server a microsecond or two.
  */
-inline int fit_one(const void *kernel, uint32_t shared_bytes, uint32_t *blocks_per_sm)
+inline int fit_one(const void *kernel, uint32_t shared_bytes, bool shares, uint32_t *blocks_per_sm)
 {
     int blocks = 0;
     cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)EP_DEVICE_MAX_SHARED_BYTES);
 
-    if (error == cudaSuccess)
+    if (error == cudaSuccess && shares)
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (error == cudaSuccess)
         error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared_bytes);
@@ -56,12 +56,12 @@ inline int fit_one(const void *kernel, uint32_t shared_bytes, uint32_t *blocks_p
 }
 
 template <class K>
-inline int fit(std::initializer_list<K> kernels, uint32_t shared_bytes, uint32_t *blocks_per_sm)
+inline int fit(std::initializer_list<K> kernels, uint32_t shared_bytes, bool shares, uint32_t *blocks_per_sm)
 {
     *blocks_per_sm = ~0u;
     for (K kernel : kernels) {
         uint32_t blocks;
-        const int error = fit_one((const void *)kernel, shared_bytes, &blocks);
+        const int error = fit_one((const void *)kernel, shared_bytes, shares, &blocks);
 
         if (error != cudaSuccess)
             return error;
@@ -70,13 +70,13 @@ inline int fit(std::initializer_list<K> kernels, uint32_t shared_bytes, uint32_t
     return cudaSuccess;
 }
 
-int dispatch_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm);
-int combine_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm);
+int dispatch_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks_per_sm);
+int combine_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks_per_sm);
 
 namespace ht {
 
-int dispatch_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm);
-int combine_prepare(uint32_t *blocks_per_sm);
+int dispatch_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks_per_sm);
+int combine_prepare(bool shares, uint32_t *blocks_per_sm);
 
 /* Executes the op if it is in e.serve.mailbox; in any case where that is NULL. */
 using Kernel = void (*)(ep_ht_expected);

@@ -74,9 +74,9 @@ EP_STATIC_ASSERT(offsetof(struct ep_ll_args, blocks) % 16 == 0 && sizeof(struct 
                  "the rank's part and the op's are copied in pieces of 16 bytes");
 
 /* Blocks of a kernel that one multiprocessor holds at a time.  All blocks of a launch must run at once: they
- * wait for peers, whose blocks wait for ours.  shared_bytes: ep_device_shared_bytes().  Returns a cudaError_t,
- * as all of these do. */
-int ep_ll_prepare(uint32_t shared_bytes, uint32_t *dispatch_blocks, uint32_t *combine_blocks);
+ * wait for peers, whose blocks wait for ours.  shared_bytes: ep_device_shared_bytes(); shares: other ranks use the GPU, too.
+ * Returns a cudaError_t, as all of these do. */
+int ep_ll_prepare(uint32_t shared_bytes, bool shares, uint32_t *dispatch_blocks, uint32_t *combine_blocks);
 
 int ep_ll_dispatch(const struct ep_ll_args *args, uint32_t shared_bytes, void *stream);
 int ep_ll_combine(const struct ep_ll_args *args, uint32_t shared_bytes, void *stream);
@@ -88,15 +88,15 @@ int ep_ll_release(const struct ep_ll_args *args, void *stream);
 struct ep_ll_serve;
 struct ep_ll_expected;
 /* Blocks of any of the kernels below that one multiprocessor holds at a time. */
-int ep_ll_serve_prepare(uint32_t shared_bytes, uint32_t *blocks);
+int ep_ll_serve_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks);
 /* For ep_ll_serve_prepare: those of ep_ll_expect. */
-int ep_ll_expect_prepare(uint32_t shared_bytes, uint32_t *blocks);
+int ep_ll_expect_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks);
 /* The op in the mailbox if it is the expected one, which is no complete and no release; else it goes on waiting. */
 int ep_ll_expect(const struct ep_ll_expected *expected, uint32_t shared_bytes, void *stream);
 /* The op in the mailbox, whatever it is.  All of a rank have as many blocks: its dispatch_blocks. */
 int ep_ll_serve_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, void *stream);
 /* The same for ranks of several nodes, where NCCL's headers were there; else nothing calls them. */
-int ep_ll_net_prepare(uint32_t shared_bytes, uint32_t *blocks);
+int ep_ll_net_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks);
 int ep_ll_net_expect(const struct ep_ll_expected *expected, uint32_t shared_bytes, void *stream);
 int ep_ll_net_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, void *stream);
 /* Loads the code of the next one. */

@@ -28,7 +28,7 @@ Kernel kernel_of(const ep_ll_args &a)
 
 } // namespace
 
-int combine_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm)
+int combine_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks_per_sm)
 {
     cudaFuncAttributes attributes;
     /* Loads its code: that must not come first while a peer's kernel waits for this rank. */
@@ -37,7 +37,7 @@ int combine_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm)
     if (error != cudaSuccess)
         return error;
     return fit<Kernel>({ combine_op<__nv_bfloat16>, combine_op<__half>, combine_op<float> }, shared_bytes,
-                       blocks_per_sm);
+                       shares, blocks_per_sm);
 }
 
 } // namespace ep
@@ -53,11 +53,11 @@ extern "C" int ep_ll_release(const struct ep_ll_args *args, void *stream)
     return cudaGetLastError();
 }
 
-extern "C" int ep_ll_prepare(uint32_t shared_bytes, uint32_t *dispatch_blocks, uint32_t *combine_blocks)
+extern "C" int ep_ll_prepare(uint32_t shared_bytes, bool shares, uint32_t *dispatch_blocks, uint32_t *combine_blocks)
 {
-    const int error = ep::dispatch_prepare(shared_bytes, dispatch_blocks);
+    const int error = ep::dispatch_prepare(shared_bytes, shares, dispatch_blocks);
 
-    return error ? error : ep::combine_prepare(shared_bytes, combine_blocks);
+    return error ? error : ep::combine_prepare(shared_bytes, shares, combine_blocks);
 }
 
 extern "C" const char *ep_ll_error_text(int error)

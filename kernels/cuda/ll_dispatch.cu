@@ -27,11 +27,11 @@ Kernel kernel_of(const ep_ll_args &a)
 
 } // namespace
 
-int dispatch_prepare(uint32_t shared_bytes, uint32_t *blocks_per_sm)
+int dispatch_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks_per_sm)
 {
     return fit<Kernel>({ dispatch_op<Cast::none>, dispatch_op<Cast::bf16>, dispatch_op<Cast::fp16>,
                          dispatch_op<Cast::fp32> },
-                       shared_bytes, blocks_per_sm);
+                       shared_bytes, shares, blocks_per_sm);
 }
 
 } // namespace ep

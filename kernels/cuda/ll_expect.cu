@@ -92,14 +92,14 @@ Expect kernel_of(const ep_ll_args &a, uint32_t kind)
 } // namespace
 } // namespace ep
 
-extern "C" int ep_ll_expect_prepare(uint32_t shared_bytes, uint32_t *blocks)
+extern "C" int ep_ll_expect_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks)
 {
     using namespace ep;
 
     return fit<Expect>({ expect_dispatch<Cast::none>, expect_dispatch<Cast::bf16>, expect_dispatch<Cast::fp16>,
                          expect_dispatch<Cast::fp32>, expect_combine<__nv_bfloat16>, expect_combine<__half>,
                          expect_combine<float> },
-                       shared_bytes, blocks);
+                       shared_bytes, shares, blocks);
 }
 
 extern "C" int ep_ll_expect(const struct ep_ll_expected *expected, uint32_t shared_bytes, void *stream)

@@ -336,15 +336,15 @@ __global__ void gate(const __grid_constant__ struct ep_op op, struct ep_mailbox 
 } // namespace
 } // namespace ep
 
-extern "C" int ep_ll_serve_prepare(uint32_t shared_bytes, uint32_t *blocks)
+extern "C" int ep_ll_serve_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks)
 {
     uint32_t expected = 0;
     int error = ep_ll_gate_prepare();
 
     if (error == cudaSuccess)
-        error = ep_ll_expect_prepare(shared_bytes, &expected);
+        error = ep_ll_expect_prepare(shared_bytes, shares, &expected);
     if (error == cudaSuccess)
-        error = ep::fit_one((const void *)ep::serve, shared_bytes, blocks);
+        error = ep::fit_one((const void *)ep::serve, shared_bytes, shares, blocks);
     *blocks = expected < *blocks ? expected : *blocks;
     return error;
 }

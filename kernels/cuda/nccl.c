@@ -51,8 +51,9 @@ uint32_t ep_cuda_nccl_version(void)
     return 0;
 }
 
-static int cannot_prepare(uint32_t shared_bytes, uint32_t *blocks)
+static int cannot_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks)
 {
+    (void)shares;
     (void)shared_bytes;
     *blocks = 0;
     return CUDA_NOT_SUPPORTED;

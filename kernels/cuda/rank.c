@@ -20,26 +20,35 @@ struct ep_cuda_rank {
 /* ---- open ------------------------------------------------------------------------- */
 
 /*
- * A rank's kernel waits for peers with all of its blocks.  Of ranks that share a GPU another one's comes meanwhile, for which
- * somebody may wait elsewhere: it must find room, whatever the one that is there is, and wherever its blocks are.  So no
- * rank has more blocks than its multiprocessors hold of any of our kernels: two on each.
+ * A rank's kernel waits for peers with all of its blocks.  Of ranks that share a GPU another one's comes meanwhile, for
+ * which somebody may wait elsewhere: it must find room, whatever the one that is there is, and wherever its blocks are.
+ * So no rank has more blocks than its multiprocessors hold of any of our kernels: two on each.
  */
 enum { SHARED_BLOCKS = 2 };
 
-ep_status ep_cuda_rank_share(const struct ep_cuda_rank_options *o, int result, uint32_t blocks,
-                             struct ep_cuda_share *share, struct ep_error *error)
+ep_status ep_cuda_rank_share(const struct ep_cuda_rank_options *o, struct ep_cuda_share *share, struct ep_error *error)
 {
     struct ep_cuda_device device;
     ep_status status = ep_cuda_device_info(o->device, &device, error);
 
     if (status != EP_OK)
         return status;
-    if (result != 0 || blocks == 0)
-        return ep_error_set(error, EP_UNIMPLEMENTED, "the kernels do not run on device %u (%s, sm_%u%u): %s",
-                            o->device, device.name, device.major, device.minor, ep_ll_error_text(result));
     share->sms = o->max_sms && o->max_sms < device.sms ? o->max_sms : device.sms;
-    share->blocks = share->sms < device.sms ? SHARED_BLOCKS : UINT32_MAX;
+    share->shares = share->sms < device.sms;
+    share->blocks = share->shares ? SHARED_BLOCKS : UINT32_MAX;
     return EP_OK;
+}
+
+ep_status ep_cuda_rank_runs(const struct ep_cuda_rank_options *o, int result, uint32_t blocks, struct ep_error *error)
+{
+    struct ep_cuda_device device;
+
+    if (result == 0 && blocks > 0)
+        return EP_OK;
+    if (ep_cuda_device_info(o->device, &device, error) != EP_OK)
+        return error->status;
+    return ep_error_set(error, EP_UNIMPLEMENTED, "the kernels do not run on device %u (%s, sm_%u%u): %s", o->device,
+                        device.name, device.major, device.minor, ep_ll_error_text(result));
 }
 
 uint32_t ep_cuda_share_blocks(const struct ep_cuda_share *share, uint32_t sms, uint32_t fit)
@@ -61,19 +70,21 @@ static ep_status size_grids(const struct ep_cuda_rank_options *o, struct ep_cuda
     const bool has_ht = rank->modes >> EP_MODE_HT & 1;
     uint32_t ll[2] = { 1, 1 }, ht[2] = { 1, 1 }; /* dispatch, combine */
     struct ep_cuda_share share = { 0 };
-    ep_status status = ep_cuda_enter(o->device, NULL, error);
+    ep_status status = ep_cuda_rank_share(o, &share, error);
     int result, ht_result;
 
+    if (status == EP_OK)
+        status = ep_cuda_enter(o->device, NULL, error);
     if (status != EP_OK)
         return status;
-    result = ep_ll_prepare(rank->shared_bytes, &ll[0], &ll[1]);
-    ht_result = ep_ht_prepare(rank->ht_shared_bytes, &ht[0], &ht[1]);
+    result = ep_ll_prepare(rank->shared_bytes, share.shares, &ll[0], &ll[1]);
+    ht_result = ep_ht_prepare(rank->ht_shared_bytes, share.shares, &ht[0], &ht[1]);
     ep_cuda_leave();
     if (!has_ht)
         ht[0] = ht[1] = 1;
     else if (result == 0)
         result = ht_result;
-    status = ep_cuda_rank_share(o, result, ll[0] && ll[1] && ht[0] && ht[1], &share, error);
+    status = ep_cuda_rank_runs(o, result, ll[0] && ll[1] && ht[0] && ht[1], error);
     rank->ll.sms = share.sms;
     rank->ll.dispatch_blocks = ep_cuda_share_blocks(&share, rank->ll.sms, ll[0]);
     rank->ll.combine_blocks = ep_cuda_share_blocks(&share, rank->ll.sms, ll[1]);

@@ -153,10 +153,10 @@ static void load_kernels(void)
 {
     uint32_t blocks;
 
-    (void)near_kernels.prepare(0, &blocks);
-    (void)near_kernels.ht_prepare(0, &blocks);
-    (void)ep_cuda_net_kernels.prepare(0, &blocks);
-    (void)ep_cuda_net_kernels.ht_prepare(0, &blocks);
+    (void)near_kernels.prepare(0, false, &blocks);
+    (void)near_kernels.ht_prepare(0, false, &blocks);
+    (void)ep_cuda_net_kernels.prepare(0, false, &blocks);
+    (void)ep_cuda_net_kernels.ht_prepare(0, false, &blocks);
 }
 
 /* Under the lock. */
@@ -215,11 +215,13 @@ static void give_place(uint32_t device, struct place *place)
 static ep_status size_grid(const struct ep_cuda_rank_options *o, struct ep_cuda_serve *serve, struct ep_error *error)
 {
     struct ep_ll_rank *rank = &serve->rank;
-    struct ep_cuda_share share = { 0 };
+    struct ep_cuda_share share;
     uint32_t blocks = 0;
-    const int result = serve->kernels->prepare(serve->shared_bytes, &blocks);
-    ep_status status = ep_cuda_rank_share(o, result, blocks, &share, error);
+    ep_status status = ep_cuda_rank_share(o, &share, error);
 
+    if (status != EP_OK)
+        return status;
+    status = ep_cuda_rank_runs(o, serve->kernels->prepare(serve->shared_bytes, share.shares, &blocks), blocks, error);
     /* One multiprocessor is left to the worker's kernel that waits: it may have split its memory otherwise than ours
      * need it, and goes only when all of our blocks have come. */
     rank->sms = share.sms > 1 ? share.sms - 1 : share.sms;
@@ -231,15 +233,16 @@ static ep_status size_grid(const struct ep_cuda_rank_options *o, struct ep_cuda_
 static ep_status size_ht_grid(const struct ep_cuda_rank_options *o, struct ep_cuda_serve *serve, struct ep_error *error)
 {
     struct ep_ht_rank *ht = &serve->ht;
-    struct ep_cuda_share share = { 0 };
+    struct ep_cuda_share share;
     uint32_t blocks = 0;
     ep_status status;
 
     if (!(o->map->limits.modes >> EP_MODE_HT & 1))
         return EP_OK;
-    const int result = serve->kernels->ht_prepare(serve->ht_shared_bytes, &blocks);
-
-    status = ep_cuda_rank_share(o, result, blocks, &share, error);
+    status = ep_cuda_rank_share(o, &share, error);
+    if (status != EP_OK)
+        return status;
+    status = ep_cuda_rank_runs(o, serve->kernels->ht_prepare(serve->ht_shared_bytes, share.shares, &blocks), blocks, error);
     ht->sms = ep_cuda_rank_ht_sms(o, serve->rank.sms);
     ht->dispatch_blocks = ht->combine_blocks = ep_cuda_share_blocks(&share, ht->sms, blocks);
     return status;
