@@ -70,10 +70,10 @@ static inline CUstream ep_cuda_stream(const struct ep_cuda_context *context, voi
 
 /* What peers write of an HT op is where they can. */
 ep_status ep_cuda_check_reach(const struct ep_op *op, struct ep_error *error);
-/* A rank's part of a GPU: multiprocessors, and blocks that a kernel of its may have on each. */
+/* A rank's part of a GPU. */
 struct ep_cuda_share {
-    uint32_t sms, blocks;
-    bool shares; /* it is not all of it */
+    uint32_t sms; /* multiprocessors */
+    bool shares;  /* they are not all */
 };
 ep_status ep_cuda_rank_share(const struct ep_cuda_rank_options *options, struct ep_cuda_share *share,
                              struct ep_error *error);

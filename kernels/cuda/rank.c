@@ -19,13 +19,6 @@ struct ep_cuda_rank {
 
 /* ---- open ------------------------------------------------------------------------- */
 
-/*
- * A rank's kernel waits for peers with all of its blocks.  Of ranks that share a GPU another one's comes meanwhile, for
- * which somebody may wait elsewhere: it must find room, whatever the one that is there is, and wherever its blocks are.
- * So no rank has more blocks than its multiprocessors hold of any of our kernels: two on each.
- */
-enum { SHARED_BLOCKS = 2 };
-
 ep_status ep_cuda_rank_share(const struct ep_cuda_rank_options *o, struct ep_cuda_share *share, struct ep_error *error)
 {
     struct ep_cuda_device device;
@@ -35,7 +28,6 @@ ep_status ep_cuda_rank_share(const struct ep_cuda_rank_options *o, struct ep_cud
         return status;
     share->sms = o->max_sms && o->max_sms < device.sms ? o->max_sms : device.sms;
     share->shares = share->sms < device.sms;
-    share->blocks = share->shares ? SHARED_BLOCKS : UINT32_MAX;
     return EP_OK;
 }
 
@@ -51,9 +43,16 @@ ep_status ep_cuda_rank_runs(const struct ep_cuda_rank_options *o, int result, ui
                         device.name, device.major, device.minor, ep_ll_error_text(result));
 }
 
+/*
+ * A rank's kernel waits for peers with all of its blocks.  Of ranks that share a GPU another one's comes meanwhile, for
+ * which somebody may wait elsewhere: it must find room, whatever the one that is there is, and wherever its blocks are.
+ * So no rank has more blocks than its multiprocessors hold of any of our kernels: two on each.
+ */
+enum { SHARED_BLOCKS = 2 };
+
 uint32_t ep_cuda_share_blocks(const struct ep_cuda_share *share, uint32_t sms, uint32_t fit)
 {
-    return sms * (fit < share->blocks ? fit : share->blocks);
+    return sms * (share->shares && fit > SHARED_BLOCKS ? SHARED_BLOCKS : fit);
 }
 
 uint32_t ep_cuda_rank_ht_sms(const struct ep_cuda_rank_options *o, uint32_t sms)
