@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "ep_clock.h"
 #include "ll_tests.h"
 
 static ep_status on_all(const struct ll_setting *setting, const struct shape *shape, uint32_t places,
@@ -138,18 +139,52 @@ ep_status ll_case_released(const struct ll_setting *setting, const struct shape 
 
 /* ---- a rank that is behind ------------------------------------------------------------- */
 
-enum { BEHIND_US = 20000 };
-
-static ep_status run_behind_at(struct pass *pass, bool is_behind, struct ep_error *error)
+/* The last dispatch of the mode that a rank has begun. */
+static ep_status read_begun(struct world_rank *rank, bool ht, uint64_t *begun, struct ep_error *error)
 {
+    const uint64_t *at = ht ? &rank->state->ht_begun : &rank->state->begun;
+
+    return rank->world->api->read(rank->device, begun, at, sizeof *begun, NULL, error);
+}
+
+/* Until `peer` has begun a dispatch of the mode after number `last`. */
+static ep_status wait_ahead(struct world_rank *peer, bool ht, uint64_t last, uint64_t until_ns, struct ep_error *error)
+{
+    uint64_t begun = 0;
+    ep_status status;
+
+    while ((status = read_begun(peer, ht, &begun, error)) == EP_OK && begun <= last)
+        if (ep_clock_ns() > until_ns)
+            return ep_error_set(error, EP_VERIFY_FAILED, "rank %u has not begun its next dispatch", peer->rank);
+    return status;
+}
+
+/* Until all others have begun the dispatch that comes next. */
+static ep_status fall_behind(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct world *world = passes->world;
+    const bool ht = passes->pass[rank][passes->places - 1]->shape->ht;
+    const uint64_t until_ns = ep_clock_ns() + passes->timeout_ms * EP_NS_PER_MS;
+    uint64_t last;
+    ep_status status = read_begun(&world->rank[rank], ht, &last, error);
+
+    for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++)
+        if (r != rank)
+            status = wait_ahead(&world->rank[r], ht, last, until_ns, error);
+    return status;
+}
+
+static ep_status run_behind_at(struct ll_passes *passes, uint32_t rank, bool is_behind, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][0];
     ep_status status = pass_dispatch(pass, 0, error);
 
     if (status == EP_OK)
         status = pass_received(pass, error);
     if (status == EP_OK)
         status = pass_experts(pass, false, error);
-    if (is_behind)
-        usleep(BEHIND_US);
+    if (status == EP_OK && is_behind)
+        status = fall_behind(passes, rank, error);
     if (status == EP_OK)
         status = pass_combine(pass, 0, false, error);
     return status == EP_OK ? pass_result(pass, error) : status;
@@ -162,13 +197,12 @@ static ep_status run_behind_at(struct pass *pass, bool is_behind, struct ep_erro
  */
 static ep_status run_behind(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
 {
-    struct pass *const *pass = passes->pass[rank];
     ep_status status = EP_OK;
 
     for (uint32_t late = 0; status == EP_OK && late < passes->world->ranks; late++) {
-        status = run_behind_at(pass[0], rank == late, error);
+        status = run_behind_at(passes, rank, rank == late, error);
         if (status == EP_OK && passes->places > 1)
-            status = pass_run(pass[1], 0, false, error);
+            status = pass_run(passes->pass[rank][1], 0, false, error);
     }
     return status == EP_OK ? ll_three_passes(passes, rank, error) : status;
 }
@@ -204,8 +238,8 @@ static void run_groups(struct group *groups)
 {
     for (uint32_t g = 0; g < GROUPS; g++)
         if (pthread_create(&groups[g].thread, NULL, run_group, &groups[g]) != 0) {
-            fprintf(stderr, "no thread for a group\n"); /* its ranks hold up nobody, but there is nothing to test */
-            exit(1);
+            fprintf(stderr, "no thread for a group\n");
+            _exit(1);
         }
     for (uint32_t g = 0; g < GROUPS; g++)
         pthread_join(groups[g].thread, NULL);
