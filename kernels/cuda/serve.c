@@ -218,10 +218,12 @@ static ep_status size_grid(const struct ep_cuda_rank_options *o, struct ep_cuda_
     struct ep_cuda_share share;
     uint32_t blocks = 0;
     ep_status status = ep_cuda_rank_share(o, &share, error);
+    int result;
 
     if (status != EP_OK)
         return status;
-    status = ep_cuda_rank_runs(o, serve->kernels->prepare(serve->shared_bytes, share.shares, &blocks), blocks, error);
+    result = serve->kernels->prepare(serve->shared_bytes, share.shares, &blocks);
+    status = ep_cuda_rank_runs(o, result, blocks, error);
     /* One multiprocessor is left to the worker's kernel that waits: it may have split its memory otherwise than ours
      * need it, and goes only when all of our blocks have come. */
     rank->sms = share.sms > 1 ? share.sms - 1 : share.sms;
@@ -236,13 +238,15 @@ static ep_status size_ht_grid(const struct ep_cuda_rank_options *o, struct ep_cu
     struct ep_cuda_share share;
     uint32_t blocks = 0;
     ep_status status;
+    int result;
 
     if (!(o->map->limits.modes >> EP_MODE_HT & 1))
         return EP_OK;
     status = ep_cuda_rank_share(o, &share, error);
     if (status != EP_OK)
         return status;
-    status = ep_cuda_rank_runs(o, serve->kernels->ht_prepare(serve->ht_shared_bytes, share.shares, &blocks), blocks, error);
+    result = serve->kernels->ht_prepare(serve->ht_shared_bytes, share.shares, &blocks);
+    status = ep_cuda_rank_runs(o, result, blocks, error);
     ht->sms = ep_cuda_rank_ht_sms(o, serve->rank.sms);
     ht->dispatch_blocks = ht->combine_blocks = ep_cuda_share_blocks(&share, ht->sms, blocks);
     return status;
