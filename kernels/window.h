@@ -59,7 +59,7 @@ extern "C" {
 #endif
 
 #define EP_WINDOW_MAGIC 0x31574e4957534550ull /* "EPSWINW1" */
-#define EP_WINDOW_VERSION 8u
+#define EP_WINDOW_VERSION 9u
 #define EP_LINE 64u
 #define EP_REGION_ALIGN 4096u
 #define EP_RING_SLOTS 32u
@@ -370,7 +370,7 @@ EP_STATIC_ASSERT(offsetof(struct ep_device_report, records) == 320, "ep_device_r
  * Who may write to which of `op`, and when, is the client's to see to (kernels/cuda/ring.c): one is free when the op
  * that was there is over, in the order of the client's streams.
  */
-#define EP_MAILBOX_OPS 64u /* a power of two */
+#define EP_MAILBOX_OPS 512u /* a power of two; graphs of many batch sizes have as many different ops */
 #define EP_BELL_DONE 1u
 #define EP_BELL_RUNG 0xfffffffeu /* any of these bits */
 struct ep_mailbox {

@@ -55,7 +55,7 @@
  * worker has its own window and nothing else of its group, and the server has that and what the worker registers:
  * what it does wrongly spoils its own tokens only.
  * On cuda each op is handed over and back in stream order, which costs some 10 us on an H200 with an MPS
- * server, and 17 us without one as long as ops follow each other (in graphs, the first 55 that differ; 25 us more for
+ * server, and 17 us without one as long as ops follow each other (in graphs, the first 503 that differ; 25 us more for
  * others).  Where kernels of the worker stand between them, the GPU switches to its process and back, which takes 0.3 ms
  * without MPS.
  *
