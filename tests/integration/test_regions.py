@@ -22,7 +22,8 @@ TIMEOUT_MS = 3000
 GROUP = test_gpus.GROUP + ["--timeout-ms=%d" % TIMEOUT_MS]
 BYTES, TOPK = 1 << 20, 4096
 REGIONS, REGION = 64, 1 << 48 # in kernels/window.h
-BELL, OP, RECORD = 320, 576, 19328 # in a window; of the mailbox's first op, and of handle 0's dispatch
+BELL, OP = 320, 576 # in a window; of the mailbox's first op
+RECORD = OP + 512 * 288 + 320 # behind all of them, and of the report: of handle 0's dispatch
 RUNG, DONE = 2, 1 # ep_bell_of(0), EP_BELL_DONE
 
 
