@@ -262,7 +262,7 @@ const char *ep_ll_error_text(int error)
     return error ? "an error" : "no error";
 }
 
-/* `blocks` is written, as by the kernels', whatever it was. */
+/* As the kernels' own: blocks are told in any case. */
 static int prepare(bool shares, uint32_t fit, uint32_t *blocks)
 {
     fits.shares = shares;
@@ -418,12 +418,30 @@ static void free_rank(struct rank *rank)
     free(rank->state);
 }
 
+static void serve(struct rank *rank, uint32_t modes)
+{
+    make_rank(rank, modes);
+    open_served(rank);
+}
+
+static void end(struct rank *rank)
+{
+    end_served(rank);
+    free_rank(rank);
+}
+
 static void post(struct rank *rank)
 {
     struct ep_error error = EP_ERROR_INIT;
 
     if (ep_cuda_serve_post(rank->serve, POST, &error) != EP_OK)
         fail_msg("%s", error.text);
+}
+
+static struct ep_ll_desk *its_desk(void)
+{
+    assert_true(n_items > 1);
+    return items[1].serve.desk; /* behind the first look */
 }
 
 static uint32_t of_kind(enum kind kind, uint32_t from)
@@ -503,12 +521,6 @@ static void ring_pairs(struct rank *rank, ep_mode mode, uint32_t pairs, uint32_t
 
 static const uint32_t both = 1u << EP_MODE_LL | 1u << EP_MODE_HT;
 
-static const struct ep_ll_desk *desk_of_last(void)
-{
-    assert_true(n_items > 0);
-    return items[1].serve.desk; /* behind the first look */
-}
-
 static void check_served_blocks(uint32_t max_sms, bool shares, uint32_t sms, uint32_t ll, uint32_t ht)
 {
     struct rank rank;
@@ -519,15 +531,14 @@ static void check_served_blocks(uint32_t max_sms, bool shares, uint32_t sms, uin
     open_served(&rank);
     assert_int_equal(fits.shares, shares);
     post(&rank);
-    desk = desk_of_last();
+    desk = its_desk();
     assert_int_equal(desk->rank.sms, sms);
     assert_int_equal(desk->rank.dispatch_blocks, ll);
     assert_int_equal(desk->rank.combine_blocks, ll);
     assert_int_equal(desk->ht.rank.dispatch_blocks, ht);
     assert_int_equal(launched_blocks, ll);
     assert_int_equal(items[1].serve.ht_blocks, ht);
-    end_served(&rank);
-    free_rank(&rank);
+    end(&rank);
 }
 
 /* One multiprocessor is the worker's.  Who has but a part of a GPU has two blocks on each. */
@@ -599,8 +610,7 @@ static void ops_that_repeat_are_expected(void **state)
     uint32_t from;
 
     (void)state;
-    make_rank(&rank, 1u << EP_MODE_LL);
-    open_served(&rank);
+    serve(&rank, 1u << EP_MODE_LL);
     ring_pairs(&rank, EP_MODE_LL, 2 * POST, 7);
     from = n_items;
     ring_pairs(&rank, EP_MODE_LL, 4 * POST, 7);
@@ -608,8 +618,7 @@ static void ops_that_repeat_are_expected(void **state)
     assert_int_equal(of_kind(ONE, from), of_kind(LOOK, from) / 16);
     assert_int_equal(of_kind(HT_ONE, 0), 0);
     assert_int_equal(left, 0);
-    end_served(&rank);
-    free_rank(&rank);
+    end(&rank);
 }
 
 /* It is executed once, by the next kernel that finds out. */
@@ -618,13 +627,11 @@ static void one_that_was_not_expected_is_left_to_the_next(void **state)
     struct rank rank;
 
     (void)state;
-    make_rank(&rank, 1u << EP_MODE_LL);
-    open_served(&rank);
+    serve(&rank, 1u << EP_MODE_LL);
     for (uint32_t tokens = 1; tokens <= 32; tokens++)
         ring_pairs(&rank, EP_MODE_LL, 2 * POST + tokens % 16, tokens);
     assert_true(left > 0);
-    end_served(&rank);
-    free_rank(&rank);
+    end(&rank);
 }
 
 static void ht_ops_have_kernels_of_their_own(void **state)
@@ -633,8 +640,7 @@ static void ht_ops_have_kernels_of_their_own(void **state)
     uint32_t from;
 
     (void)state;
-    make_rank(&rank, both);
-    open_served(&rank);
+    serve(&rank, both);
     ring_pairs(&rank, EP_MODE_HT, 2 * POST, 300);
     assert_int_equal(items[1].kind, ONE);
     assert_int_equal(items[2].kind, HT_ONE);
@@ -644,8 +650,7 @@ static void ht_ops_have_kernels_of_their_own(void **state)
     assert_int_equal(of_kind(EXPECT, from), 0);
     assert_int_equal(of_kind(ONE, from), of_kind(HT_ONE, from));
     ring_pairs(&rank, EP_MODE_LL, 2, 5);
-    end_served(&rank);
-    free_rank(&rank);
+    end(&rank);
 }
 
 /* What a worker rang for that the server refuses is expected of nobody. */
@@ -655,8 +660,7 @@ static void a_bad_op_is_not_expected(void **state)
     struct ep_op op;
 
     (void)state;
-    make_rank(&rank, 1u << EP_MODE_LL);
-    open_served(&rank);
+    serve(&rank, 1u << EP_MODE_LL);
     op = op_of(&rank, EP_OP_DISPATCH, EP_MODE_LL, TOKENS);
     op.tokens = TOKENS + 1;
     for (uint32_t i = 0; i < 3 * POST; i++) {
@@ -667,8 +671,7 @@ static void a_bad_op_is_not_expected(void **state)
     }
     assert_int_equal(executed, 3 * POST);
     assert_int_equal(of_kind(EXPECT, 0), 0);
-    end_served(&rank);
-    free_rank(&rank);
+    end(&rank);
 }
 
 /* ---- limits and the end ---------------------------------------------------------------------- */
@@ -679,14 +682,12 @@ static void a_stream_holds_so_many_entries(void **state)
     struct ep_error error = EP_ERROR_INIT;
 
     (void)state;
-    make_rank(&rank, 1u << EP_MODE_LL);
-    open_served(&rank);
+    serve(&rank, 1u << EP_MODE_LL);
     for (uint32_t i = 0; i < EP_CUDA_SERVE_OPS / POST; i++)
         post(&rank);
     assert_int_equal(ep_cuda_serve_post(rank.serve, 1, &error), EP_RESOURCE_EXHAUSTED);
     assert_non_null(strstr(error.text, "1 ops more than 128 that wait"));
-    end_served(&rank);
-    free_rank(&rank);
+    end(&rank);
 }
 
 static void after_the_end_nothing_runs(void **state)
@@ -694,16 +695,14 @@ static void after_the_end_nothing_runs(void **state)
     struct rank rank;
 
     (void)state;
-    make_rank(&rank, both);
-    open_served(&rank);
+    serve(&rank, both);
     ring_pairs(&rank, EP_MODE_LL, 3, 9);
     assert_int_equal(ep_cuda_serve_end(rank.serve, 1000, NULL), EP_OK);
     assert_int_equal(next, n_items);
     assert_int_equal(executed, 6);
     assert_int_equal(ep_cuda_serve_post(rank.serve, 1, NULL), EP_CANCELLED);
     assert_int_equal(ep_cuda_serve_wait(rank.serve, NULL), EP_CANCELLED);
-    end_served(&rank);
-    free_rank(&rank);
+    end(&rank);
 }
 
 static void what_the_driver_refuses_is_told(void **state)
@@ -712,8 +711,7 @@ static void what_the_driver_refuses_is_told(void **state)
     struct ep_error error = EP_ERROR_INIT;
 
     (void)state;
-    make_rank(&rank, 1u << EP_MODE_LL);
-    open_served(&rank);
+    serve(&rank, 1u << EP_MODE_LL);
     wait_result = CUDA_ERROR_INVALID_VALUE;
     assert_int_equal(ep_cuda_serve_post(rank.serve, 1, &error), EP_INTERNAL);
     wait_result = CUDA_SUCCESS;
@@ -721,8 +719,7 @@ static void what_the_driver_refuses_is_told(void **state)
     assert_int_equal(ep_cuda_serve_post(rank.serve, 1, &error), EP_INTERNAL);
     assert_non_null(strstr(error.text, "launch on device 0: an error"));
     launch_result = 0;
-    end_served(&rank);
-    free_rank(&rank);
+    end(&rank);
 }
 
 /* Places are kept: a driver that makes another stream while one waits would wait for that. */
@@ -760,8 +757,7 @@ static void a_new_worker_is_not_expected_to_do_as_the_last_one(void **state)
     uint32_t from;
 
     (void)state;
-    make_rank(&rank, 1u << EP_MODE_LL);
-    open_served(&rank);
+    serve(&rank, 1u << EP_MODE_LL);
     ring_pairs(&rank, EP_MODE_LL, 4 * POST, 7);
     assert_true(of_kind(EXPECT, 0) > 0);
     end_served(&rank);
@@ -770,8 +766,7 @@ static void a_new_worker_is_not_expected_to_do_as_the_last_one(void **state)
     post(&rank);
     post(&rank);
     assert_int_equal(of_kind(EXPECT, from), 0);
-    end_served(&rank);
-    free_rank(&rank);
+    end(&rank);
 }
 
 /* ---- regions --------------------------------------------------------------------------------- */
@@ -785,10 +780,9 @@ static void a_region_is_forgotten_when_no_op_can_use_it(void **state)
     uint64_t entry = 0;
 
     (void)state;
-    make_rank(&rank, 1u << EP_MODE_LL);
-    open_served(&rank);
+    serve(&rank, 1u << EP_MODE_LL);
     keep_posted(&rank);
-    desk = items[1].serve.desk;
+    desk = its_desk();
     assert_int_equal(ep_cuda_serve_region(rank.serve, 5, &region, NULL), EP_OK);
     assert_ptr_equal(desk->region[5].start, memory);
     assert_int_equal(desk->region[5].bytes, sizeof memory);
@@ -800,8 +794,7 @@ static void a_region_is_forgotten_when_no_op_can_use_it(void **state)
     assert_int_equal(ep_cuda_serve_forgotten(rank.serve, entry, NULL), EP_UNAVAILABLE);
     desk->log.entry = 2;
     assert_int_equal(ep_cuda_serve_forgotten(rank.serve, entry, NULL), EP_OK);
-    end_served(&rank);
-    free_rank(&rank);
+    end(&rank);
 }
 
 int main(void)
