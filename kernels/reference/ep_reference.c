@@ -397,8 +397,10 @@ static uint32_t add_choices(const struct ep_ref_routing *routing, const struct e
 static void add_partial(const struct ep_ref_combine *combine, uint32_t n, const struct sums *sums, double *value,
                         double *sum_e, double *sum_b)
 {
+    const double gamma = ep_ref_gamma(n);
+
     for (uint32_t h = 0; h < combine->hidden; h++) {
-        double before = sums->q[h] + ep_ref_gamma(n) * sums->a[h];
+        double before = sums->q[h] + gamma * sums->a[h];
         double e = before + ep_ref_half_ulp(combine->dtype, fabs(sums->p[h]) + before);
 
         value[h] += sums->p[h];
@@ -440,11 +442,13 @@ static uint32_t add_node(const struct ep_ref_routing *routing, const struct ep_r
 /* As one part: rounded once more when it is a sum. */
 static void add_node_sum(const struct ep_ref_combine *combine, uint32_t m, struct sums *sums, double *value)
 {
+    const double gamma = ep_ref_gamma(m);
+
     for (uint32_t h = 0; h < combine->hidden; h++) {
         double e = sums->ne[h];
 
         if (m > 1) {
-            e += ep_ref_gamma(m) * sums->nb[h];
+            e += gamma * sums->nb[h];
             e += ep_ref_half_ulp(combine->dtype, fabs(sums->ns[h]) + e);
         }
         value[h] += sums->ns[h];
@@ -485,6 +489,19 @@ static void add_bias(const struct ep_ref_combine *combine, uint32_t token, struc
     }
 }
 
+/* Of m parts. */
+static void find_bounds(const struct ep_ref_combine *combine, uint32_t m, const struct sums *sums, const double *value,
+                        double *bound)
+{
+    const double gamma = ep_ref_gamma(m);
+
+    for (uint32_t h = 0; h < combine->hidden; h++) {
+        double e = sums->e[h] + gamma * sums->b[h];
+
+        bound[h] = e + ep_ref_half_ulp(combine->dtype, fabs(value[h]) + e);
+    }
+}
+
 bool ep_ref_combine_token(const struct ep_ref_routing *routing, const struct ep_ref_combine *combine,
                           uint32_t source, uint32_t token, double *value, double *bound)
 {
@@ -505,11 +522,7 @@ bool ep_ref_combine_token(const struct ep_ref_routing *routing, const struct ep_
     m += add_other_nodes(routing, combine, source, token, &sums, value);
     if (combine->bias)
         add_bias(combine, token, &sums, value);
-    for (uint32_t h = 0; h < combine->hidden; h++) {
-        double e = sums.e[h] + ep_ref_gamma(m) * sums.b[h];
-
-        bound[h] = e + ep_ref_half_ulp(combine->dtype, fabs(value[h]) + e);
-    }
+    find_bounds(combine, m, &sums, value, bound);
     sums_fini(&sums);
     return true;
 }

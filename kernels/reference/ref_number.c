@@ -39,13 +39,57 @@ uint32_t ep_ref_bytes(ep_dtype dtype)
     return 0;
 }
 
+/* Numbers of bytes that the compiler knows, else each is a call.  Little-endian hosts only. */
 static uint32_t load_code(ep_dtype dtype, const void *element)
 {
-    uint32_t code = 0;
+    uint8_t byte;
+    uint16_t half;
+    uint32_t word = 0;
 
-    memcpy(&code, element, ep_ref_bytes(dtype)); /* little-endian hosts only */
-    return code;
+    switch (ep_ref_bytes(dtype)) {
+    case 1: memcpy(&byte, element, sizeof byte); return byte;
+    case 2: memcpy(&half, element, sizeof half); return half;
+    case 4: memcpy(&word, element, sizeof word); return word;
+    }
+    return word;
 }
+
+static void store_code(ep_dtype dtype, uint32_t code, void *element)
+{
+    const uint8_t byte = (uint8_t)code;
+    const uint16_t half = (uint16_t)code;
+
+    switch (ep_ref_bytes(dtype)) {
+    case 1: memcpy(element, &byte, sizeof byte); return;
+    case 2: memcpy(element, &half, sizeof half); return;
+    case 4: memcpy(element, &code, sizeof code); return;
+    }
+}
+
+/* ---- powers of two, as a double has them ------------------------------------------- */
+
+enum { DOUBLE_FRACTION_BITS = 52, DOUBLE_BIAS = 1023, DOUBLE_EXPONENTS = 0x7ff };
+
+/* 2^n, -1022 <= n <= 1023.  Products with it are those of ldexp(), which would be most of what a number takes. */
+static double power(int n)
+{
+    const uint64_t code = (uint64_t)(n + DOUBLE_BIAS) << DOUBLE_FRACTION_BITS;
+    double value;
+
+    memcpy(&value, &code, sizeof value);
+    return value;
+}
+
+/* n of 2^n <= magnitude < 2^(n + 1); below the normal doubles any n that is less than theirs. */
+static int exponent_of(double magnitude)
+{
+    uint64_t code;
+
+    memcpy(&code, &magnitude, sizeof code);
+    return (int)(code >> DOUBLE_FRACTION_BITS & DOUBLE_EXPONENTS) - DOUBLE_BIAS;
+}
+
+/* ---- codes ------------------------------------------------------------------------- */
 
 static bool is_special(const struct format *f, uint32_t exponent, uint32_t fraction)
 {
@@ -65,20 +109,15 @@ double ep_ref_decode(ep_dtype dtype, const void *element)
     if (is_special(f, exponent, fraction))
         return f->infinite && fraction == 0 ? sign * INFINITY : (double)NAN;
     if (exponent == 0)
-        return sign * ldexp((double)fraction, 1 - f->bias - f->fraction_bits);
-    return sign *
-           ldexp((double)fraction + ldexp(1.0, f->fraction_bits), (int)exponent - f->bias - f->fraction_bits);
+        return sign * fraction * power(1 - f->bias - f->fraction_bits);
+    return sign * (fraction | 1u << f->fraction_bits) * power((int)exponent - f->bias - f->fraction_bits);
 }
 
 /* The distance of neighbouring numbers at this magnitude, as a power of two. */
 static int spacing_exponent(const struct format *f, double magnitude)
 {
-    int exponent, lowest = 1 - f->bias;
+    int exponent = exponent_of(magnitude), lowest = 1 - f->bias;
 
-    if (magnitude == 0)
-        return lowest - f->fraction_bits;
-    frexp(magnitude, &exponent); /* magnitude = m * 2^exponent, 0.5 <= m < 1 */
-    exponent -= 1;
     return (exponent < lowest ? lowest : exponent) - f->fraction_bits;
 }
 
@@ -92,7 +131,7 @@ double ep_ref_round(ep_dtype dtype, double value)
         return f->infinite ? value : copysign(f->largest, value);
 
     int spacing = spacing_exponent(f, fabs(value));
-    double rounded = ldexp(rint(ldexp(value, -spacing)), spacing); /* rint: nearest, ties to even */
+    double rounded = rint(value * power(-spacing)) * power(spacing); /* rint: nearest, ties to even */
 
     if (fabs(rounded) > f->largest)
         return copysign(f->infinite ? (double)INFINITY : f->largest, value);
@@ -109,7 +148,7 @@ static uint32_t magnitude_code(const struct format *f, double magnitude)
         return ones << f->fraction_bits;
 
     int spacing = spacing_exponent(f, magnitude);
-    uint32_t steps = (uint32_t)ldexp(magnitude, -spacing); /* whole by now */
+    uint32_t steps = (uint32_t)(magnitude * power(-spacing)); /* whole by now */
     uint32_t hidden = 1u << f->fraction_bits;
 
     if (steps < hidden)
@@ -128,14 +167,12 @@ uint32_t ep_ref_encode(ep_dtype dtype, double value)
 
 void ep_ref_store(ep_dtype dtype, double value, void *element)
 {
-    uint32_t code = ep_ref_encode(dtype, value);
-
-    memcpy(element, &code, ep_ref_bytes(dtype));
+    store_code(dtype, ep_ref_encode(dtype, value), element);
 }
 
 double ep_ref_half_ulp(ep_dtype dtype, double magnitude)
 {
-    return ldexp(1.0, spacing_exponent(format_of(dtype), fabs(magnitude)) - 1);
+    return power(spacing_exponent(format_of(dtype), fabs(magnitude)) - 1);
 }
 
 static const double fp32_u = 0x1p-24;
@@ -159,7 +196,7 @@ double ep_ref_scale(ep_scale_format format, const void *scales, uint32_t i)
 
     if (format == EP_SCALE_UE8M0) {
         memcpy(&code, (const char *)scales + i, sizeof code);
-        return code == 255 ? (double)NAN : ldexp(1.0, code - 127);
+        return code == 255 ? (double)NAN : power(code - 127);
     }
     memcpy(&scale, (const char *)scales + (size_t)i * sizeof scale, sizeof scale);
     return (double)scale;
@@ -171,17 +208,20 @@ static double ue8m0_scale(double amax)
 
     if (amax == 0)
         return 1;
-    while (exponent < 127 && ldexp(448, exponent) < amax)
+    while (exponent < 127 && 448 * power(exponent) < amax)
         exponent++;
-    return ldexp(1.0, exponent);
+    return power(exponent);
 }
 
 double ep_ref_fp8_radius(ep_scale_format format, double x, double amax)
 {
     if (amax == 0)
         return 0;
-    if (format == EP_SCALE_UE8M0)
-        return ue8m0_scale(amax) * ep_ref_half_ulp(EP_FP8_E4M3, x / ue8m0_scale(amax));
+    if (format == EP_SCALE_UE8M0) {
+        double scale = ue8m0_scale(amax);
+
+        return scale * ep_ref_half_ulp(EP_FP8_E4M3, x / scale);
+    }
 
     double z = 448 * fabs(x) / amax;
 

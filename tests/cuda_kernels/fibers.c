@@ -262,20 +262,53 @@ static void *run_block(void *arg)
     return NULL;
 }
 
-static void free_block(struct block *b)
-{
-    for (uint32_t i = 0; i < b->threads; i++)
-        free(b->fiber[i].stack);
-    free(b->shared);
-    free(b->ready);
-    free(b);
-}
-
 static void *allocated(void *memory)
 {
     if (!memory)
         abort(); /* a test's machine that has no memory for stacks runs no test */
     return memory;
+}
+
+/* Stacks of threads that are over, for the next ones: a new one's pages are made when they are first written.  What is
+ * known of one is at its top, in a page that the next one writes too. */
+struct spare {
+    void *stack;
+    struct spare *next;
+};
+
+static pthread_mutex_t spares_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct spare *spares;
+
+static void *take_stack(void)
+{
+    struct spare *spare;
+
+    (void)pthread_mutex_lock(&spares_lock);
+    spare = spares;
+    if (spare)
+        spares = spare->next;
+    (void)pthread_mutex_unlock(&spares_lock);
+    return spare ? spare->stack : allocated(aligned_alloc(64, STACK));
+}
+
+static void give_stack(void *stack)
+{
+    struct spare *spare = (struct spare *)(void *)((uint8_t *)stack + STACK) - 1;
+
+    spare->stack = stack;
+    (void)pthread_mutex_lock(&spares_lock);
+    spare->next = spares;
+    spares = spare;
+    (void)pthread_mutex_unlock(&spares_lock);
+}
+
+static void free_block(struct block *b)
+{
+    for (uint32_t i = 0; i < b->threads; i++)
+        give_stack(b->fiber[i].stack);
+    free(b->shared);
+    free(b->ready);
+    free(b);
 }
 
 static struct block *new_block(uint32_t threads, uint32_t shared_bytes)
@@ -292,7 +325,7 @@ static struct block *new_block(uint32_t threads, uint32_t shared_bytes)
         warp->first = i / LANES * LANES;
         warp->alive = ++warp->threads;
         add_ready(b, i);
-        b->fiber[i].stack = allocated(aligned_alloc(64, STACK));
+        b->fiber[i].stack = take_stack();
         prepare(&b->fiber[i], enter);
     }
     return b;
