@@ -1,7 +1,6 @@
 #include "fibers.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -13,8 +12,7 @@ enum {
     LANES = 32, MAX_WARPS = 32,
     STACK = 64 * 1024,
     LOOKS = 8,        /* a thread looks so often before another has its turn */
-    IDLE_LOOKS = 512, /* of a block, in which nothing has happened: other blocks may want the processor */
-    IDLE_NAPS = 64,   /* then it sleeps */
+    IDLE_LOOKS = 256, /* of a block, in which nothing has happened: it sleeps, others may want the processor */
     NAP_NS = 50000,
 };
 
@@ -41,7 +39,7 @@ struct block {
     const void *args;
     uint32_t index, threads, current;
     uint32_t *ready, n_ready; /* who can go on */
-    uint32_t chance, looks, idle;
+    uint32_t chance, looks;
     struct meeting all, warp[MAX_WARPS];
     uint64_t given[MAX_WARPS][2][LANES]; /* of this exchange and the next one */
     uint32_t *shared;
@@ -155,21 +153,13 @@ static void take_turn(void)
     fiber_thread.x = from;
 }
 
-static void idle(struct block *b)
-{
-    if (++b->idle < IDLE_NAPS)
-        sched_yield();
-    else
-        nanosleep(&(struct timespec){ .tv_nsec = NAP_NS }, NULL);
-}
-
 void fibers_look(void)
 {
     struct block *b = block;
 
     b->looks++;
     if (b->looks % IDLE_LOOKS == 0)
-        idle(b);
+        nanosleep(&(struct timespec){ .tv_nsec = NAP_NS }, NULL);
     if (b->looks % LOOKS == 0)
         take_turn();
 }
@@ -182,7 +172,7 @@ static void open_meeting(struct meeting *meeting)
 
     meeting->here = 0;
     meeting->opened++;
-    b->looks = b->idle = 0;
+    b->looks = 0;
     for (uint32_t i = meeting->first; i < meeting->first + meeting->threads; i++)
         if (b->fiber[i].waits == meeting) {
             b->fiber[i].waits = NULL;
