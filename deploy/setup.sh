@@ -10,7 +10,7 @@ usage: deploy/setup.sh [--tests] [--check]
 Installs the missing packages with apt-get (as root, or through sudo).
 
   --tests   also what the tests need: cmocka, clang with libFuzzer, valgrind, spin, openssl, python3,
-            iproute2, patchelf, xz-utils, etcd (which the package starts as a service where systemd runs; the tests
+            iproute2, patchelf, xz-utils, ccache, etcd (which the package starts as a service where systemd runs; the tests
             start their own)
   --check   install nothing; list what is missing and exit 1 if anything is
   --help    this text
@@ -26,7 +26,7 @@ build_packages=(
 )
 test_packages=(
     libcmocka-dev clang valgrind spin openssl python3 python3-grpcio python3-protobuf iproute2 patchelf xz-utils
-    etcd-server
+    etcd-server ccache
 )
 
 lock_wait_s=300 # how long another apt or dpkg may keep us waiting

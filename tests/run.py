@@ -230,6 +230,19 @@ def build_dir(preset):
     return BUILD if preset == "release" else os.path.join(BUILD, preset)
 
 
+def use_ccache():
+    """
+    What was compiled before is not compiled again, also in another checkout: names of files are compared as they are below
+    ROOT, and only debuggers are told where that was.  Of CUDA files it must not compare what comes out of the
+    preprocessor: that is what the host's half of them is, and not what a GPU's is.
+    """
+    if shutil.which("ccache"):
+        for name, value in (("CMAKE_C_COMPILER_LAUNCHER", "ccache"), ("CMAKE_CXX_COMPILER_LAUNCHER", "ccache"),
+                            ("CMAKE_CUDA_COMPILER_LAUNCHER", "env;CCACHE_DEPEND=1;ccache"),
+                            ("CCACHE_BASEDIR", ROOT), ("CCACHE_NOHASHDIR", "1")):
+            os.environ.setdefault(name, value)
+
+
 def build_tasks(preset):
     """Configure and build, in this order."""
     configure = ["cmake", "--preset", preset, "-DEP_TESTS=ON", "-DEP_WERROR=ON"]
@@ -570,6 +583,7 @@ def main():
     options = parser.parse_args()
 
     began = time.monotonic()
+    use_ccache()
     shutil.rmtree(LOGS, ignore_errors=True)
     os.makedirs(LOGS)
     before = files_around()
