@@ -15,8 +15,8 @@ if(EP_FUZZ)
   target_compile_options(ep_flags INTERFACE $<$<COMPILE_LANGUAGE:C>:-fsanitize=fuzzer-no-link>)
 endif()
 
-# Sources that only compute, on memory that no other thread has.  The thread sanitizer finds nothing there and makes them
-# most of what a test takes: it leaves them alone.
+# Sources that make and check numbers of rows, one by one.  To watch each would be most of what a test takes with the thread
+# sanitizer; who uses a row too early or too late shows in these numbers themselves.
 function(ep_computes)
   if(EP_SANITIZE STREQUAL "thread")
     set_source_files_properties(${ARGN} PROPERTIES COMPILE_OPTIONS -fno-sanitize=thread)

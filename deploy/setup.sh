@@ -10,8 +10,8 @@ usage: deploy/setup.sh [--tests] [--check]
 Installs the missing packages with apt-get (as root, or through sudo).
 
   --tests   also what the tests need: cmocka, clang with libFuzzer, valgrind, spin, openssl, python3,
-            iproute2, patchelf, xz-utils, ccache, etcd (which the package starts as a service where systemd runs; the tests
-            start their own)
+            iproute2, patchelf, xz-utils, ccache, etcd (which the package starts as a service where systemd runs; the
+            tests start their own)
   --check   install nothing; list what is missing and exit 1 if anything is
   --help    this text
 TEXT
