@@ -233,7 +233,7 @@ def build_dir(preset):
 def use_ccache():
     """
     What was compiled before is not compiled again, also in another checkout: names of files are compared as they are below
-    ROOT, and only debuggers are told where that was.  Of CUDA files it must not compare what comes out of the
+    ROOT, and a debugger may be told the folder of the earlier one.  Of CUDA files it must not compare what comes out of the
     preprocessor: that is what the host's half of them is, and not what a GPU's is.
     """
     if shutil.which("ccache"):

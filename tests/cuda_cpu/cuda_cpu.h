@@ -17,6 +17,8 @@
 
 #include "cuda_fixture.h"
 
+enum { NAP_US = 20 }; /* of who waits for what others write: the processor is theirs meanwhile */
+
 /* A row that came: where the dispatch laid it out, with which weights. */
 struct cpu_arrival {
     uint32_t token, n;

@@ -7,7 +7,6 @@
 #include "ep_clock.h"
 #include "ep_reference.h"
 
-enum { NAP_US = 20 }; /* somebody who waits leaves the processor to the others */
 enum { AGAIN = 1 }; /* ep_route.index: the expert of an earlier choice of the token: a weight and no row */
 
 /* One op on its way. */

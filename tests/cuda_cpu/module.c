@@ -6,7 +6,7 @@
 #include "cuda_cpu.h"
 #include "ep_clock.h"
 
-enum { QUEUE = 8192, GRAPH_OPS = 1024, QUEUES = 128, WORDS_BYTES = 32768, NAP_US = 20 };
+enum { QUEUE = 8192, GRAPH_OPS = 1024, QUEUES = 128, WORDS_BYTES = 32768 };
 
 struct mark {
     uint64_t ns;

@@ -259,10 +259,9 @@ static void *allocated(void *memory)
     return memory;
 }
 
-/* Stacks of threads that are over, for the next ones: a new one's pages are made when they are first written.  What is
- * known of one is at its top, in a page that the next one writes too. */
+/* Stacks of threads that are over, for the next ones: a new one's pages are made when they are first written.  This is at
+ * the top of each, in a page that the next thread writes too. */
 struct spare {
-    void *stack;
     struct spare *next;
 };
 
@@ -278,14 +277,13 @@ static void *take_stack(void)
     if (spare)
         spares = spare->next;
     (void)pthread_mutex_unlock(&spares_lock);
-    return spare ? spare->stack : allocated(aligned_alloc(64, STACK));
+    return spare ? (uint8_t *)(spare + 1) - STACK : allocated(aligned_alloc(64, STACK));
 }
 
 static void give_stack(void *stack)
 {
     struct spare *spare = (struct spare *)(void *)((uint8_t *)stack + STACK) - 1;
 
-    spare->stack = stack;
     (void)pthread_mutex_lock(&spares_lock);
     spare->next = spares;
     spares = spare;
