@@ -398,13 +398,18 @@ struct ep_device_control {
 
 /* ---- the window's beginning ------------------------------------------------------ */
 
-struct ep_control {
+/* Whose window it is. */
+struct ep_window_head {
     uint64_t magic;
     uint32_t version;
     uint32_t rank;
     uint64_t epoch;
     struct ep_limits limits;
-    uint8_t reserved0[192 - 24 - sizeof(struct ep_limits)];
+};
+
+struct ep_control {
+    struct ep_window_head head;
+    uint8_t reserved0[192 - sizeof(struct ep_window_head)];
     uint32_t wake; /* counts doorbells and server-side events: the word the executor sleeps on */
     uint32_t reserved1[15];
     uint32_t asleep; /* 1: the executor is about to sleep, or does */

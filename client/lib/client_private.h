@@ -303,6 +303,9 @@ void events_push(struct ep_rank *rank, const ep_event *event);
 struct ep_rank *rank_new(struct ep_client *client);
 /* Frees what is there; works on a half-made rank too. */
 void rank_free(struct ep_rank *rank);
+/* Is that the head of rank whose's window, in this epoch and group?  EP_PROTOCOL when not. */
+ep_status rank_check_window(const struct ep_rank *rank, uint32_t whose, const struct ep_window_head *head,
+                            struct ep_error *error);
 /* The end of one that has a connection: nothing of it runs, and its program does not have it.  Tells the server. */
 void rank_finish(struct ep_rank *rank);
 

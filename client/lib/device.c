@@ -60,26 +60,11 @@ ep_status device_read(struct device *d, void *to, const void *from, uint64_t byt
 ep_status device_check_window(struct ep_rank *rank, uint32_t whose, struct ep_error *error)
 {
     struct device *d = rank->device;
-    struct {
-        uint64_t magic;
-        uint32_t version, rank;
-        uint64_t epoch;
-        struct ep_limits limits;
-    } head;
-    _Static_assert(sizeof head == offsetof(struct ep_control, reserved0), "the beginning of ep_control");
+    struct ep_window_head head;
 
     if (device_read(d, &head, d->api->memory_at(d->window[whose]), sizeof head, error) != EP_OK)
         return ep_error_prefix(error, "the window of rank %u", whose);
-    if (head.magic != EP_WINDOW_MAGIC || head.version != EP_WINDOW_VERSION)
-        return ep_error_set(error, EP_PROTOCOL,
-                            "the window of rank %u has version %u: this libepclient knows %u, they must be of "
-                            "matching releases",
-                            whose, head.magic == EP_WINDOW_MAGIC ? head.version : 0, EP_WINDOW_VERSION);
-    if (head.rank != whose || head.epoch != rank->epoch
-        || memcmp(&head.limits, &rank->shape.map.limits, sizeof head.limits) != 0)
-        return ep_error_set(error, EP_PROTOCOL, "the window of rank %u is that of another rank, epoch or group",
-                            whose);
-    return EP_OK;
+    return rank_check_window(rank, whose, &head, error);
 }
 
 /* What stands in the window's report is of the rank's last worker: its failures are not ours to tell. */

@@ -239,21 +239,6 @@ static ep_status map_window(struct ep_rank *rank, int fd, uint64_t bytes, struct
     return EP_OK;
 }
 
-static ep_status check_window(const struct ep_rank *rank, struct ep_error *error)
-{
-    const struct ep_control *c = rank->control;
-
-    if (c->magic != EP_WINDOW_MAGIC || c->version != EP_WINDOW_VERSION)
-        return ep_error_set(error, EP_PROTOCOL,
-                            "the window has version %u: this libepclient knows %u, they must be of "
-                            "matching releases",
-                            c->magic == EP_WINDOW_MAGIC ? c->version : 0, EP_WINDOW_VERSION);
-    if (c->rank != rank->rank || c->epoch != rank->epoch
-        || memcmp(&c->limits, &rank->shape.map.limits, sizeof c->limits) != 0)
-        return ep_error_set(error, EP_PROTOCOL, "the window is that of another rank, epoch or group");
-    return EP_OK;
-}
-
 /* local number -> expert, from the placement's homes. */
 static ep_status list_experts(struct ep_rank *rank, struct ep_error *error)
 {
@@ -290,7 +275,7 @@ static ep_status attach_host(struct ep_rank *rank, const struct ep_attach_frame 
 {
     if (map_window(rank, fd, welcome->value, error) != EP_OK)
         return error->status;
-    return check_window(rank, error);
+    return rank_check_window(rank, rank->rank, &rank->control->head, error);
 }
 
 /* A worker without a GPU, a driver or the module will never have them: nothing to try again. */

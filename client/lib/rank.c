@@ -39,6 +39,23 @@ void rank_free(struct ep_rank *rank)
     free(rank);
 }
 
+/* ---- windows --------------------------------------------------------------------- */
+
+ep_status rank_check_window(const struct ep_rank *rank, uint32_t whose, const struct ep_window_head *head,
+                            struct ep_error *error)
+{
+    if (head->magic != EP_WINDOW_MAGIC || head->version != EP_WINDOW_VERSION)
+        return ep_error_set(error, EP_PROTOCOL,
+                            "the window of rank %u has version %u: this libepclient knows %u, they must be of "
+                            "matching releases",
+                            whose, head->magic == EP_WINDOW_MAGIC ? head->version : 0, EP_WINDOW_VERSION);
+    if (head->rank != whose || head->epoch != rank->epoch
+        || memcmp(&head->limits, &rank->shape.map.limits, sizeof head->limits) != 0)
+        return ep_error_set(error, EP_PROTOCOL, "the window of rank %u is that of another rank, epoch or group",
+                            whose);
+    return EP_OK;
+}
+
 /* ---- leave ----------------------------------------------------------------------- */
 
 /* The window is unmapped: its memory may be used again at once. */

@@ -348,11 +348,13 @@ static void format_control(const struct ep_engine *engine)
     struct ep_control *control = engine->control;
 
     memset(control, 0, sizeof *control);
-    control->version = EP_WINDOW_VERSION;
-    control->rank = engine->options.rank;
-    control->epoch = engine->options.epoch;
-    control->limits = engine->map.limits;
-    control->magic = EP_WINDOW_MAGIC;
+    control->head = (struct ep_window_head){
+        .magic = EP_WINDOW_MAGIC,
+        .version = EP_WINDOW_VERSION,
+        .rank = engine->options.rank,
+        .epoch = engine->options.epoch,
+        .limits = engine->map.limits,
+    };
 }
 
 static int start_thread(struct ep_engine *engine)

@@ -278,10 +278,9 @@ static void set_timeout(struct ep_team *base, uint32_t timeout_ms)
 
 /* ---- windows ----------------------------------------------------------------------- */
 
-/* Whose window it is, for those who map it. */
-static ep_status write_identity(struct cuda_team *team, uint32_t rank, struct ep_error *error)
+static ep_status write_head(struct cuda_team *team, uint32_t rank, struct ep_error *error)
 {
-    const struct ep_control control = {
+    const struct ep_window_head head = {
         .magic = EP_WINDOW_MAGIC,
         .version = EP_WINDOW_VERSION,
         .rank = rank,
@@ -289,7 +288,7 @@ static ep_status write_identity(struct cuda_team *team, uint32_t rank, struct ep
         .limits = team->map->limits,
     };
 
-    return cuda_write(team, rank, team->ranks[rank].window, &control, offsetof(struct ep_control, wake), error);
+    return cuda_write(team, rank, team->ranks[rank].window, &head, sizeof head, error);
 }
 
 /* Whom the server runs ops for writes into the windows of all. */
@@ -322,7 +321,7 @@ static ep_status set_window(struct ep_team *base, uint32_t rank, struct ep_node_
     if (!status)
         status = cuda_span_tell_window(team, rank, error);
     if (!status)
-        status = write_identity(team, rank, error);
+        status = write_head(team, rank, error);
     return status ? ep_error_prefix(error, "window of rank %u", rank) : EP_OK;
 }
 
@@ -342,7 +341,7 @@ static ep_status clean_rank(struct cuda_team *team, uint32_t rank, struct ep_err
     if (!status)
         status = cuda_clear(team, rank, r->window, sizeof(struct ep_control), error);
     if (!status)
-        status = write_identity(team, rank, error);
+        status = write_head(team, rank, error);
     if (!status) /* the beginning is written when the next one joins; until then `begun` is of use */
         status = cuda_clear(team, rank, (uint8_t *)cuda_state(team, rank) + image,
                             team->base.state_bytes - image, error);

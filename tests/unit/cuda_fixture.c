@@ -673,7 +673,7 @@ static void answer(struct ep_control *control, const struct ep_op *op)
     records[part].layout = op->layout;
     records[part].wire_dtype = op->wire_dtype;
     if (!records[part].arrived[0])
-        records[part].arrived[0] = (1ull << control->limits.ranks) - 1;
+        records[part].arrived[0] = (1ull << control->head.limits.ranks) - 1;
     if (records[part].status != EP_OK && report->failures++ == 0) {
         report->failure = records[part];
         report->failure_op = part;

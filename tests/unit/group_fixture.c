@@ -239,7 +239,7 @@ void claim_when_free(struct fixture *f, struct worker *worker, const char *group
 static void lay_out(struct worker *worker)
 {
     const struct ep_control *control = (const struct ep_control *)worker->window;
-    struct ep_limits limits = control->limits;
+    struct ep_limits limits = control->head.limits;
 
     assert_int_equal(ep_layout_compute(&limits, &worker->map, NULL), EP_OK);
 }

@@ -145,7 +145,7 @@ static void check_window(int fd, uint64_t bytes, uint32_t rank)
     struct ep_control *at = mmap(NULL, bytes, PROT_READ, MAP_SHARED, fd, 0);
 
     assert_ptr_not_equal(at, MAP_FAILED);
-    assert_int_equal(at->rank, rank);
+    assert_int_equal(at->head.rank, rank);
     munmap(at, bytes);
     check_memory(fd, bytes, EP_WINDOW_MAGIC);
 }

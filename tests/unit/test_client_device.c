@@ -97,11 +97,11 @@ static void make_memory(struct fixture *f)
 
     for (uint32_t r = 0; r < RANKS; r++) {
         assert_int_equal(f->api->memory_create(0, f->map.total_bytes, &f->window[r], &error), EP_OK);
-        control_of(f, r)->magic = EP_WINDOW_MAGIC;
-        control_of(f, r)->version = EP_WINDOW_VERSION;
-        control_of(f, r)->rank = r;
-        control_of(f, r)->epoch = EPOCH;
-        control_of(f, r)->limits = f->map.limits;
+        control_of(f, r)->head.magic = EP_WINDOW_MAGIC;
+        control_of(f, r)->head.version = EP_WINDOW_VERSION;
+        control_of(f, r)->head.rank = r;
+        control_of(f, r)->head.epoch = EPOCH;
+        control_of(f, r)->head.limits = f->map.limits;
     }
     f->state_bytes = ep_device_state_bytes(&f->map, &f->placement);
     assert_int_equal(f->api->memory_create(0, f->state_bytes, &f->state, &error), EP_OK);
@@ -466,19 +466,19 @@ static void windows_and_state_of_others_are_refused(void **state)
 
     (void)state;
     send_all(f);
-    control_of(f, 2)->version = EP_WINDOW_VERSION + 1;
+    control_of(f, 2)->head.version = EP_WINDOW_VERSION + 1;
     refused(attach(f, 0, RANKS, f->map.total_bytes), EP_PROTOCOL, "the window of rank 2 has version");
     destroy(f);
 
     f = make();
     send_all(f);
-    control_of(f, 0)->epoch++;
+    control_of(f, 0)->head.epoch++;
     refused(attach(f, 0, RANKS, f->map.total_bytes), EP_PROTOCOL, "the window of rank 0 is that of another");
     destroy(f);
 
     f = make();
     send_all(f);
-    control_of(f, ME)->rank = 0;
+    control_of(f, ME)->head.rank = 0;
     refused(attach(f, 0, RANKS, f->map.total_bytes), EP_PROTOCOL, "the window of rank 1 is that of another");
     destroy(f);
 
@@ -1541,12 +1541,12 @@ static void a_window_that_is_not_its_own_is_refused(void **state)
     destroy(f);
 
     f = make();
-    control_of(f, ME)->version++;
+    control_of(f, ME)->head.version++;
     refused(attach_served(f, 0, 0), EP_PROTOCOL, "the window of rank 1 has version");
     destroy(f);
 
     f = make();
-    control_of(f, ME)->limits.top_k++;
+    control_of(f, ME)->head.limits.top_k++;
     refused(attach_served(f, 0, 0), EP_PROTOCOL, "the window of rank 1 is that of another rank, epoch or group");
     destroy(f);
 

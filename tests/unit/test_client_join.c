@@ -236,7 +236,7 @@ static void a_join_that_fails_with_its_window_mapped_says_bye(void **state)
 {
     struct fixture *f = *state;
 
-    join(f, WINDOW_OF_ANOTHER, EP_PROTOCOL, "the window has version 0");
+    join(f, WINDOW_OF_ANOTHER, EP_PROTOCOL, "the window of rank 0 has version 0");
     assert_int_equal(f->last.type, EP_ATTACH_BYE);
     assert_int_equal(f->last.epoch, 0);
 }

@@ -295,11 +295,11 @@ static void the_control_block_is_formatted(void **state)
     const struct ep_control *c = f->rank[1].control;
 
     (void)state;
-    assert_int_equal(c->magic, EP_WINDOW_MAGIC);
-    assert_int_equal(c->version, EP_WINDOW_VERSION);
-    assert_int_equal(c->rank, 1);
-    assert_int_equal(c->epoch, 7);
-    assert_memory_equal(&c->limits, &f->map.limits, sizeof c->limits);
+    assert_int_equal(c->head.magic, EP_WINDOW_MAGIC);
+    assert_int_equal(c->head.version, EP_WINDOW_VERSION);
+    assert_int_equal(c->head.rank, 1);
+    assert_int_equal(c->head.epoch, 7);
+    assert_memory_equal(&c->head.limits, &f->map.limits, sizeof c->head.limits);
     destroy(f);
 }
 

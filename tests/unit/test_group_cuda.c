@@ -437,9 +437,9 @@ static void a_worker_gets_its_window_its_state_and_its_peers_windows(void **stat
         } else {
             assert_int_equal(memory.kind, i == 0 ? EP_MEMORY_OWN_WINDOW : EP_MEMORY_PEER_WINDOW);
             assert_int_equal(memory.bytes, w.info.window_bytes);
-            assert_int_equal(((struct ep_control *)at)->magic, EP_WINDOW_MAGIC);
-            assert_int_equal(((struct ep_control *)at)->rank, whose[i]);
-            assert_int_equal(((struct ep_control *)at)->epoch, 1);
+            assert_int_equal(((struct ep_control *)at)->head.magic, EP_WINDOW_MAGIC);
+            assert_int_equal(((struct ep_control *)at)->head.rank, whose[i]);
+            assert_int_equal(((struct ep_control *)at)->head.epoch, 1);
         }
         munmap(at, memory.bytes);
         close(memory.fd);

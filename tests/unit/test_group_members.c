@@ -166,7 +166,7 @@ static void a_new_worker_gets_fresh_memory(void **state)
     assert_int_equal(next.window[next.map.arena], 0);
     memset(old, 0xff, next.window_bytes);
     assert_int_equal(next.window[next.map.arena], 0);
-    assert_int_equal(((struct ep_control *)(void *)next.window)->magic, EP_WINDOW_MAGIC);
+    assert_int_equal(((struct ep_control *)(void *)next.window)->head.magic, EP_WINDOW_MAGIC);
     munmap(old, next.window_bytes);
     release(&next, false);
 }

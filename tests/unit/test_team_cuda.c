@@ -110,11 +110,11 @@ static void windows_say_whose_they_are(void **state)
     for (uint32_t r = 0; r < RANKS; r++) {
         const struct ep_control *control = (const void *)window_of(f, r);
 
-        assert_int_equal(control->magic, EP_WINDOW_MAGIC);
-        assert_int_equal(control->version, EP_WINDOW_VERSION);
-        assert_int_equal(control->rank, r);
-        assert_int_equal(control->epoch, EPOCH);
-        assert_memory_equal(&control->limits, &f->map.limits, sizeof control->limits);
+        assert_int_equal(control->head.magic, EP_WINDOW_MAGIC);
+        assert_int_equal(control->head.version, EP_WINDOW_VERSION);
+        assert_int_equal(control->head.rank, r);
+        assert_int_equal(control->head.epoch, EPOCH);
+        assert_memory_equal(&control->head.limits, &f->map.limits, sizeof control->head.limits);
     }
 }
 
