@@ -38,7 +38,7 @@ UNIT_S = 120         # a unit test program, where ctest does not say
 BUILD_S = 900
 SCRIPT_S = 600
 GPU_S = 1800         # tests/gpu
-MODEL_S = 1800       # two minutes on two cores that have nothing else to do
+COMPUTE_S = 3600     # what gets only what others leave of the cores
 TIME_SCALE = {"release": 1, "asan": 3, "tsan": 5}
 VALGRIND_SCALE = 5
 EXIT_GRACE_S = 3     # a killed child may need a moment to be gone
@@ -69,6 +69,7 @@ class Task:
     timeout_s: float
     env: dict = dataclasses.field(default_factory=dict)
     parse: object = parse_script  # (task, exit code or None after a timeout, output) -> [Case]
+    computes: bool = False        # and no more: it neither waits for a clock nor is waited for
 
     @property
     def stem(self):
@@ -127,7 +128,8 @@ def execute(task, env, mark):
     with open(task.log, "wb") as out:
         # No session of its own: Linux shares the cores out between sessions first (sched(7), autogroup), and on two
         # cores one can be kept from running for seconds then, whatever the priorities of its threads.
-        child = subprocess.Popen(task.command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+        nice = ["nice", "-n", "19"] if task.computes else []
+        child = subprocess.Popen(nice + task.command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                                  cwd=ROOT, env={**os.environ, **env, MARK: mark}, process_group=0)
         try:
             return child.wait(task.timeout_s)
@@ -432,7 +434,7 @@ def gpu_tasks(quick):
         wait_ms, env = ("120000", {"EP_CUDA_WIRE_NODES": nodes, **more}) if nodes != "1" else ("60000", {})
         return Task("gpu/kernels-on-cpus" + name,
                     [os.path.join(BUILD, "gpu", "ll_device"), "--ranks", ranks, "--timeout-ms", wait_ms, *flags],
-                    GPU_S, {**on_cpus("kernels"), **env}, parse_lines)
+                    COMPUTE_S, {**on_cpus("kernels"), **env}, parse_lines, computes=True)
 
     for name, ranks, nodes, cases in KERNEL_RUNS + (() if quick else LONG_KERNEL_RUNS):
         yield kernels(name, ranks, nodes, "--filter", cases)
@@ -449,7 +451,7 @@ def gpu_tasks(quick):
 def model_task(case=""):
     """case chooses some, as the script's argument does."""
     return Task("model", [sys.executable, "-B", os.path.join(TESTS, "model", "run.py"), *([case] if case else [])],
-                MODEL_S, parse=parse_lines)
+                COMPUTE_S, parse=parse_lines, computes=True)
 
 
 def pool_tasks(preset, quick, case):
@@ -522,18 +524,21 @@ class Run:
         """
         What can run beside anything else, of all builds at once: no core waits at the end of each.  The longest
         first, as far as their limits tell.  Beside these, one after the other, unit tests: those that take long wait
-        for leases and elections.
+        for leases and elections.  What only computes has what all these leave of the cores.
         """
         tasks = []
         for preset in presets:
             if self.chosen(pool_tasks(preset, quick, self.only_case)) and self.build(preset):
                 tasks += self.chosen(pool_tasks(preset, quick, self.only_case))  # unit tests have commands now
+        if not quick:
+            tasks += self.chosen([model_task(self.only_case)])
+        computing = [task for task in tasks if task.computes]
         units = [task for task in tasks if "/unit/" in task.name]
-        others = [task for task in tasks if "/unit/" not in task.name]
-        with concurrent.futures.ThreadPoolExecutor(1) as beside:
-            waiting = beside.submit(self.run, units, 1)
-            self.run(sorted(others, key=lambda task: -task.timeout_s))
-            waiting.result()
+        others = [task for task in tasks if task not in computing and task not in units]
+        lanes = ((sorted(others, key=lambda task: -task.timeout_s), JOBS), (units, 1), (computing, JOBS))
+        with concurrent.futures.ThreadPoolExecutor(len(lanes)) as pool:
+            for lane in [pool.submit(self.run, *lane) for lane in lanes]:
+                lane.result()
 
     def alone(self, tasks):
         """What wants all of the machine, or changes build/."""
@@ -595,7 +600,6 @@ def main():
         run.run(run.chosen([layers_task()]))
         run.pool(["release"] if options.quick else ["release", "asan", "tsan", "fuzz"], options.quick)
         if not options.quick:
-            run.run(run.chosen([model_task(run.only_case)]))
             run.alone([*script_tasks(), *faults_tasks()])
     finally:
         shutil.rmtree(base, ignore_errors=True)
