@@ -91,6 +91,7 @@ static void on_closed(struct ep_rpc_call *call, void *user)
 GROUP_HANDLER(on_prepare, ep_groups_prepare, Ep__V1__PrepareRequest)
 GROUP_HANDLER(on_connect, ep_groups_connect, Ep__V1__ConnectRequest)
 GROUP_HANDLER(on_abort, ep_groups_abort, Ep__V1__AbortRequest)
+GROUP_HANDLER(on_close, ep_groups_close_claims, Ep__V1__CloseRequest)
 GROUP_HANDLER(on_hold, ep_groups_hold, Ep__V1__HoldRequest)
 GROUP_HANDLER(on_admit, ep_groups_admit, Ep__V1__AdmitRequest)
 GROUP_HANDLER(on_left, ep_groups_left, Ep__V1__LeaveRequest)
@@ -102,6 +103,7 @@ static const struct ep_rpc_handler handlers[] = {
     { .method = "Prepare", .for_peers = true, .on_request = on_prepare, .on_closed = on_closed },
     { .method = "Connect", .for_peers = true, .on_request = on_connect, .on_closed = on_closed },
     { .method = "Abort", .for_peers = true, .on_request = on_abort, .on_closed = on_closed },
+    { .method = "Close", .for_peers = true, .on_request = on_close, .on_closed = on_closed },
     { .method = "Hold", .for_peers = true, .on_request = on_hold, .on_closed = on_closed },
     { .method = "Admit", .for_peers = true, .on_request = on_admit, .on_closed = on_closed },
     { .method = "Leave", .for_peers = true, .on_request = on_left, .on_closed = on_closed },

@@ -4,12 +4,13 @@
  *   PREPARE   every member makes its part of the epoch, beside the one that runs
  *   OFFER     one has less room than it offered when this was planned: the offers that come now, and PREPARE once more
  *   CONNECT   and reaches all others
+ *   CLOSE     a deletion, instead of these: no rank is claimed on other nodes from now on, and none is (delete.c)
  *   COMMIT    the records are written, in a commit that only the leader of this term can make: that decides
  *   SEE       this server's own watch has told it, so that what is answered is what is there
  *   SETTLE    the members say that they have put it into service, or have let go of what was deleted; bounded
  *
- * Live changes and deletions begin with COMMIT.  What fails before is aborted at all members.  A commit whose answer
- * was an error may still be there: then the view tells, and heal.c mends what the abort took away.
+ * Live changes and forced deletions begin with COMMIT.  What fails before is aborted at all members.  A commit whose
+ * answer was an error may still be there: then the view tells, and heal.c mends what the abort took away.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,6 +21,7 @@
 #include "group_private.h"
 #include "window.h"
 
+#define CLOSE_MS   2000u
 #define PREPARE_MS 10000u
 #define OFFER_MS   1000u /* what members had for the first plan is theirs again, and the store tells what they have */
 #define CONNECT_SLACK_MS 2000u /* beyond what a member takes at most */
@@ -32,9 +34,15 @@ static struct ep_groups *groups_of(const struct change *change)
     return change->group->groups;
 }
 
-static bool has_parts(const struct change *change)
+/* What fails before the commit has to be undone there. */
+static bool has_members(const struct change *change)
 {
     return change->plan.n_nodes > 0;
+}
+
+static bool makes_epoch(const struct change *change)
+{
+    return has_members(change) && change->kind != CHANGE_DELETION;
 }
 
 static bool is_own(const struct agreed *member)
@@ -49,6 +57,7 @@ static void enter(struct change *change, int step)
 
     switch (change->step) {
     case AGREE_BEGIN: break;
+    case AGREE_CLOSE:
     case AGREE_PREPARE:
     case AGREE_OFFER: change->entry->prepare_us += took; break;
     case AGREE_CONNECT: change->entry->connect_us = took; break;
@@ -155,7 +164,8 @@ static void abort_parts(const struct change *change, const char *why)
     Ep__V1__AbortRequest request = EP__V1__ABORT_REQUEST__INIT;
 
     request.group = change->group->name;
-    request.epoch = change->status->epoch;
+    request.epoch = makes_epoch(change) ? change->status->epoch : 0;
+    request.deletion = change->entry->number;
     request.reason = (char *)(uintptr_t)why;
     request.fence = change->fence;
     for (uint32_t i = 0; i < change->plan.n_nodes; i++)
@@ -169,7 +179,7 @@ static void give_up(struct change *change, const struct ep_error *error)
 {
     const struct ep_error why = *error;
 
-    if (has_parts(change))
+    if (has_members(change))
         abort_parts(change, why.text);
     finish(change, &why);
 }
@@ -226,7 +236,7 @@ static void commit(struct change *change)
     struct group *group = change->group;
 
     enter(change, AGREE_COMMIT);
-    if (has_parts(change))
+    if (makes_epoch(change))
         show_progress(change);
     switch (change->kind) {
     case CHANGE_DELETION: records_delete(group, on_committed, change); break;
@@ -277,7 +287,7 @@ static void answered(struct agreed *member)
 
     member->answered = true;
     if (--change->waiting) {
-        if (is_worth_showing(change->waiting))
+        if (makes_epoch(change) && is_worth_showing(change->waiting))
             show_progress(change);
         return;
     }
@@ -325,6 +335,17 @@ static void on_prepared(const struct ep_error *error, const ProtobufCMessage *me
     answered(member);
 }
 
+static void on_closed(const struct ep_error *error, const ProtobufCMessage *reply, void *user)
+{
+    struct agreed *member = user;
+    struct ep_error why = EP_ERROR_INIT;
+
+    end_call(member);
+    (void)close_judge(member->change->group, error, (const Ep__V1__CloseReply *)reply, &why);
+    note_failure(member, &why);
+    answered(member);
+}
+
 static void on_connected(const struct ep_error *error, const ProtobufCMessage *reply, void *user)
 {
     struct agreed *member = user;
@@ -343,6 +364,18 @@ static void call(struct agreed *member, const char *method, const ProtobufCMessa
     groups->calls++;
     ep_cluster_call(groups->cluster, member->change->plan.name[member->node], &ep__v1__node__descriptor, method,
                     request, timeout_ms, done, member);
+}
+
+static void ask_all_to_close(struct change *change)
+{
+    Ep__V1__CloseRequest request = EP__V1__CLOSE_REQUEST__INIT;
+
+    begin_asking(change, AGREE_CLOSE);
+    request.group = change->group->name;
+    request.fence = change->fence;
+    request.deletion = change->entry->number;
+    for (uint32_t i = 0; i < change->plan.n_nodes; i++)
+        call(&change->members[i], "Close", &request.base, CLOSE_MS, on_closed);
 }
 
 /* This server last: its own answer comes at once, and with it, if it is the only one, the next step. */
@@ -405,24 +438,32 @@ static void ask_all_to_connect(struct change *change)
     free(cards);
 }
 
+static void begin_epoch(struct change *change)
+{
+    change->status->term = change->fence;
+    if (change->status->epoch > change->group->tried)
+        change->group->tried = change->status->epoch;
+    enter_phase(change);
+    ask_all_to_prepare(change);
+}
+
 void agree_begin(struct change *change)
 {
     const uint32_t n = change->plan.n_nodes;
 
     change->fence = ep_cluster_guard(groups_of(change)->cluster).expected;
-    if (!has_parts(change)) {
+    if (!has_members(change)) {
         commit(change);
         return;
     }
-    change->status->term = change->fence;
     free(change->members); /* of a first plan */
     change->members = group_allocate(n, sizeof *change->members);
     for (uint32_t i = 0; i < n; i++)
         change->members[i] = (struct agreed){ .change = change, .node = i };
-    if (change->status->epoch > change->group->tried)
-        change->group->tried = change->status->epoch;
-    enter_phase(change);
-    ask_all_to_prepare(change);
+    if (makes_epoch(change))
+        begin_epoch(change);
+    else
+        ask_all_to_close(change);
 }
 
 /* ---- after the commit ------------------------------------------------------------------------------ */

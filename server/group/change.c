@@ -1,5 +1,5 @@
 /*
- * Create, update, delete.  Each: judge what is asked, settle and plan it, and have it agreed on (agree.c).  Only the
+ * Create and update.  Each: judge what is asked, settle and plan it, and have it agreed on (agree.c).  Only the
  * leader does that.  One change of a group at a time; what fails leaves the group as it was.
  */
 #include <stdio.h>
@@ -36,8 +36,8 @@ const char *change_text(const struct change *change)
 
 /* ---- the life of a change ------------------------------------------------------------------- */
 
-static struct change *change_new(struct group *group, enum change_kind kind, const Ep__V1__Asker *asker,
-                                 ep_group_done_fn done, void *user)
+struct change *change_new(struct group *group, enum change_kind kind, const Ep__V1__Asker *asker, ep_group_done_fn done,
+                          void *user)
 {
     struct change *change = group_allocate(1, sizeof *change);
 
@@ -124,7 +124,7 @@ ep_status change_check_lead(const struct ep_groups *groups, struct ep_error *err
     return ep_error_set(error, EP_UNAVAILABLE, "no server leads at present, so nothing can be changed: try again");
 }
 
-static ep_status check_quiet(const struct group *group, struct ep_error *error)
+ep_status change_check_quiet(const struct group *group, struct ep_error *error)
 {
     if (group->phase == EP_PHASE(DRAINING))
         return ep_error_set(error, EP_FAILED_PRECONDITION, "group %s is being deleted: %s", group->name,
@@ -225,7 +225,7 @@ static ep_status check_new(struct ep_groups *groups, const char *name, struct ep
     (void)group_get(groups, name, &why); /* not there is what we want; not ready is not */
     if (why.status == EP_UNAVAILABLE)
         return ep_error_set(error, why.status, "%s", why.text);
-    if (group && check_quiet(group, error))
+    if (group && change_check_quiet(group, error))
         return error->status;
     if (group && group->visible)
         return ep_error_set(error, EP_ALREADY_EXISTS, "group %s is there already, at revision %llu", name,
@@ -495,7 +495,7 @@ void ep_groups_update(struct ep_groups *groups, const char *name, uint64_t revis
     struct outlook to = { .place = names(fields, n_fields, "placement") };
     struct group *group = group_get(groups, name, &error);
 
-    if (group && !check_quiet(group, &error) && !check_revision(group, revision, &error) &&
+    if (group && !change_check_quiet(group, &error) && !check_revision(group, revision, &error) &&
         !take_fields(group, spec, fields, n_fields, dry_run, &to, &error) &&
         !change_check_lead(groups, &error) && !look_ahead(group, &to, &error)) {
         update(group, &to, dry_run, asker, done, user);
@@ -505,88 +505,4 @@ void ep_groups_update(struct ep_groups *groups, const char *name, uint64_t revis
         fail(done, user, &error);
     }
     outlook_clear(&to);
-}
-
-/* ---- delete ---------------------------------------------------------------------------------- */
-
-struct workers {
-    uint32_t members, quarantined;
-    char text[160];
-};
-
-static void count_epoch(const struct epoch *epoch, struct workers *workers)
-{
-    for (uint32_t i = 0; epoch && i < epoch->n_ranks; i++) {
-        const struct rank *rank = &epoch->ranks[i];
-        const bool elsewhere = !rank->here && rank->state == EP_RANK_STATE(ATTACHED);
-        const size_t used = strlen(workers->text);
-
-        workers->quarantined += rank->here ? rank->own->quarantined != NULL : rank->state == EP_RANK_STATE(QUARANTINED);
-        if (!rank->own->member && !elsewhere)
-            continue;
-        workers->members++;
-        if (used + 48 < sizeof workers->text)
-            snprintf(workers->text + used, sizeof workers->text - used, "%srank %u (pid %d)", used ? ", " : "", i,
-                     (int)(rank->here ? rank->own->claimant.pid : rank_worker(rank)->pid));
-    }
-}
-
-static struct workers count_workers(const struct group *group)
-{
-    struct workers workers = { 0 };
-
-    count_epoch(group->epoch, &workers);
-    for (const struct epoch *epoch = group->older; epoch; epoch = epoch->next)
-        count_epoch(epoch, &workers);
-    return workers;
-}
-
-static ep_status check_unused(const struct group *group, bool force, const struct workers *workers,
-                              struct ep_error *error)
-{
-    if (force || !workers->members)
-        return EP_OK;
-    return ep_error_set(error, EP_FAILED_PRECONDITION,
-                        "group %s has %u workers: %s; let them leave, or delete with force", group->name,
-                        workers->members, workers->text);
-}
-
-void ep_groups_delete(struct ep_groups *groups, const char *name, bool force, const Ep__V1__Asker *asker,
-                      ep_group_done_fn done, void *user)
-{
-    struct ep_error error = EP_ERROR_INIT;
-    struct group *group = group_get(groups, name, &error);
-    struct workers workers = { 0 };
-    struct change *change;
-
-    if (group)
-        workers = count_workers(group);
-    if (!group || check_quiet(group, &error) || check_unused(group, force, &workers, &error) ||
-        change_check_lead(groups, &error)) {
-        if (group)
-            history_refused(group, "deletion", asker, NULL, &error);
-        fail(done, user, &error);
-        return;
-    }
-    change = change_new(group, CHANGE_DELETION, asker, done, user);
-    change->workers = workers.members + workers.quarantined > 0;
-    agree_begin(change);
-}
-
-/* Its records are gone, by whoever's doing. */
-void group_remove(struct group *group)
-{
-    const struct workers workers = count_workers(group);
-    char reason[96];
-
-    snprintf(reason, sizeof reason, "deleted; %u workers have to let go of their windows",
-             workers.members + workers.quarantined);
-    group_phase(group, EP_PHASE_REMOVE, reason);
-    part_drop(group, "the group was deleted");
-    if (group->epoch)
-        epoch_detach(group->epoch, "the group was deleted");
-    for (struct epoch *epoch = group->older; epoch; epoch = epoch->next)
-        epoch_detach(epoch, "the group was deleted");
-    status_changed(group);
-    group_later(group->groups);
 }

@@ -164,6 +164,8 @@ void ep_groups_prepare(struct ep_groups *groups, const Ep__V1__PrepareRequest *r
 void ep_groups_connect(struct ep_groups *groups, const Ep__V1__ConnectRequest *request, ep_cluster_done_fn done,
                        void *user);
 void ep_groups_abort(struct ep_groups *groups, const Ep__V1__AbortRequest *request, ep_cluster_done_fn done, void *user);
+void ep_groups_close_claims(struct ep_groups *groups, const Ep__V1__CloseRequest *request, ep_cluster_done_fn done,
+                            void *user);
 void ep_groups_hold(struct ep_groups *groups, const Ep__V1__HoldRequest *request, ep_cluster_done_fn done, void *user);
 void ep_groups_admit(struct ep_groups *groups, const Ep__V1__AdmitRequest *request, ep_cluster_done_fn done, void *user);
 void ep_groups_left(struct ep_groups *groups, const Ep__V1__LeaveRequest *request, ep_cluster_done_fn done, void *user);

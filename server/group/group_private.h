@@ -8,7 +8,8 @@
  *
  *   preview.c  what a change would do;  balance.c: homes of experts by their loads
  *
- *   change.c   create, update, delete: what is asked is judged, and what has to be agreed on is handed to
+ *   change.c   create, update: what is asked is judged, and what has to be agreed on is handed to agree.c
+ *   delete.c   delete, likewise; nobody claims a rank anywhere while that is decided
  *   agree.c    the leader's side: prepare and connect the members, commit the records, see it done; or abort
  *   part.c     the member's side: its part of an epoch that is not decided yet
  *   term.c     whose requests a member heeds: those of the last leader there has been
@@ -230,6 +231,13 @@ struct ask {
     struct how_fars fars;
 };
 
+/* No rank here is claimed, as the group is about to be deleted. */
+struct closed {
+    uint64_t fence;    /* of the leader that deletes it */
+    uint64_t deletion; /* its number in the group's history */
+    uint64_t until;    /* loop time, ms; 0: it is not closed */
+};
+
 enum turn_step { TURN_NONE, TURN_PROVE, TURN_WITHDRAW, TURN_LOOK, TURN_LOOK_AGAIN, TURN_ASK, TURN_DECIDE, TURN_SETTLE };
 
 /* What the leader does about it; the transitions are in turn.c. */
@@ -291,6 +299,7 @@ struct group {
     bool seen, gone;       /* view.c: among all that is there; its records are not there any more */
     bool replaced;         /* gone, and another has its name */
     struct change *change; /* under way; NULL: none */
+    struct closed closed;
     struct ask ask;
     struct turn turn;
     Ep__V1__Turn turned;   /* the last that was decided */
@@ -450,9 +459,9 @@ struct change {
     uint64_t spec_revision, status_revision; /* of the group that it was judged on */
     Ep__V1__GroupSpec *asked;   /* to be stored; NULL: a deletion */
     Ep__V1__GroupStatus *status; /* the same; own message */
-    struct ep_plan plan;        /* of a new epoch */
+    struct ep_plan plan;        /* of a new epoch; a deletion: names alone, of whom it asks */
     uint64_t rank_bytes, node_bytes; /* that takes for each rank, and beside them on each of its nodes */
-    enum { AGREE_BEGIN, AGREE_PREPARE, AGREE_OFFER, AGREE_CONNECT, AGREE_COMMIT, AGREE_SEE, AGREE_SETTLE } step;
+    enum { AGREE_BEGIN, AGREE_CLOSE, AGREE_PREPARE, AGREE_OFFER, AGREE_CONNECT, AGREE_COMMIT, AGREE_SEE, AGREE_SETTLE } step;
     struct agreed *members;
     Ep__V1__GroupChange *entry; /* of the history */
     uint64_t step_ns;           /* since when it is at its step */
@@ -473,13 +482,29 @@ const char *change_text(const struct change *change);
 void change_finish(struct change *change, const struct ep_error *error);
 /* Only the leader changes groups.  EP_UNAVAILABLE: this server does not lead. */
 ep_status change_check_lead(const struct ep_groups *groups, struct ep_error *error);
-/* The change of an idle group that forms an epoch; settled and plan are taken over. */
+ep_status change_check_quiet(const struct group *group, struct ep_error *error);
+/* The change of a quiet group. */
+struct change *change_new(struct group *group, enum change_kind kind, const Ep__V1__Asker *asker, ep_group_done_fn done,
+                          void *user);
+/* The same, that forms an epoch; settled and plan are taken over. */
 struct change *change_new_epoch(struct group *group, enum change_kind kind, Ep__V1__GroupSpec *asked,
                                 struct ep_settled *settled, struct ep_plan *plan, const Ep__V1__Asker *asker,
                                 ep_group_done_fn done, void *user);
 
 /* With what the members offer by now.  False: it would not do either, and nothing has changed. */
 bool change_plan_again(struct change *change);
+
+/* ---- delete.c ----------------------------------------------------------------------- */
+
+/* Is no rank claimed here for now? */
+bool close_holds(const struct group *group);
+/* That deletion is given up; a later one may have closed it again. */
+void close_lift(struct group *group, uint64_t deletion);
+/* What a member's answer to Close means: EP_OK, it has no workers and will have none; else why the group stays. */
+ep_status close_judge(const struct group *group, const struct ep_error *asked, const Ep__V1__CloseReply *reply,
+                      struct ep_error *error);
+
+/* ---- agree.c ------------------------------------------------------------------------ */
 
 /* From the first step of its kind on; ends with change_finish(). */
 void agree_begin(struct change *change);

@@ -246,7 +246,7 @@ static ep_status check_open(const struct group *group, const struct ep_worker *w
     if (group->phase == EP_PHASE(DRAINING) || group->phase == EP_PHASE(DELETED))
         return ep_error_set(error, EP_FAILED_PRECONDITION, "group %s is being deleted: %s", group->name,
                             group->reason);
-    if (group->change && group->change->kind == CHANGE_DELETION)
+    if (close_holds(group) || (group->change && group->change->kind == CHANGE_DELETION))
         return ep_error_set(error, EP_UNAVAILABLE, "group %s is being deleted", group->name);
     if (!group->epoch || group->phase == EP_PHASE(FAILED))
         return ep_error_set(error, EP_FAILED_PRECONDITION, "group %s is %s: %s", group->name,

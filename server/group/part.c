@@ -241,11 +241,18 @@ void ep_groups_connect(struct ep_groups *groups, const Ep__V1__ConnectRequest *r
 
 /* ---- Abort --------------------------------------------------------------------------------------- */
 
+static void give_up(struct group *group, uint64_t fence)
+{
+    if (group->prepared && group->prepared->fence < fence)
+        part_drop(group, "another leader has nothing to do with it");
+    if (group->closed.fence < fence)
+        close_lift(group, group->closed.deletion);
+}
+
 static void drop_older(struct ep_groups *groups, uint64_t fence)
 {
     for (size_t i = 0; i < groups->n; i++)
-        if (groups->list[i]->prepared && groups->list[i]->prepared->fence < fence)
-            part_drop(groups->list[i], "another leader has nothing to do with it");
+        give_up(groups->list[i], fence);
 }
 
 static void serve_abort(struct ep_groups *groups, const ProtobufCMessage *message, ep_cluster_done_fn done,
@@ -254,11 +261,14 @@ static void serve_abort(struct ep_groups *groups, const ProtobufCMessage *messag
     const Ep__V1__AbortRequest *request = (const Ep__V1__AbortRequest *)message;
     static const Ep__V1__AbortReply reply = EP__V1__ABORT_REPLY__INIT;
     struct ep_error error = EP_ERROR_INIT;
+    struct group *group;
     struct epoch *part;
 
     if (!term_check(groups, request->fence, &error)) {
         if (!*request->group)
             drop_older(groups, request->fence);
+        else if (!request->epoch && (group = group_find(groups, request->group)))
+            close_lift(group, request->deletion);
         else if ((part = find_part(groups, request->group, request->epoch, NULL)))
             part_drop(part->group, request->reason);
     }

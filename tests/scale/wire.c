@@ -20,6 +20,7 @@ struct method {
 SERVE(prepare, PrepareRequest)
 SERVE(connect, ConnectRequest)
 SERVE(abort, AbortRequest)
+SERVE(close_claims, CloseRequest)
 SERVE(hold, HoldRequest)
 SERVE(admit, AdmitRequest)
 SERVE(left, LeaveRequest)
@@ -41,6 +42,7 @@ static const struct method methods[] = {
     { "Prepare", &ep__v1__prepare_request__descriptor, &ep__v1__prepare_reply__descriptor, serve_prepare },
     { "Connect", &ep__v1__connect_request__descriptor, &ep__v1__connect_reply__descriptor, serve_connect },
     { "Abort", &ep__v1__abort_request__descriptor, &ep__v1__abort_reply__descriptor, serve_abort },
+    { "Close", &ep__v1__close_request__descriptor, &ep__v1__close_reply__descriptor, serve_close_claims },
     { "Hold", &ep__v1__hold_request__descriptor, &ep__v1__hold_reply__descriptor, serve_hold },
     { "Admit", &ep__v1__admit_request__descriptor, &ep__v1__admit_reply__descriptor, serve_admit },
     { "Leave", &ep__v1__leave_request__descriptor, &ep__v1__leave_reply__descriptor, serve_left },

@@ -185,6 +185,8 @@ static void serve(struct message *message)
         ep_groups_connect(groups, (Ep__V1__ConnectRequest *)body, on_served, message);
     else if (!strcmp(message->method, "Abort"))
         ep_groups_abort(groups, (Ep__V1__AbortRequest *)body, on_served, message);
+    else if (!strcmp(message->method, "Close"))
+        ep_groups_close_claims(groups, (Ep__V1__CloseRequest *)body, on_served, message);
     else if (!strcmp(message->method, "Hold"))
         ep_groups_hold(groups, (Ep__V1__HoldRequest *)body, on_served, message);
     else if (!strcmp(message->method, "Admit"))

@@ -33,7 +33,7 @@ static void begin(struct fixture *f, enum kind kind, struct answer *answer)
     else if (kind == UPDATE)
         ep_groups_update(groups, "moe", 0, &spec, fields, 1, false, NULL, span_on_answer, answer);
     else
-        ep_groups_delete(groups, "moe", true, NULL, span_on_answer, answer);
+        ep_groups_delete(groups, "moe", false, NULL, span_on_answer, answer);
 }
 
 static void create(struct fixture *f, uint32_t hidden)
