@@ -11,6 +11,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import glob
+import itertools
 import json
 import os
 import re
@@ -482,6 +483,12 @@ def layers_task():
 # ---- all of it -----------------------------------------------------------------------
 
 
+def mixed(builds):
+    """Tasks of each build in turn, as those of sanitizers take more of the cores.  The longest first, as their limits tell."""
+    by_length = [sorted(tasks, key=lambda task: -task.timeout_s) for tasks in builds]
+    return [task for turn in itertools.zip_longest(*by_length) for task in turn if task]
+
+
 class Run:
     """Chooses tasks, runs them and gathers their cases."""
 
@@ -522,23 +529,19 @@ class Run:
 
     def pool(self, presets, quick):
         """
-        What can run beside anything else, of all builds at once: no core waits at the end of each.  The longest
-        first, as far as their limits tell.  Beside these, one after the other, unit tests: those that take long wait
-        for leases and elections.  What only computes has what all these leave of the cores.
+        What can run beside anything else, of all builds at once: no core waits at the end of each.  Tests wait for leases and
+        elections, so there is one more at a time than there are cores.  What only computes has what they leave of these.
         """
-        tasks = []
+        builds = []
         for preset in presets:
             if self.chosen(pool_tasks(preset, quick, self.only_case)) and self.build(preset):
-                tasks += self.chosen(pool_tasks(preset, quick, self.only_case))  # unit tests have commands now
+                builds.append(self.chosen(pool_tasks(preset, quick, self.only_case)))  # unit tests have commands now
         if not quick:
-            tasks += self.chosen([model_task(self.only_case)])
-        computing = [task for task in tasks if task.computes]
-        units = [task for task in tasks if "/unit/" in task.name]
-        others = [task for task in tasks if task not in computing and task not in units]
-        lanes = ((sorted(others, key=lambda task: -task.timeout_s), JOBS), (units, 1), (computing, JOBS))
-        with concurrent.futures.ThreadPoolExecutor(len(lanes)) as pool:
-            for lane in [pool.submit(self.run, *lane) for lane in lanes]:
-                lane.result()
+            builds.append(self.chosen([model_task(self.only_case)]))
+        with concurrent.futures.ThreadPoolExecutor(1) as beside:
+            computing = beside.submit(self.run, [task for tasks in builds for task in tasks if task.computes])
+            self.run(mixed([[task for task in tasks if not task.computes] for tasks in builds]), JOBS + 1)
+            computing.result()
 
     def alone(self, tasks):
         """What wants all of the machine, or changes build/."""
