@@ -9,7 +9,7 @@ usage: deploy/setup.sh [--tests] [--check]
 
 Installs the missing packages with apt-get (as root, or through sudo).
 
-  --tests   also what the tests need: cmocka, clang with libFuzzer, valgrind, spin, openssl, python3,
+  --tests   also what the tests need: cmocka, clang with libFuzzer, valgrind, spin, tcc, openssl, python3,
             iproute2, patchelf, xz-utils, ccache, etcd (which the package starts as a service where systemd runs; the
             tests start their own)
   --check   install nothing; list what is missing and exit 1 if anything is
@@ -25,7 +25,7 @@ build_packages=(
     libsmartcols-dev libsystemd-dev libxxhash-dev libibverbs-dev libcrypt-dev
 )
 test_packages=(
-    libcmocka-dev clang valgrind spin openssl python3 python3-grpcio python3-protobuf iproute2 patchelf xz-utils
+    libcmocka-dev clang valgrind spin tcc openssl python3 python3-grpcio python3-protobuf iproute2 patchelf xz-utils
     etcd-server ccache
 )
 
