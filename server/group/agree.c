@@ -311,8 +311,8 @@ static void note_failure(struct agreed *member, const struct ep_error *error)
         return;
     change->failure = *error;
     change->refuser = member->node;
-    if (change->plan.n_nodes > 1)
-        ep_error_prefix(&change->failure, change->plan.name[member->node]);
+    if (change->plan.n_nodes > 1 || !is_own(member))
+        ep_error_prefix(&change->failure, "%s", change->plan.name[member->node]);
 }
 
 static void end_call(const struct agreed *member)

@@ -73,7 +73,9 @@ static void serve_close(struct ep_groups *groups, const ProtobufCMessage *messag
     struct ep_error error = EP_ERROR_INIT;
     struct workers workers = { 0 };
 
-    if (!part_heed(groups, request->fence, &error) && group) {
+    if (!part_heed(groups, request->fence, &error) && !group)
+        (void)ep_error_set(&error, EP_UNAVAILABLE, "group %.64s is not known here yet", request->group);
+    if (!error.status) {
         group->closed = (struct closed){ request->fence, request->deletion, group_now(groups) + DECIDED_MS };
         workers = count_workers(group, false);
     }
@@ -97,7 +99,8 @@ ep_status close_judge(const struct group *group, const struct ep_error *asked, c
     if (asked->status == EP_UNIMPLEMENTED)
         return EP_OK;
     if (asked->status)
-        return ep_error_set(error, asked->status, "%s", asked->text);
+        return ep_error_set(error, asked->status, "it has not said that it has no workers: %.300s; try again, or delete "
+                            "with force", asked->text);
     return reply->workers ? refuse_used(group, reply->workers, reply->who, error) : EP_OK;
 }
 
