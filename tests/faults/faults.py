@@ -84,8 +84,7 @@ class ServerStopped(Fault):
     longest = 6.0
 
     def begin(self):
-        self.world.stopped = {slot.rank for slot in self.world.slots if slot.node == self.whom}
-        self.world.servers[self.whom].signal(signal.SIGSTOP)
+        self.world.stop_server(self.whom)
 
     def end(self):
         self.world.servers[self.whom].signal(signal.SIGCONT)

@@ -1,6 +1,7 @@
 #!/usr/bin/python3
 """One fault at a time, and what is promised for it: the world of the soak, three nodes and an etcd of three members."""
 
+import contextlib
 import json
 import os
 import signal
@@ -195,14 +196,24 @@ class SlowTest(FaultTest):
 
 
 class StopTest(FaultTest):
+    @contextlib.contextmanager
+    def standing_still(self, node):
+        """Its server."""
+        self.world.begin_fault()
+        self.world.stop_server(node)
+        try:
+            yield
+        finally:
+            self.world.servers[node].signal(signal.SIGCONT)
+            self.world.end_fault()
+
     def test_a_leader_that_stood_still_in_a_change_does_not_end_it_against_another(self):
         old = self.leader("a")
         one, _ = self.others(old)
         asked = self.world.box.spawn(["ep-admin", "--timeout=20s", "group", "update", "moe", "--ll-max-tokens=24",
                                       "--label=n=5"], server=self.world.servers[one])
-        self.world.servers[old].signal(signal.SIGSTOP)
-        harness.wait_until(lambda: self.leader(one) not in (None, old), "another leads", interval=0.1)
-        self.world.servers[old].signal(signal.SIGCONT)
+        with self.standing_still(old):
+            harness.wait_until(lambda: self.leader(one) not in (None, old), "another leads", interval=0.1)
         made = asked.wait(40) == 0
         self.wait_well()
         labels = {self.label(node) for node in NODES}
@@ -213,10 +224,9 @@ class StopTest(FaultTest):
         self.assertEqual(len({json.dumps(group["spec"], sort_keys=True) for group in groups}), 1)
 
     def test_a_server_that_slept_through_a_change_of_its_ranks_takes_it_over(self):
-        self.world.servers["c"].signal(signal.SIGSTOP)
-        self.wait_phase("DEGRADED", "a", "b", reason="node c is lost")
-        self.change("a", "--ranks=4", "--placement=pack", "--label=n=6")
-        self.world.servers["c"].signal(signal.SIGCONT)
+        with self.standing_still("c"):
+            self.wait_phase("DEGRADED", "a", "b", reason="node c is lost")
+            self.change("a", "--ranks=4", "--placement=pack", "--label=n=6")
         self.wait_label("6")
         for node in NODES:
             ranks = self.world.status(node)["ranks"]

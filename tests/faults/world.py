@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -206,6 +207,11 @@ class World:
 
     def op_within_ms(self, rank):
         return OP_MS + 2000 * harness.SCALE + (self.fault_ms if rank in self.stopped else 0) + self.stalls.ms
+
+    def stop_server(self, node):
+        """Ops of its ranks take as long as it stands still."""
+        self.stopped = {slot.rank for slot in self.slots if slot.node == node}
+        self.servers[node].signal(signal.SIGSTOP)
 
     def begin_fault(self):
         """What made ops late before is over, and told."""
