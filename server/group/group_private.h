@@ -496,7 +496,7 @@ bool change_plan_again(struct change *change);
 
 /* ---- delete.c ----------------------------------------------------------------------- */
 
-/* Is no rank claimed here for now? */
+/* Are claims of ranks here refused? */
 bool close_holds(const struct group *group);
 /* That deletion is given up; a later one may have closed it again. */
 void close_lift(struct group *group, uint64_t deletion);
