@@ -164,8 +164,10 @@ static void abort_parts(const struct change *change, const char *why)
     Ep__V1__AbortRequest request = EP__V1__ABORT_REQUEST__INIT;
 
     request.group = change->group->name;
-    request.epoch = makes_epoch(change) ? change->status->epoch : 0;
-    request.deletion = change->entry->number;
+    if (makes_epoch(change))
+        request.epoch = change->status->epoch;
+    else
+        request.deletion = change->entry->number;
     request.reason = (char *)(uintptr_t)why;
     request.fence = change->fence;
     for (uint32_t i = 0; i < change->plan.n_nodes; i++)
@@ -341,7 +343,7 @@ static void on_closed(const struct ep_error *error, const ProtobufCMessage *repl
     struct ep_error why = EP_ERROR_INIT;
 
     end_call(member);
-    (void)close_judge(member->change->group, error, (const Ep__V1__CloseReply *)reply, &why);
+    close_judge(member->change->group, error, (const Ep__V1__CloseReply *)reply, &why);
     note_failure(member, &why);
     answered(member);
 }

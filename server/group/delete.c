@@ -93,15 +93,16 @@ void ep_groups_close_claims(struct ep_groups *groups, const Ep__V1__CloseRequest
 /* ---- the leader's side ------------------------------------------------------------------------------- */
 
 /* A server of a release that does not know the question has told its workers, and nothing newer is to be had of it. */
-ep_status close_judge(const struct group *group, const struct ep_error *asked, const Ep__V1__CloseReply *reply,
-                      struct ep_error *error)
+void close_judge(const struct group *group, const struct ep_error *asked, const Ep__V1__CloseReply *reply,
+                 struct ep_error *error)
 {
     if (asked->status == EP_UNIMPLEMENTED)
-        return EP_OK;
+        return;
     if (asked->status)
-        return ep_error_set(error, asked->status, "it has not said that it has no workers: %.300s; try again, or delete "
-                            "with force", asked->text);
-    return reply->workers ? refuse_used(group, reply->workers, reply->who, error) : EP_OK;
+        (void)ep_error_set(error, asked->status, "it has not said that it has no workers: %.300s; try again, or delete "
+                           "with force", asked->text);
+    else if (reply->workers)
+        (void)refuse_used(group, reply->workers, reply->who, error);
 }
 
 static bool is_asked(const struct ep_plan *asked, const char *node)

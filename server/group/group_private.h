@@ -500,9 +500,9 @@ bool change_plan_again(struct change *change);
 bool close_holds(const struct group *group);
 /* That deletion is given up; a later one may have closed it again. */
 void close_lift(struct group *group, uint64_t deletion);
-/* What a member's answer to Close means: EP_OK, it has no workers and will have none; else why the group stays. */
-ep_status close_judge(const struct group *group, const struct ep_error *asked, const Ep__V1__CloseReply *reply,
-                      struct ep_error *error);
+/* What a member's answer to Close means: why the group stays, or no error: it has no workers and will have none. */
+void close_judge(const struct group *group, const struct ep_error *asked, const Ep__V1__CloseReply *reply,
+                 struct ep_error *error);
 
 /* ---- agree.c ------------------------------------------------------------------------ */
 

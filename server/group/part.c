@@ -267,7 +267,7 @@ static void serve_abort(struct ep_groups *groups, const ProtobufCMessage *messag
     if (!term_check(groups, request->fence, &error)) {
         if (!*request->group)
             drop_older(groups, request->fence);
-        else if (!request->epoch && (group = group_find(groups, request->group)))
+        else if (request->deletion && (group = group_find(groups, request->group)))
             close_lift(group, request->deletion);
         else if ((part = find_part(groups, request->group, request->epoch, NULL)))
             part_drop(part->group, request->reason);
