@@ -365,7 +365,8 @@ EP_STATIC_ASSERT(offsetof(struct ep_device_report, records) == 320, "ep_device_r
  *              `blocks` how many of them add 1 each to `through` at their ends; the client's kernel waits for all, or
  *              for `closed`, and sets both to 0.  Nobody has to find out who was last: it is faster
  * A CUDA graph can replay the client's half: whatever the words were before, the next op finds what it needs.  When its
- * server is gone, libepclient sets `closed`, and all that waits or comes later goes on.
+ * server is gone, libepclient sets `closed`, and all that waits or comes later goes on, also what still runs of that server's
+ * (with MPS a process's kernels outlive it).
  *
  * Who may write to which of `op`, and when, is the client's to see to (kernels/cuda/ring.c): one is free when the op
  * that was there is over, in the order of the client's streams.

@@ -22,6 +22,9 @@ static void start_driver(void)
 ep_status ep_cuda_device_count(uint32_t *count, struct ep_error *error)
 {
     pthread_once(&driver_once, start_driver);
+    if (driver_result == CUDA_ERROR_MPS_SERVER_NOT_READY)
+        return ep_cuda_fail(error, driver_result, "cuInit (where a process was killed while kernels of it ran, the MPS "
+                            "server takes no new one on before all others that use these GPUs have ended)");
     if (driver_result != CUDA_SUCCESS && driver_result != CUDA_ERROR_NO_DEVICE &&
         driver_result != CUDA_ERROR_STUB_LIBRARY)
         return ep_cuda_fail(error, driver_result, "cuInit");

@@ -256,7 +256,8 @@ __device__ inline uint64_t closed_by(const ep_ht_args &a, uint32_t rank)
     return is_far(a, rank) ? far_closed(a, rank) : load_u64(closed_at(a, a.rank, rank));
 }
 
-/* Until there() holds, `peer` is absent, has closed the op or given_up(), or the op's time, and so much more, is over. */
+/* Until there() holds, `peer` is absent, has closed the op or given_up(), or the op's time, and so much more, is over, as it
+ * is when nobody is there any more to whom its end matters. */
 template <class There, class GivenUp>
 __device__ inline Wait wait_for(const ep_ht_args &a, const Op &op, uint32_t peer, There there, GivenUp given_up,
                                 uint64_t more_ns = 0)
@@ -272,7 +273,7 @@ __device__ inline Wait wait_for(const ep_ht_args &a, const Op &op, uint32_t peer
         }
         if (is_far(a, peer))
             catch_up(a, peer, op.tag);
-        if (now_ns() > op.deadline + more_ns)
+        if (now_ns() > op.deadline + more_ns || is_forsaken(a))
             return Wait::late;
     }
 }

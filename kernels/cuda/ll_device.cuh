@@ -271,7 +271,8 @@ __device__ inline bool is_late(Op &op, uint64_t sooner_ns = 0)
     return deadline && now + sooner_ns > deadline;
 }
 
-/* Until there() holds, `peer` has given_up() or takes part no more, or the op's time, but so much, is over. */
+/* Until there() holds, `peer` has given_up() or takes part no more, or the op's time, but so much, is over, as it is when
+ * nobody is there any more to whom its end matters. */
 template <class There, class GivenUp>
 __device__ inline Wait wait_for(const ep_ll_args &a, Op &op, uint32_t peer, There there, GivenUp given_up,
                                 uint64_t sooner_ns = 0)
@@ -285,7 +286,7 @@ __device__ inline Wait wait_for(const ep_ll_args &a, Op &op, uint32_t peer, Ther
             fence_sys(); /* acquire: what it did before is there by now */
             return there() ? Wait::there : Wait::gone;
         }
-        if (is_late(op, sooner_ns))
+        if (is_late(op, sooner_ns) || is_forsaken(a))
             return Wait::late;
     }
 }

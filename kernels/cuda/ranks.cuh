@@ -24,6 +24,13 @@ constexpr bool kNet = EP_LL_NET != 0;
 constexpr uint32_t kAll = 0xffffffffu;
 constexpr uint32_t kNobody = 0xffffffffu; /* no rank */
 
+/* Executor server: the server that runs the op is gone, says the worker (window.h), who waits for it no more.  As long as the
+ * kernel runs, MPS may take no new process on. */
+template <class Args> __device__ inline bool is_forsaken(const Args &a)
+{
+    return load_u32(&((const struct ep_control *)a.own)->gpu.mailbox.closed) != 0;
+}
+
 /* ---- sets ------------------------------------------------------------------------------- */
 
 constexpr uint32_t kMostRanks = kNet ? EP_DEVICE_MAX_RANKS : EP_DEVICE_NODE_RANKS;

@@ -259,6 +259,7 @@ static const struct ll_case cases[] = {
     SERVED("memory and groups come and go while doorbells are waited for", ll_case_churn, 1, .tokens = 40),
     SERVED("ops that are none", ll_case_wrong_ops, 1, .tokens = 40),
     SERVED("a mailbox that is closed", ll_case_closed, 2, .tokens = 40),
+    SERVED("the end of a serve whose op runs", ll_case_end, 2, .tokens = 40),
     SERVED("memory of the worker's own", ll_case_regions, 1, .tokens = 40),
     SERVED("memory of the worker's own, rank-major", ll_case_regions, 1, .tokens = 40, .layout = RM, .bias = true),
     SERVED("memory of the worker's own, packed fp8", ll_case_regions, 1, .tokens = 40, .layout = PACKED,

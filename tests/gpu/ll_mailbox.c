@@ -296,7 +296,44 @@ static ep_status run_closed(struct ll_passes *passes, uint32_t rank, struct ep_e
     return status;
 }
 
-/* The op goes on without its worker, and the end of the serve finds it: not over, then over. */
+/* The op waits no more than its worker does. */
+static ep_status end_at_once(struct world *world, struct ep_error *error)
+{
+    const ep_status status = world->api->serve_end(world->rank[0].serve, SHORT_MS, error);
+
+    return status == EP_OK ? status : ep_error_prefix(error, "the end of a serve whose worker has gone on");
+}
+
+ep_status ll_case_closed(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    struct ll_passes passes;
+    ep_status status = ll_open(setting, shape, 1, &passes, error);
+
+    if (status == EP_OK)
+        status = world_set_timeout(passes.world, LONG_MS, error);
+    if (status == EP_OK)
+        status = ll_each(&passes, world_all(passes.world), run_closed, error);
+    if (status == EP_OK)
+        status = end_at_once(passes.world, error);
+    ll_close(&passes);
+    return status;
+}
+
+/* ---- the end of a serve while an op runs ---------------------------------------------------- */
+
+static ep_status run_waiting(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct world_rank *own = &passes->world->rank[rank];
+    const struct ep_op op = pass_dispatch_op(passes->pass[rank][0], 0);
+    ep_status status;
+
+    if (rank > 0) /* never comes: rank 0 waits for the others */
+        return EP_OK;
+    status = world_ring(own, &op, error);
+    return status == EP_OK ? ll_wait_begun(own, error) : status;
+}
+
+/* Not over, then over. */
 static ep_status end_twice(struct world *world, struct ep_error *error)
 {
     const struct ep_cuda_api *api = world->api;
@@ -310,7 +347,7 @@ static ep_status end_twice(struct world *world, struct ep_error *error)
     return status == EP_OK ? api->serve_end(rank->serve, LONG_MS, error) : status;
 }
 
-ep_status ll_case_closed(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+ep_status ll_case_end(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
 {
     struct ll_passes passes;
     ep_status status = ll_open(setting, shape, 1, &passes, error);
@@ -318,7 +355,7 @@ ep_status ll_case_closed(const struct ll_setting *setting, const struct shape *s
     if (status == EP_OK)
         status = world_set_timeout(passes.world, LONG_MS, error);
     if (status == EP_OK)
-        status = ll_each(&passes, world_all(passes.world), run_closed, error);
+        status = ll_each(&passes, world_all(passes.world), run_waiting, error);
     if (status == EP_OK)
         status = end_twice(passes.world, error);
     ll_close(&passes);
