@@ -21,7 +21,7 @@
 #include "device_state.h"
 #include "ep_kernels.h"
 
-#define EP_CUDA_API_VERSION 10u
+#define EP_CUDA_API_VERSION 11u
 #define EP_CUDA_UUID_BYTES 16u
 #define EP_CUDA_SERVE_OPS 128u /* entries that are posted and not over, at most: a stream holds no end of work */
 
@@ -59,6 +59,9 @@ struct ep_cuda_rank_options {
     /* serve_open only: some ranks are on other nodes.  The state knows its struct ep_device_net, which has those of this
      * node; of windows[] the own one is looked at.  Without it there are at most EP_DEVICE_NODE_RANKS ranks. */
     bool net;
+    /* serve_open only, and with MPS: while LL ops follow each other, of a worker that spins (ring_open), a warp looks for
+     * the doorbell, not the stream, which is faster. */
+    bool polls;
     /* rank_open: memory beside the window that its ops may use.  The caller's, who may change it between ops and
      * keeps it as long as the rank is open.  NULL: none.  (Whom one serves: serve_region.) */
     const struct ep_regions *regions;

@@ -356,6 +356,7 @@ static ep_status open_node(struct daemon *d, struct ep_error *error)
         .name = d->options->name,
         .backend = backends[d->options->backend],
         .mps = mps[d->options->mps],
+        .polls = d->options->doorbell == EP_OPTIONS_DOORBELL_POLL,
         .gpus = d->options->gpus,
         .host_devices = (uint32_t)d->options->host_ranks,
         .memory_budget = d->options->memory,

@@ -31,6 +31,7 @@
 enum ep_options_action { EP_ACTION_RUN, EP_ACTION_CHECK, EP_ACTION_PRINT };
 enum ep_options_backend { EP_OPTIONS_AUTO, EP_OPTIONS_HOST, EP_OPTIONS_CUDA };
 enum ep_options_mps { EP_OPTIONS_MPS_AUTO, EP_OPTIONS_MPS_REQUIRE, EP_OPTIONS_MPS_OFF };
+enum ep_options_doorbell { EP_OPTIONS_DOORBELL_WAIT, EP_OPTIONS_DOORBELL_POLL };
 
 struct ep_id_list {
     uint32_t *ids;
@@ -42,7 +43,7 @@ struct ep_option_origin {
     int line; /* in the file */
 };
 
-#define EP_OPTIONS_MAX 40
+#define EP_OPTIONS_MAX 48
 
 /* Strings are owned by the struct; "" means none. */
 struct ep_options {
@@ -53,6 +54,7 @@ struct ep_options {
     char *name;
     int backend; /* enum ep_options_backend */
     int mps;     /* enum ep_options_mps */
+    int doorbell; /* enum ep_options_doorbell */
     char *gpus;  /* "0,2"; "": all */
     uint64_t host_ranks;
     uint64_t sms_per_rank;

@@ -16,21 +16,17 @@
 namespace ep {
 namespace ht {
 
-/* Of an entry: its number, and of that these. */
-enum Verdict : uint32_t { kThere = 1, kSpins = 2 };
-constexpr uint32_t kVerdictShift = 2;
+constexpr uint32_t kVerdictShift = 3; /* of an entry: its number, and what it finds, enum Found */
 
 /* All threads of block 0. */
 __device__ inline void decide(const ep_ht_expected &e)
 {
-    __shared__ Seen seen;
-    const bool there = is_there(e.serve, e.at, &seen) && !seen.closing;
+    const uint32_t found = look_once(e.serve, e.at);
 
-    if (there)
-        answer_bell(e.serve, seen.spins, gridDim.x);
+    if (found & kThere)
+        answer_bell(e.serve, found & kSpins, gridDim.x);
     if (threadIdx.x == 0)
-        store_u64(&e.serve.desk->ht.verdict,
-                  e.serve.number << kVerdictShift | (there ? kThere : 0) | (seen.spins ? kSpins : 0));
+        store_u64(&e.serve.desk->ht.verdict, e.serve.number << kVerdictShift | found);
 }
 
 /* All threads.  Block 0 always comes.  This and end_entry() are functions of their own: inlined they made executor direct's

@@ -93,6 +93,10 @@ int ep_ll_serve_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks);
 int ep_ll_expect_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks);
 /* The op in the mailbox if it is the expected one, which is no complete and no release; else it goes on waiting. */
 int ep_ll_expect(const struct ep_ll_expected *expected, uint32_t shared_bytes, void *stream);
+/* For it: a block that waits for the doorbell, for serve.poll_ns at most.  The kernel of ep_ll_expect comes next on the
+ * stream. */
+int ep_ll_poll_prepare(void);
+int ep_ll_poll(const struct ep_ll_expected *expected, void *stream);
 /* The op in the mailbox, whatever it is.  All of a rank have as many blocks: its dispatch_blocks. */
 int ep_ll_serve_one(const struct ep_ll_serve *serve, uint32_t blocks, uint32_t shared_bytes, void *stream);
 /* The same for ranks of several nodes, where NCCL's headers were there; else nothing calls them. */

@@ -1,7 +1,7 @@
 /*
  * Executor server: an op that is expected (forecast.h).  Its kernel has been told by value what to do, as those of
- * executor direct are, and only has to see that it is this op that the worker rings for.  If it is not, it leaves
- * everything as it was, the doorbell too, to the entry behind it.
+ * executor direct are, and only has to see that it is this op that the worker rings for, unless a warp ahead of it has
+ * (ll_poll.cu).  If it is not, it leaves everything as it was, the doorbell too, to the entry behind it.
  *
  * The op was judged by the host, and what a block has compared with it nobody else can change.  A worker that changes
  * its mailbox meanwhile has some blocks execute the op and others not, which is one of the ops that ll_serve.cu allows
@@ -15,49 +15,59 @@
 namespace ep {
 namespace {
 
-/* Block 0: the op is executed here and nowhere else. */
-__device__ inline void take(const ep_ll_expected &e, bool spins)
+/* All threads. */
+__device__ inline uint32_t find(const ep_ll_expected &e)
 {
-    answer_bell(e.serve, spins, gridDim.x);
-    if (threadIdx.x == 0)
-        store_u64(&e.serve.desk->taken, e.serve.number);
+    if (!e.serve.poll_ns)
+        return look_once(e.serve, e.at);
+    await_stream();
+    return load_u32(&e.serve.desk->found);
+}
+
+/* Block 0: the op is executed here and nowhere else. */
+__device__ inline void begin(const ep_ll_expected &e, uint32_t found)
+{
+    if (!e.serve.poll_ns)
+        take(e.serve, found, gridDim.x);
     if (e.args.phases == EP_LL_SEND)
         keep_half(e.serve, e.at.op);
 }
 
 /* Warp 0, when the block is through. */
-__device__ inline void end(const ep_ll_expected &e, const Seen &seen, bool there)
+__device__ inline void end(const ep_ll_expected &e, uint32_t found)
 {
-    uint64_t taken = 0;
+    const bool there = found & kThere, spins = found & kSpins;
+    uint64_t taken = 0, ended = 0;
     uint32_t over;
 
-    if (!pass(e.serve, seen.spins && there, there))
+    if (!pass(e.serve, spins && there, there))
         return;
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
         taken = load_u64(&e.serve.desk->taken);
-    set_right(e.args.state); /* its load is under way with that one */
+        ended = load_u64(&e.serve.desk->log.ended);
+    }
+    set_right(e.args.state); /* its load is under way with these */
     over = taken == e.serve.number;
-    if (over && !seen.spins)
+    if (over && !spins)
         store_u32(&e.serve.mailbox->bell, EP_BELL_DONE);
     if (__shfl_sync(kAll, over, 0))
-        log_op(e.serve, e.at.op, e.at.op.kind, e.at.place, seen.ended);
+        log_op(e.serve, e.at.op, e.at.op.kind, e.at.place, __shfl_sync(kAll, ended, 0));
 }
 
 template <class Run> __device__ __forceinline__ void expect(const ep_ll_expected &e, Run run)
 {
-    __shared__ Seen seen;
-    const bool there = is_there(e.serve, e.at, &seen);
+    const uint32_t found = find(e);
 
-    if (seen.closing)
+    if (found & kLeaves)
         return;
-    if (there) {
+    if (found & kThere) {
         if (blockIdx.x == 0)
-            take(e, seen.spins);
+            begin(e, found);
         run();
         __syncthreads();
     }
     if (threadIdx.x < 32)
-        end(e, seen, there);
+        end(e, found);
 }
 
 template <Cast C>
@@ -105,5 +115,5 @@ extern "C" int ep_ll_expect_prepare(uint32_t shared_bytes, bool shares, uint32_t
 extern "C" int ep_ll_expect(const struct ep_ll_expected *expected, uint32_t shared_bytes, void *stream)
 {
     return ep::launch(ep::kernel_of(expected->args, expected->at.op.kind), expected->args.blocks, ep::kThreads,
-                      shared_bytes, false, stream, *expected);
+                      shared_bytes, expected->serve.poll_ns > 0, stream, *expected);
 }

@@ -20,10 +20,11 @@ template <class What> __device__ inline void copy_words(What *to, const What *fr
         ((uint64_t *)to)[i] = ((const uint64_t *)from)[i];
 }
 
-/* What is there beside the op. */
-struct Seen {
-    uint64_t ended; /* ops before */
-    uint32_t closing, spins;
+/* What an entry finds that expects an op. */
+enum Found : uint32_t {
+    kThere = 1,  /* it is in the mailbox */
+    kSpins = 2,  /* the worker's kernel waits for its end, not a stream */
+    kLeaves = 4, /* nothing is to be done */
 };
 
 __device__ inline bool same(Vec a, Vec b)
@@ -31,23 +32,40 @@ __device__ inline bool same(Vec a, Vec b)
     return ((a.w[0] ^ b.w[0]) | (a.w[1] ^ b.w[1]) | (a.w[2] ^ b.w[2]) | (a.w[3] ^ b.w[3])) == 0;
 }
 
-/* All threads: is it the op that is in the mailbox? */
-__device__ inline bool is_there(const ep_ll_serve &s, const struct ep_forecast_op &at, Seen *seen)
+/* One warp. */
+__device__ inline uint32_t look(const ep_ll_serve &s, const struct ep_forecast_op &at)
 {
+    const uint32_t lane = threadIdx.x;
     const struct ep_op *op = &s.mailbox->op[at.place];
     bool differs = false;
+    uint32_t word = 0;
 
-    if (threadIdx.x < kOpVecs)
-        differs = !same(load_vec((const Vec *)op + threadIdx.x), ((const Vec *)&at.op)[threadIdx.x]);
-    else if (threadIdx.x == kOpVecs)
-        seen->closing = load_u32(&s.desk->closing);
-    else if (threadIdx.x == kOpVecs + 1)
-        seen->spins = load_u32(&s.mailbox->spins);
-    else if (threadIdx.x == kOpVecs + 2)
-        seen->ended = load_u64(&s.desk->log.ended);
-    else if (threadIdx.x == kOpVecs + 3)
+    if (lane < kOpVecs)
+        differs = !same(load_vec((const Vec *)op + lane), ((const Vec *)&at.op)[lane]);
+    else if (lane == kOpVecs)
         differs = ep_bell_op(load_u32(&s.mailbox->bell)) != at.place;
-    return !__syncthreads_or(differs);
+    else if (lane == kOpVecs + 1)
+        word = load_u32(&s.mailbox->spins) ? kSpins : 0;
+    else if (lane == kOpVecs + 2)
+        word = load_u32(&s.desk->closing);
+    if (__shfl_sync(kAll, word, kOpVecs + 2))
+        return kLeaves;
+    return (__any_sync(kAll, differs) ? 0 : kThere) | __shfl_sync(kAll, word, kOpVecs + 1);
+}
+
+/* All threads. */
+__device__ inline uint32_t look_once(const ep_ll_serve &s, const struct ep_forecast_op &at)
+{
+    __shared__ uint32_t found;
+
+    if (threadIdx.x < 32) {
+        const uint32_t seen = look(s, at);
+
+        if (threadIdx.x == 0)
+            found = seen;
+    }
+    __syncthreads();
+    return found;
 }
 
 /* One block of the op: what its complete will find. */
@@ -65,6 +83,14 @@ __device__ inline void answer_bell(const ep_ll_serve &s, bool spins, uint32_t bl
         store_u32(&s.mailbox->bell, 0);
         store_u32(&s.mailbox->blocks, blocks);
     }
+}
+
+/* One block, likewise, of an entry that has found what it expects: no other one executes it. */
+__device__ inline void take(const ep_ll_serve &s, uint32_t found, uint32_t blocks)
+{
+    answer_bell(s, found & kSpins, blocks);
+    if (threadIdx.x == 0)
+        store_u64(&s.desk->taken, s.number);
 }
 
 /* Warp 0 of the last block.  All is as it should be already, unless blocks executed different ops. */

@@ -4,7 +4,8 @@
  *
  * The server waits with operations of its stream, which the GPU's front end looks at.  So does the worker's stream,
  * unless both work through an MPS server: a kernel that waited for another process's could keep it off the GPU for a
- * whole time slice, as contexts take turns where there is no MPS.
+ * whole time slice, as contexts take turns where there is no MPS.  Where there is one, the server may be asked to have a
+ * warp look (ll_poll.cu), as it does for LL ops that are expected.
  *
  * A kernel that is told by value what to do is faster than one that finds out.  So when the ops of a worker repeat
  * themselves (forecast.h), most entries have the kernel for the op that is expected.  When another one comes, that
@@ -44,6 +45,10 @@
 
 #define FIND_OUT_EVERY 16u
 #define QUEUES_LEFT 4u /* for the module's own stream, and what else the process makes */
+/* That a warp looks at the doorbell.  FIND_OUT_EVERY of them may do so one after the other before the stream does, also
+ * when this process is killed: then MPS lets what it had posted run on, but takes no new process on if that is not over soon
+ * (seen on H200, driver 580: 75 ms are, 300 ms are not). */
+#define POLL_NS 2000000u
 #define RING_US 100u   /* between two rings at the end */
 #define STREAMS 512u   /* that a context has room for, before the first of them waits */
 
@@ -73,8 +78,9 @@ struct ep_cuda_serve {
     struct ep_ll_rank rank;
     struct ep_ht_rank ht;
     struct ep_layout_map map;
-    struct ep_forecast_log log; /* of whoever posts */
-    uint32_t period;
+    struct ep_forecast_log log; /* of whoever posts, as the next two */
+    uint32_t period, spins;
+    bool may_poll;
     CUdeviceptr bell, closing;
 
     pthread_mutex_t lock; /* of what follows; held while ops are enqueued, which does not wait */
@@ -153,6 +159,7 @@ static void load_kernels(void)
 {
     uint32_t blocks;
 
+    (void)ep_ll_poll_prepare();
     (void)near_kernels.prepare(0, false, &blocks);
     (void)near_kernels.ht_prepare(0, false, &blocks);
     (void)ep_cuda_net_kernels.prepare(0, false, &blocks);
@@ -320,6 +327,7 @@ ep_status ep_cuda_serve_open(const struct ep_cuda_rank_options *options, struct 
         return ep_error_set(error, EP_NO_MEMORY, "no memory to serve a rank");
     serve->device = options->device;
     serve->kernels = options->net ? &ep_cuda_net_kernels : &near_kernels;
+    serve->may_poll = options->polls;
     serve->shared_bytes = (uint32_t)ep_device_shared_bytes(&options->map->limits);
     serve->ht_shared_bytes = ep_ht_served_bytes((uint32_t)ep_device_ht_shared_bytes(&options->map->limits));
     status = ep_cuda_enter(options->device, &serve->context, error);
@@ -357,6 +365,8 @@ static ep_status look_ahead(struct ep_cuda_serve *serve, struct ep_error *error)
     if (serve->ll.number == 0)
         return EP_OK;
     status = ep_cuda_read(serve->device, &serve->log, &serve->ll.desk->log, sizeof serve->log, NULL, error);
+    if (status == EP_OK && serve->may_poll)
+        status = ep_cuda_read(serve->device, &serve->spins, &serve->ll.mailbox->spins, sizeof serve->spins, NULL, error);
     if (status == EP_OK)
         serve->period = ep_forecast_period(&serve->log);
     return status;
@@ -381,9 +391,12 @@ static const struct ep_forecast_op *expected(const struct ep_cuda_serve *serve)
 static int launch_ll(const struct ep_cuda_serve *serve, const struct ep_forecast_op *at, CUstream stream)
 {
     struct ep_ll_expected e = { .args = serve->rank.base, .at = *at, .serve = serve->ll };
+    int failed = 0;
 
     ep_ll_fill(&serve->rank, NULL, &at->op, false, &e.args);
-    return serve->kernels->expect(&e, serve->shared_bytes, stream);
+    if (serve->ll.poll_ns)
+        failed = ep_ll_poll(&e, stream);
+    return failed ? failed : serve->kernels->expect(&e, serve->shared_bytes, stream);
 }
 
 static int launch_ht(const struct ep_cuda_serve *serve, const struct ep_forecast_op *at, CUstream stream)
@@ -406,33 +419,49 @@ static int launch_any(const struct ep_cuda_serve *serve, CUstream stream)
 }
 
 /* What is done when the doorbell rings. */
-static int launch(const struct ep_cuda_serve *serve, CUstream stream)
+static int launch(const struct ep_cuda_serve *serve, const struct ep_forecast_op *at, CUstream stream)
 {
-    const struct ep_forecast_op *at = expected(serve);
-
     if (!at)
         return launch_any(serve, stream);
     return at->op.mode == EP_MODE_HT ? launch_ht(serve, at, stream) : launch_ll(serve, at, stream);
 }
 
+/* A worker without MPS would take turns with the warp; that it spins is its word that it has MPS. */
+static bool polls(const struct ep_cuda_serve *serve, const struct ep_forecast_op *at)
+{
+    return serve->may_poll && serve->spins && at && at->op.mode != EP_MODE_HT;
+}
+
+/* Under the lock; the device's context is current. */
+static ep_status post_one(struct ep_cuda_serve *serve, struct ep_error *error)
+{
+    const CUstream stream = serve->place->stream;
+    const struct ep_forecast_op *at;
+    CUresult result = CUDA_SUCCESS;
+    int launched;
+
+    serve->ll.number++;
+    at = expected(serve);
+    serve->ll.poll_ns = polls(serve, at) ? POLL_NS : 0;
+    if (!serve->ll.poll_ns)
+        result = cuStreamWaitValue32(stream, serve->bell, EP_BELL_RUNG, CU_STREAM_WAIT_VALUE_AND);
+    if (result != CUDA_SUCCESS)
+        return ep_cuda_fail(error, result, "cuStreamWaitValue32 on device %u, to wait for ops", serve->device);
+    launched = launch(serve, at, stream);
+    if (launched != 0)
+        return ep_error_set(error, EP_INTERNAL, "launch on device %u: %s", serve->device, ep_ll_error_text(launched));
+    return EP_OK;
+}
+
 /* Under the lock; the device's context is current. */
 static ep_status enqueue(struct ep_cuda_serve *serve, uint32_t ops, struct ep_error *error)
 {
-    const CUstream stream = serve->place->stream;
-    CUresult result = CUDA_SUCCESS;
-    int launched = 0;
+    CUresult result;
 
-    for (uint32_t i = 0; i < ops && result == CUDA_SUCCESS && launched == 0; i++) {
-        serve->ll.number++;
-        result = cuStreamWaitValue32(stream, serve->bell, EP_BELL_RUNG, CU_STREAM_WAIT_VALUE_AND);
-        if (result == CUDA_SUCCESS)
-            launched = launch(serve, stream);
-    }
-    if (launched != 0)
-        return ep_error_set(error, EP_INTERNAL, "launch on device %u: %s", serve->device, ep_ll_error_text(launched));
-    if (result != CUDA_SUCCESS)
-        return ep_cuda_fail(error, result, "cuStreamWaitValue32 on device %u, to wait for ops", serve->device);
-    result = cuEventRecord(serve->place->event[serve->posts % 2], stream);
+    for (uint32_t i = 0; i < ops; i++)
+        if (post_one(serve, error) != EP_OK)
+            return error->status;
+    result = cuEventRecord(serve->place->event[serve->posts % 2], serve->place->stream);
     if (result != CUDA_SUCCESS)
         return ep_cuda_fail(error, result, "cuEventRecord on device %u", serve->device);
     return EP_OK;

@@ -442,6 +442,7 @@ static ep_status start_executor(struct rank *rank, struct ep_error *error)
         .direct = rank->own->member->executor == EP__V1__EXECUTOR__EXECUTOR_DIRECT,
         .max_sms = rank->own->sms,
         .max_ht_sms = rank->own->member->ht_sms,
+        .polls = ep_node_device_polls(rank->epoch->group->groups->node, rank->own->device),
         .counters = rank->own->counters,
         .on_timeout = on_timeout,
         .on_failed = on_failed,

@@ -157,6 +157,7 @@ static ep_status fill(struct ep_node *node, const struct ep_node_options *option
     if (!node->name || !node->socket || !node->admin_address || !node->kernel || !node->reason)
         return ep_error_set(error, EP_NO_MEMORY, "node: out of memory");
     node->cpus = count_cpus();
+    node->polls = options->polls;
     node->sms_per_rank = options->sms_per_rank ? options->sms_per_rank : UINT32_MAX;
     node->region_bytes = options->region_bytes;
     node->silence_ms = options->silence_ms ? options->silence_ms : UINT32_MAX;
@@ -244,6 +245,11 @@ uint32_t ep_node_nccl(const struct ep_node *node, const char **text)
 bool ep_node_device_mps(const struct ep_node *node, uint32_t device)
 {
     return node->cuda && device < node->n_devices && node->devices[device].gpu.mps;
+}
+
+bool ep_node_device_polls(const struct ep_node *node, uint32_t device)
+{
+    return node->polls && ep_node_device_mps(node, device);
 }
 
 uint32_t ep_node_sms(const struct ep_node *node, uint32_t device)

@@ -29,6 +29,7 @@ struct ep_node_options {
     const char *gpus;               /* "0,2": these of the GPUs that the process sees; NULL or "": all */
     uint32_t host_devices;          /* ranks of the host backend that this node offers */
     uint64_t memory_budget;         /* bytes for windows, on GPUs of each; 0: half of what is free at start */
+    bool polls;                     /* with MPS, doorbells are polled: ep_cuda_rank_options */
     uint32_t sms_per_rank;          /* the most multiprocessors for a rank; 0: no bound */
     uint64_t region_bytes;          /* of its own memory that a worker may have mapped; 0: none */
     bool several;                   /* groups over several nodes may have ranks here: NCCL is started on GPUs */
@@ -55,6 +56,8 @@ const uint8_t *ep_node_device_uuid(const struct ep_node *node, uint32_t device);
 uint32_t ep_node_nccl(const struct ep_node *node, const char **text);
 /* Does this process's work on it go through an MPS server? */
 bool ep_node_device_mps(const struct ep_node *node, uint32_t device);
+/* And are doorbells polled there? */
+bool ep_node_device_polls(const struct ep_node *node, uint32_t device);
 
 /* Multiprocessors of a GPU; 0 on the host backend.  And how many of them one rank may have at most. */
 uint32_t ep_node_sms(const struct ep_node *node, uint32_t device);

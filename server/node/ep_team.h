@@ -169,6 +169,7 @@ struct ep_executor_options {
     bool direct;      /* the worker runs its own ops */
     /* cuda, where it does not: multiprocessors that its kernels may fill, and of these, those that HT ops fill; 0: all */
     uint32_t max_sms, max_ht_sms;
+    bool polls;       /* cuda, likewise: its doorbell is polled, ep_cuda_rank_options */
     struct ep_rank_counters *counters; /* outlive the executor; several may use them in turn */
     /* On the loop's thread, after an op timed out (coalesced). */
     void (*on_timeout)(const struct ep_engine_timeout *timeout, void *user);

@@ -160,6 +160,8 @@ static void tell_mps(const struct ep_node *node)
                         "this process and back; with executor direct none does");
     else
         EP_INFO("node", "GPUs are used through an MPS server: kernels of workers and of this process run at once");
+    if (node->polls && gpu_with_mps(node, false))
+        EP_WARN("node", "doorbell is poll, which is for GPUs with an MPS server: for others it is wait");
 }
 
 /* ---- the backend --------------------------------------------------------------- */

@@ -61,6 +61,7 @@ struct ep_node {
     char *name, *socket, *admin_address, *kernel;
     char *nccl; /* what GPUs reach those of other nodes through, in words, */
     uint32_t nccl_version; /* and 0, if they do not */
+    bool polls;
     uint32_t cpus, sms_per_rank, silence_ms;
     uint64_t started_us, budget, used, region_bytes;
     const struct ep_cuda_api *cuda; /* NULL: the host backend */

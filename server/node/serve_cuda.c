@@ -253,6 +253,7 @@ static ep_status open_serve(struct serve *serve, struct cuda_team *team, const s
         .max_sms = options->max_sms,
         .max_ht_sms = options->max_ht_sms,
         .net = team->span != NULL,
+        .polls = options->polls,
     };
 
     if (!windows)

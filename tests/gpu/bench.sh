@@ -133,6 +133,7 @@ executors() {
     executor executor-server 'server, no MPS' server
     if have_mps; then
         executor executor-mps 'server, MPS' server with_mps
+        executor executor-mps-poll 'server, MPS, poll' server with_mps polls
         executor executor-direct-mps 'direct, MPS' direct with_mps
     else
         echo 'server, MPS: skipped, there is no nvidia-cuda-mps-control'

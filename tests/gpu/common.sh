@@ -131,6 +131,9 @@ start_server() {
 
 have_mps() { command -v nvidia-cuda-mps-control >/dev/null; }
 
+# polls COMMAND [ARGUMENT...]: servers that it starts poll doorbells, where there is MPS.
+polls() { EP_SERVER_DOORBELL=poll "$@"; }
+
 # with_mps COMMAND [ARGUMENT...]: while an MPS server of our own is there, for our processes alone.
 with_mps() {
     local dir code

@@ -133,11 +133,14 @@ static int run(const struct ep_cuda_api *api, const struct options *o)
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         struct ep_error error = EP_ERROR_INIT;
         struct shape shape = shapes[i];
+        const struct ll_time_options how = {
+            .ranks = o->gpus * o->sharing, .gpus = o->gpus, .pairs = o->pairs, .verify = o->verify
+        };
         struct ll_times times;
 
         shape.tokens = o->tokens;
         shape.sms = o->sms;
-        if (ll_time(api, o->gpus * o->sharing, o->gpus, &shape, o->pairs, false, o->verify, &times, &error) == EP_OK) {
+        if (ll_time(api, &shape, &how, &times, &error) == EP_OK) {
             print_row(&shape, &times, o->sharing == 1 ? o->gpus : 0);
             continue;
         }

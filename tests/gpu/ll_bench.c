@@ -18,7 +18,7 @@ struct options {
     uint32_t gpus, pairs; /* gpus 0: all */
     uint32_t sharing;     /* ranks on each GPU */
     bool verify, bars;    /* bars: print them, and nothing else */
-    bool served;          /* executor server beside direct */
+    bool served, polls;   /* executor server beside direct; and what waits for its bells */
     const char *json;     /* NULL: nowhere */
 };
 
@@ -155,13 +155,14 @@ static void print_bars(void)
 
 static void usage(FILE *to)
 {
-    fputs("usage: ll_bench [--gpus N] [--sharing N] [--pairs N] [--executor direct|server] [--no-verify]\n"
-          "                [--json FILE] [--bars]\n"
+    fputs("usage: ll_bench [--gpus N] [--sharing N] [--pairs N] [--executor direct|server]\n"
+          "                [--doorbell wait|poll] [--no-verify] [--json FILE] [--bars]\n"
           "\n"
           "  --gpus N      GPUs to use (default: all)\n"
           "  --sharing N   ranks on each of them (default 1; figures are for 1)\n"
           "  --pairs N     pairs in graphs that are timed (default 600)\n"
           "  --executor E  server: what it costs that another thread launches what ranks ring for\n"
+          "  --doorbell D  poll: as ep-server with this option (default wait)\n"
           "  --no-verify   do not compare one pass of each case with the reference first\n"
           "  --json FILE   add a line for each case to it\n"
           "  --bars        print what is aimed at as comma-separated lines: no GPU is needed\n",
@@ -174,7 +175,7 @@ static bool parse(int argc, char **argv, struct options *o)
         { "gpus", required_argument, NULL, 'g' },  { "sharing", required_argument, NULL, 's' },
         { "pairs", required_argument, NULL, 'p' }, { "no-verify", no_argument, NULL, 'n' },
         { "executor", required_argument, NULL, 'e' }, { "json", required_argument, NULL, 'j' },
-         { "bars", no_argument, NULL, 'b' },
+        { "doorbell", required_argument, NULL, 'd' }, { "bars", no_argument, NULL, 'b' },
         { "help", no_argument, NULL, 'h' },        { NULL, 0, NULL, 0 }
     };
     int c;
@@ -188,6 +189,11 @@ static bool parse(int argc, char **argv, struct options *o)
         case 'e':
             o->served = strcmp(optarg, "server") == 0;
             if (!o->served && strcmp(optarg, "direct") != 0)
+                return false;
+            break;
+        case 'd':
+            o->polls = strcmp(optarg, "poll") == 0;
+            if (!o->polls && strcmp(optarg, "wait") != 0)
                 return false;
             break;
         case 'n': o->verify = false; break;
@@ -204,12 +210,15 @@ static bool parse(int argc, char **argv, struct options *o)
 static ep_status run_case(const struct ep_cuda_api *api, const struct options *o, const struct shape *shape, FILE *json,
                           struct ep_error *error)
 {
-    const uint32_t ranks = o->gpus * o->sharing;
+    struct ll_time_options how = {
+        .ranks = o->gpus * o->sharing, .gpus = o->gpus, .pairs = o->pairs, .polls = o->polls, .verify = o->verify
+    };
     struct ll_times direct, served;
-    ep_status status = ll_time(api, ranks, o->gpus, shape, o->pairs, false, o->verify, &direct, error);
+    ep_status status = ll_time(api, shape, &how, &direct, error);
 
+    how.served = true;
     if (status == EP_OK && o->served)
-        status = ll_time(api, ranks, o->gpus, shape, o->pairs, true, o->verify, &served, error);
+        status = ll_time(api, shape, &how, &served, error);
     if (status != EP_OK)
         return status;
     if (o->served)

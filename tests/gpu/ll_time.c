@@ -409,15 +409,16 @@ static void summarise(struct timing *t, struct ll_times *times)
         times->push_gbps = (double)most / times->push / 1e3;
 }
 
-ep_status ll_time(const struct ep_cuda_api *api, uint32_t ranks, uint32_t gpus, const struct shape *shape,
-                  uint32_t pairs, bool served, bool verify, struct ll_times *times, struct ep_error *error)
+ep_status ll_time(const struct ep_cuda_api *api, const struct shape *shape, const struct ll_time_options *o,
+                  struct ll_times *times, struct ep_error *error)
 {
-    struct timing t = { .shape = shape, .launches = (pairs + CHAIN - 1) / CHAIN };
+    struct timing t = { .shape = shape, .launches = (o->pairs + CHAIN - 1) / CHAIN };
+    const uint32_t ranks = o->ranks;
     struct world_options options;
-    ep_status status = shape_options(shape, ranks, gpus, 1, TIMEOUT_MS, &options, error);
+    ep_status status = shape_options(shape, ranks, o->gpus, 1, TIMEOUT_MS, &options, error);
 
-    options.served = served;
-    options.waits = WORLD_KERNEL; /* one process: nobody switches contexts */
+    options.served = o->served;
+    options.waits = o->polls ? WORLD_POLLED : WORLD_KERNEL; /* one process: nobody switches contexts */
     if (status == EP_OK)
         status = world_open(api, &options, &t.world, error);
     if (status != EP_OK)
@@ -425,7 +426,7 @@ ep_status ll_time(const struct ep_cuda_api *api, uint32_t ranks, uint32_t gpus, 
     if (samples_init(&t.dispatch, ranks, BATCH * BATCHES) &&
         samples_init(&t.combine, ranks, BATCH * BATCHES) && samples_init(&t.pair, ranks, t.launches) &&
         samples_init(&t.push, ranks, PUSH_SAMPLES))
-        status = run_phases(&t, verify, error);
+        status = run_phases(&t, o->verify, error);
     else
         status = ep_error_set(error, EP_NO_MEMORY, "no memory for samples");
     if (status == EP_OK)

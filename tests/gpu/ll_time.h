@@ -18,9 +18,15 @@ struct ll_times { /* us */
     uint32_t pairs;                       /* in the graphs that were timed */
 };
 
-/* A group for these ops; served: executor server, by another thread of the process, and no push.  Its results are compared
- * with the reference once before anything is timed, if so wanted. */
-ep_status ll_time(const struct ep_cuda_api *api, uint32_t ranks, uint32_t gpus, const struct shape *shape,
-                  uint32_t pairs, bool served, bool verify, struct ll_times *times, struct ep_error *error);
+struct ll_time_options {
+    uint32_t ranks, gpus, pairs;
+    bool served; /* executor server, by another thread of the process, and no push */
+    bool polls;  /* and blocks wait for the bell, not its streams */
+    bool verify; /* before anything is timed, results are compared with the reference once */
+};
+
+/* Makes a group for these ops. */
+ep_status ll_time(const struct ep_cuda_api *api, const struct shape *shape, const struct ll_time_options *o,
+                  struct ll_times *times, struct ep_error *error);
 
 #endif

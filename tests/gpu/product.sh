@@ -324,6 +324,22 @@ run_server_returns() {
     none_wrong
 }
 
+# And those whose ops wait for a peer when it dies.  With MPS it can return only if these ops end.
+run_server_returns_in_op() {
+    serve --timeout-ms="$group_timeout_ms" "$@"
+    start_workers 0 $((last - 1))
+    says 0 attached
+    sleep 1 # into the op
+    kill -KILL "$server"
+    says 0 'the server is gone'
+    start
+    start_worker "$last" "$last"
+    for ((rank = 0; rank < ranks; rank++)); do
+        says "$rank" 'epoch 2: absent 0, failures 0'
+    done
+    none_wrong
+}
+
 # The group is changed under workers that go over to each new epoch, and check all results.
 run_changes() { # EXECUTOR [OPTION...]
     local executor=$1
@@ -455,6 +471,7 @@ process_steps() { # NAME [OPTION...]: of the group
     step "$name: kill -9 of the server, ops wait for a peer" run_server_killed_in_op "$@"
     step "$name: kill -9 of the server, with many streams" run_server_killed_streams "$@"
     step "$name: kill -9 of the server, which returns" run_server_returns "$@"
+    step "$name: kill -9 of the server, ops wait for a peer, and it returns" run_server_returns_in_op "$@"
     step "$name: a rank that is late is named" run_late "$@"
     step "$name: a second group comes while the first one is served" run_second_group "$@"
     step "$name: the group changes under a soak" run_changes "$name" "$@"
@@ -470,6 +487,7 @@ ht_process_steps() { # NAME [OPTION...]: of the group
     step_if_not_quick "$name: kill -9 of the server, between ops" in_ht run_server_killed "$@"
     step_if_not_quick "$name: kill -9 of the server, ops wait for a peer" in_ht run_server_killed_in_op "$@"
     step_if_not_quick "$name: kill -9 of the server, which returns" in_ht run_server_returns "$@"
+    step_if_not_quick "$name: kill -9 of the server, ops wait for a peer, and it returns" in_ht run_server_returns_in_op "$@"
     step_if_not_quick "$name: a rank that is late is named" in_ht run_late "$@"
 }
 
@@ -511,6 +529,19 @@ executor_steps() { # NAME EXECUTOR [FUNCTION]: to run each in
         --soak-kill=3
 }
 
+# Workers that are gone while the server's kernels go on, and the other way round.
+mps_steps() { # NAME [FUNCTION]: to run each in
+    local name=$1 in=(with_mps "${@:2}" in_process)
+    step "$name: kill -9 of workers, again and again" "${in[@]}" run_killed_worker --direct=none
+    step "$name: kill -9 of a worker, whose op waits for its peers" "${in[@]}" run_killed_worker_in_op --direct=none
+    step "$name: kill -9 of the server, between ops" "${in[@]}" run_server_killed --direct=none
+    step "$name: kill -9 of the server, ops wait for a peer" "${in[@]}" run_server_killed_in_op --direct=none
+    step "$name: kill -9 of the server, which returns" "${in[@]}" run_server_returns --direct=none
+    step "$name: kill -9 of the server, ops wait for a peer, and it returns" "${in[@]}" run_server_returns_in_op --direct=none
+    step_if_not_quick "high throughput, $name: kill -9 of the server, ops wait for a peer, and it returns" "${in[@]}" \
+        in_ht run_server_returns_in_op --direct=none
+}
+
 step "direct: $replays launches of a graph, with other inputs each" run_bench "${small[@]}" --tokens=24 --iters=20 --graph=2 \
     --replays=$replays
 executor_steps server server
@@ -521,6 +552,9 @@ ht_process_steps direct
 ht_process_steps server --direct=none
 if have_mps; then
     executor_steps 'server with MPS' server with_mps
+    executor_steps 'server with MPS, doorbell poll' server with_mps polls
+    mps_steps 'server with MPS'
+    mps_steps 'server with MPS, doorbell poll' polls
     step_if_not_quick 'direct with MPS: two groups on the same GPUs' with_mps in_process run_two_groups direct
     step_if_not_quick 'server with MPS: two groups on the same GPUs' with_mps in_process run_two_groups server --direct=none
 elif [[ 'server with MPS' == *"$filter"* ]]; then

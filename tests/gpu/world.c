@@ -112,14 +112,13 @@ static void close_serve(struct world_rank *rank)
     rank->ringer = NULL;
 }
 
-static ep_status open_ringer(struct world_rank *rank, struct ep_error *error)
+static enum world_waits waits_of(const struct world_rank *rank)
 {
+    static const enum world_waits turns[] = { WORLD_STREAMS, WORLD_KERNEL, WORLD_POLLED };
     static uint32_t worlds;
-    const struct world *world = rank->world;
     const uint32_t turn = rank->rank == 0 ? worlds++ : worlds + rank->rank - 1;
-    const bool spins = world->waits == WORLD_BY_TURNS ? turn % 2 : world->waits == WORLD_KERNEL;
 
-    return world->api->ring_open(rank->device, rank->window, spins, &rank->ringer, error);
+    return rank->world->waits == WORLD_BY_TURNS ? turns[turn % 3] : rank->world->waits;
 }
 
 /* Ranks of one GPU share its multiprocessors, so that the kernels of all of them fit at once. */
@@ -129,6 +128,7 @@ static ep_status open_ops(struct world_rank *rank, struct ep_error *error)
     uint32_t sharing = (world->ranks + world->gpus - 1) / world->gpus;
     void *windows[WORLD_MAX_RANKS];
     struct ep_cuda_device device;
+    enum world_waits waits;
     struct ep_cuda_rank_options options = { .device = rank->device,
                                             .rank = rank->rank,
                                             .map = &world->map,
@@ -146,7 +146,9 @@ static ep_status open_ops(struct world_rank *rank, struct ep_error *error)
         options.max_sms = device.sms / sharing;
     if (!world->served)
         return world->api->rank_open(&options, &rank->ops, error);
-    status = open_ringer(rank, error);
+    waits = waits_of(rank);
+    options.polls = waits == WORLD_POLLED;
+    status = world->api->ring_open(rank->device, rank->window, waits != WORLD_STREAMS, &rank->ringer, error);
     return status == EP_OK ? open_serve(rank, &options, error) : status;
 }
 

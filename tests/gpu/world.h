@@ -31,9 +31,9 @@ struct world_rank {
     pthread_t server;              /* keeps posting */
 };
 
-/* Executor server: who waits for the end of an op that was rung for, see ep_cuda.h.  By turns: ranks, and of each the
- * worlds that a program opens. */
-enum world_waits { WORLD_BY_TURNS, WORLD_KERNEL, WORLD_STREAM };
+/* Executor server: what waits for the end of an op that was rung for, and for the bell, see ep_cuda.h: streams; a kernel for
+ * the end; and a warp for the bell.  By turns: ranks, and of each the worlds that a program opens. */
+enum world_waits { WORLD_BY_TURNS, WORLD_STREAMS, WORLD_KERNEL, WORLD_POLLED };
 
 struct world {
     const struct ep_cuda_api *api;

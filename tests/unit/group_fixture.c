@@ -30,6 +30,7 @@ void fixture_open(struct fixture *f)
                                              .cuda = f->cuda,
                                              .host_devices = f->devices,
                                              .memory_budget = f->budget,
+                                             .polls = f->polls,
                                              .sms_per_rank = f->sms_per_rank,
                                              .region_bytes = 1 << 24 };
     struct ep_error error = EP_ERROR_INIT;

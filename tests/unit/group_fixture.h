@@ -25,6 +25,7 @@ struct fixture {
     uint32_t devices;
     uint64_t budget;
     uint32_t sms_per_rank;
+    bool polls;
     const struct ep_cuda_api *cuda; /* GPUs instead of host devices */
     struct ep_worker identity;      /* who claims: this process */
     struct ep_node *node;

@@ -28,7 +28,7 @@ enum { RANKS = 2, EXPERTS = 4, LOCAL = 2, K = 2, HIDDEN = 256, TOKENS = 512, SMS
 
 /* ---- the driver and the kernels ------------------------------------------------------------- */
 
-enum kind { LOOK, ONE, HT_ONE, EXPECT, HT_EXPECT, EVENT };
+enum kind { LOOK, POLL, ONE, HT_ONE, EXPECT, HT_EXPECT, EVENT };
 
 struct item {
     enum kind kind;
@@ -46,6 +46,7 @@ static struct ep_control control;
 static struct ep_mailbox *const mailbox = &control.gpu.mailbox;
 static uint32_t places, streams, executed, left; /* memories and streams there are; ops, and entries that left theirs */
 static struct ep_op last;
+static bool out_of_patience; /* warps that poll */
 
 /* What the kernels say of themselves, and were asked. */
 static struct {
@@ -82,19 +83,37 @@ static bool is_ht(const struct ep_op *op)
     return op->mode == EP_MODE_HT && (op->kind == EP_OP_DISPATCH || op->kind == EP_OP_COMBINE);
 }
 
+static bool is_the_op(const struct item *item)
+{
+    const struct ep_op *op = &mailbox->op[ep_bell_op(mailbox->bell)];
+
+    return item->at.place == ep_bell_op(mailbox->bell) && memcmp(&item->at.op, op, sizeof *op) == 0;
+}
+
+/* A warp has found something, or given up. */
+static void poll(const struct item *item)
+{
+    struct ep_ll_desk *desk = item->serve.desk;
+
+    assert_true(item->serve.poll_ns > 0);
+    desk->found = mailbox->bell & EP_BELL_RUNG && !desk->closing && is_the_op(item);
+}
+
 static void run_kernel(const struct item *item)
 {
     const struct ep_ll_serve *s = &item->serve;
     const uint32_t place = ep_bell_op(mailbox->bell);
     const struct ep_op *op = &mailbox->op[place];
 
-    if (s->desk->closing)
+    if (item->kind == POLL)
+        poll(item);
+    if (item->kind == POLL || s->desk->closing)
         return;
     if (item->kind == ONE && is_ht(op))
         s->desk->ht.number = s->number;
     else if (item->kind == ONE || (item->kind == HT_ONE && s->desk->ht.number == s->number))
         execute(s, op, place);
-    else if (item->kind != HT_ONE && item->at.place == place && memcmp(&item->at.op, op, sizeof *op) == 0)
+    else if (item->kind != HT_ONE && (s->poll_ns ? s->desk->found != 0 : is_the_op(item)))
         execute(s, op, place);
     else
         left += item->kind != HT_ONE;
@@ -105,7 +124,7 @@ static void go_on(void)
     for (; next < n_items; next++) {
         struct item *item = &items[next];
 
-        if (item->kind == LOOK && !(mailbox->bell & EP_BELL_RUNG))
+        if (!(mailbox->bell & EP_BELL_RUNG) && (item->kind == LOOK || (item->kind == POLL && !out_of_patience)))
             return;
         if (item->kind != LOOK && item->kind != EVENT)
             run_kernel(item);
@@ -319,6 +338,18 @@ int ep_ll_expect(const struct ep_ll_expected *expected, uint32_t shared_bytes, v
     return launch_result;
 }
 
+int ep_ll_poll_prepare(void)
+{
+    return 0;
+}
+
+int ep_ll_poll(const struct ep_ll_expected *expected, void *stream)
+{
+    (void)stream;
+    put((struct item){ .kind = POLL, .serve = expected->serve, .at = expected->at });
+    return launch_result;
+}
+
 int ep_ht_expect(const struct ep_ht_expected *expected, uint32_t shared_bytes, void *stream)
 {
     (void)shared_bytes, (void)stream;
@@ -386,6 +417,7 @@ static void make_rank(struct rank *rank, uint32_t modes)
     fits.ll = 3;
     fits.ht = 2;
     wait_result = CUDA_SUCCESS;
+    out_of_patience = false;
     memset(rank, 0, sizeof *rank);
     assert_int_equal(ep_layout_compute(&limits, &rank->map, NULL), EP_OK);
     assert_int_equal(ep_placement_contiguous(RANKS, EXPERTS, &rank->placement, NULL), EP_OK);
@@ -456,7 +488,7 @@ static uint32_t of_kind(enum kind kind, uint32_t from)
 /* As the server does: half of what may stand in the stream, whenever the half before is over. */
 static void keep_posted(struct rank *rank)
 {
-    while (of_kind(LOOK, next) <= POST) {
+    while (of_kind(LOOK, next) + of_kind(POLL, next) <= POST) {
         assert_int_equal(ep_cuda_serve_wait(rank->serve, NULL), EP_OK);
         post(rank);
     }
@@ -653,6 +685,97 @@ static void ht_ops_have_kernels_of_their_own(void **state)
     end(&rank);
 }
 
+/* ---- a warp polls the doorbell ----------------------------------------------------------------- */
+
+static void serve_polled(struct rank *rank, uint32_t modes, bool spins)
+{
+    make_rank(rank, modes);
+    rank->options.polls = true;
+    mailbox->spins = spins;
+    open_served(rank);
+}
+
+/* In place of the stream, and of nothing else. */
+static void a_warp_polls_for_ops_that_are_expected(void **state)
+{
+    struct rank rank;
+    uint32_t from;
+
+    (void)state;
+    serve_polled(&rank, 1u << EP_MODE_LL, true);
+    ring_pairs(&rank, EP_MODE_LL, 2 * POST, 7);
+    from = n_items;
+    ring_pairs(&rank, EP_MODE_LL, 4 * POST, 7);
+    assert_true(of_kind(POLL, from) > 0);
+    assert_int_equal(of_kind(POLL, from), of_kind(EXPECT, from));
+    assert_int_equal(of_kind(POLL, from), of_kind(LOOK, from) * 15);
+    for (uint32_t i = from; i < n_items; i++)
+        assert_int_equal(items[i].kind == EXPECT, items[i - 1].kind == POLL);
+    assert_int_equal(left, 0);
+    for (uint32_t tokens = 1; tokens <= 32; tokens++)
+        ring_pairs(&rank, EP_MODE_LL, 2 * POST + tokens % 16, tokens);
+    assert_true(left > 0);
+    end(&rank);
+}
+
+static void no_warp_polls_for_a_worker_without_mps(void **state)
+{
+    struct rank rank;
+
+    (void)state;
+    serve_polled(&rank, 1u << EP_MODE_LL, false);
+    ring_pairs(&rank, EP_MODE_LL, 4 * POST, 7);
+    assert_true(of_kind(EXPECT, 0) > 0);
+    assert_int_equal(of_kind(POLL, 0), 0);
+    end(&rank);
+}
+
+static void no_warp_polls_for_an_ht_op(void **state)
+{
+    struct rank rank;
+
+    (void)state;
+    serve_polled(&rank, both, true);
+    ring_pairs(&rank, EP_MODE_HT, 4 * POST, 300);
+    assert_true(of_kind(HT_EXPECT, 0) > 0);
+    assert_int_equal(of_kind(POLL, 0), 0);
+    end(&rank);
+}
+
+/* No warp is there any more for one that rings for nothing. */
+static void who_rings_for_nothing_comes_to_a_wait_of_the_stream(void **state)
+{
+    struct rank rank;
+
+    (void)state;
+    serve_polled(&rank, 1u << EP_MODE_LL, true);
+    ring_pairs(&rank, EP_MODE_LL, 4 * POST, 7);
+    for (uint32_t i = 0; i < 16; i++) { /* ops, so that each of the entries is the next one */
+        const uint32_t before = executed;
+
+        out_of_patience = true;
+        go_on();
+        assert_int_equal(items[next].kind, LOOK);
+        assert_int_equal(executed, before);
+        out_of_patience = false;
+        ring_pairs(&rank, EP_MODE_LL, 1 + i % 8, 7);
+    }
+    end(&rank);
+}
+
+static void what_polls_ends(void **state)
+{
+    struct rank rank;
+
+    (void)state;
+    serve_polled(&rank, 1u << EP_MODE_LL, true);
+    ring_pairs(&rank, EP_MODE_LL, 4 * POST, 7);
+    assert_int_equal(items[next].kind, POLL);
+    end(&rank);
+    assert_int_equal(next, n_items);
+    assert_int_equal(executed, 8 * POST);
+}
+
 /* What a worker rang for that the server refuses is expected of nobody. */
 static void a_bad_op_is_not_expected(void **state)
 {
@@ -807,6 +930,11 @@ int main(void)
         cmocka_unit_test(one_that_was_not_expected_is_left_to_the_next),
         cmocka_unit_test(ht_ops_have_kernels_of_their_own),
         cmocka_unit_test(a_bad_op_is_not_expected),
+        cmocka_unit_test(a_warp_polls_for_ops_that_are_expected),
+        cmocka_unit_test(no_warp_polls_for_a_worker_without_mps),
+        cmocka_unit_test(no_warp_polls_for_an_ht_op),
+        cmocka_unit_test(who_rings_for_nothing_comes_to_a_wait_of_the_stream),
+        cmocka_unit_test(what_polls_ends),
         cmocka_unit_test(a_stream_holds_so_many_entries),
         cmocka_unit_test(after_the_end_nothing_runs),
         cmocka_unit_test(what_the_driver_refuses_is_told),

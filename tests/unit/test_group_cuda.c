@@ -412,6 +412,42 @@ static void a_smaller_share_leaves_room_for_others(void **state)
     assert_int_equal(sms_alone(f), 2); /* of those who run their own ops, too */
 }
 
+/* ---- the doorbell ---------------------------------------------------------------------------- */
+
+static void first_has_mps(uint32_t device, struct ep_cuda_device *info)
+{
+    info->mps = device == 0;
+}
+
+/* Of each rank: where that is asked for, and contexts do not take turns. */
+static void check_doorbells(struct fixture *f, const char *group, bool asked)
+{
+    Ep__V1__GroupSpec spec = small_spec();
+    struct worker w[RANKS];
+    int with_mps = 0;
+
+    cuda_fixture.on_info = first_has_mps;
+    fixture_close(f);
+    f->polls = asked;
+    fixture_open(f);
+    create(f, group, &spec);
+    for (int i = 0; i < RANKS; i++) {
+        claim_served(f, &w[i], group, i);
+        attach(&w[i]);
+        assert_int_equal(cuda_fixture.served.polls, asked && w[i].info.mps);
+        with_mps += w[i].info.mps;
+    }
+    assert_int_equal(with_mps, RANKS / 2);
+    for (int i = 0; i < RANKS; i++)
+        release(&w[i], false);
+}
+
+static void doorbells_are_polled_with_mps(void **state)
+{
+    check_doorbells(*state, "moe", false);
+    check_doorbells(*state, "other", true);
+}
+
 /* ---- memory ---------------------------------------------------------------------------------- */
 
 static void a_worker_gets_its_window_its_state_and_its_peers_windows(void **state)
@@ -805,6 +841,7 @@ int main(void)
         TEST(a_full_gpu_serves_no_further_rank),
         TEST(what_is_being_released_is_worth_waiting_for),
         TEST(a_smaller_share_leaves_room_for_others),
+        TEST(doorbells_are_polled_with_mps),
         TEST(a_worker_gets_its_window_its_state_and_its_peers_windows),
         TEST(peers_kernels_are_told_who_has_gone),
         TEST(a_new_worker_takes_part_from_the_next_number),
