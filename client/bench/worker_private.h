@@ -150,9 +150,12 @@ ep_status worker_prepare(struct worker *worker, uint32_t case_index, struct ep_e
 ep_status worker_verify(struct worker *worker, bool masked, struct ep_error *error);
 void worker_end(struct worker *worker);
 
-/* ---- worker.c ---- */
+/* ---- worker_attach.c ---- */
 
-/* The rank, as it is now: also for one that has gone over to another epoch. */
+/* retry: somebody else's rank that is about to be free again is waited for. */
+ep_status worker_attach(struct worker *worker, bool retry, struct ep_error *error);
+void worker_detach(struct worker *worker);
+/* Parts of it.  The rank, as it is now: also for one that has gone over to another epoch. */
 ep_status worker_join(struct worker *worker, bool retry, struct ep_error *error);
 ep_status worker_describe(struct worker *worker, struct ep_error *error);
 ep_status worker_open_routing(struct worker *worker, struct ep_error *error);
