@@ -221,18 +221,6 @@ ep_status ep_node_choose_backend(struct ep_node *node, const struct ep_node_opti
 
 /* ---- what is told of them -------------------------------------------------------- */
 
-static bool reaches(const struct device *from, const struct device *to)
-{
-    return from == to || (to->ordinal < 64 && from->gpu.peers >> to->ordinal & 1);
-}
-
-bool ep_node_gpus_reach(const struct ep_node *node, uint32_t a, uint32_t b)
-{
-    const struct device *x = &node->devices[a], *y = &node->devices[b];
-
-    return reaches(x, y) && reaches(y, x);
-}
-
 char *ep_node_gpu_detail(const struct ep_node *node, uint32_t device)
 {
     const struct ep_cuda_device *gpu = &node->devices[device].gpu;

@@ -9,6 +9,20 @@
 #include "ep_log.h"
 #include "node_private.h"
 
+/* ---- the driver's word ----------------------------------------------------------- */
+
+static bool reaches(const struct device *from, const struct device *to)
+{
+    return from == to || (to->ordinal < 64 && from->gpu.peers >> to->ordinal & 1);
+}
+
+bool ep_node_gpus_reach(const struct ep_node *node, uint32_t a, uint32_t b)
+{
+    const struct device *x = &node->devices[a], *y = &node->devices[b];
+
+    return reaches(x, y) && reaches(y, x);
+}
+
 /* ---- looking ----------------------------------------------------------------- */
 
 static void count_peers(struct ep_node *node)

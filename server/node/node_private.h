@@ -93,11 +93,11 @@ ep_status ep_node_choose_backend(struct ep_node *node, const struct ep_node_opti
                                  struct ep_error *error);
 /* "NVIDIA H200, 139.8 GiB, ..."; malloc'ed, NULL without memory. */
 char *ep_node_gpu_detail(const struct ep_node *node, uint32_t device);
-/* Do loads and stores of each reach the other? */
-bool ep_node_gpus_reach(const struct ep_node *node, uint32_t a, uint32_t b);
 
 /* ---- links.c ------------------------------------------------------------------ */
 
+/* Do loads and stores of each reach the other? */
+bool ep_node_gpus_reach(const struct ep_node *node, uint32_t a, uint32_t b);
 /* When the node has its GPUs: fills their links. */
 void ep_node_look_at_links(struct ep_node *node);
 
