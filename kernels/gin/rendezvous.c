@@ -5,6 +5,9 @@
  * higher: whoever it waits for has nobody above to wait for.  On one host the control connection is a unix socket,
  * which carries descriptors.  The listening port is open to everyone: whoever does not say the token of the handle, or
  * says nothing for a while, is sent away, and costs the others nothing.
+ *
+ * One that dies meanwhile, or gives up, is missed by those that it was connected to, who give up in turn; so all do,
+ * also who waits for it to come.
  */
 #include "transport.h"
 
@@ -275,7 +278,7 @@ static ep_status hear_hello(int fd, uint32_t rank, struct ep_gin_hello *hello, u
         }
         if (n == 0)
             return ep_error_set(error, EP_PROTOCOL,
-                                "rank %u has sent this one away: it runs another release of %s, or "
+                                "rank %u has closed the connection: it has gone, or runs another release of %s, or "
                                 "another communicator",
                                 rank, EP_GIN_NAME);
         if (errno != EAGAIN && errno != EINTR)
@@ -505,7 +508,23 @@ static uint32_t missing(const struct ep_gin_comm *comm)
     return comm->ranks;
 }
 
-enum { ROUND_MS = 100 }; /* then guests who say nothing are looked at */
+static bool has_gone(const struct ep_gin_peer *peer)
+{
+    char byte;
+    const ssize_t n = recv(peer->control, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+
+    return n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR);
+}
+
+static ep_status look_for_losses(const struct ep_gin_comm *comm, struct ep_error *error)
+{
+    for (uint32_t r = 0; r < comm->ranks; r++)
+        if (comm->peers[r].control >= 0 && has_gone(&comm->peers[r]))
+            return ep_error_set(error, EP_UNAVAILABLE, "rank %u has gone before all ranks were connected", r);
+    return EP_OK;
+}
+
+enum { ROUND_MS = 100 }; /* then guests who say nothing are looked at, and who has gone */
 
 static void wait_for_guests(const struct guest *guests, const struct ep_gin_listener *listener)
 {
@@ -523,6 +542,7 @@ static ep_status accept_peers(struct ep_gin_comm *comm, const struct ep_gin_hand
 {
     struct guest guests[GUESTS];
     ep_status status = EP_OK;
+    uint64_t look = ep_clock_ns();
 
     for (uint32_t i = 0; i < GUESTS; i++)
         guests[i].fd = -1;
@@ -533,7 +553,13 @@ static ep_status accept_peers(struct ep_gin_comm *comm, const struct ep_gin_hand
         for (uint32_t i = 0; i < GUESTS && status == EP_OK; i++)
             if (guests[i].fd >= 0)
                 status = attend(comm, &guests[i], handles, listener, error);
-        if (status == EP_OK && missing(comm) < comm->ranks && ep_clock_ns() > deadline)
+        if (status != EP_OK || missing(comm) == comm->ranks)
+            break;
+        if (ep_clock_ns() > look) {
+            look = ep_clock_ns() + ROUND_MS * EP_NS_PER_MS;
+            status = look_for_losses(comm, error);
+        }
+        if (status == EP_OK && ep_clock_ns() > deadline)
             status = late(missing(comm), error);
     }
     for (uint32_t i = 0; i < GUESTS; i++)

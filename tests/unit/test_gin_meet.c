@@ -11,6 +11,7 @@
 #include <signal.h>
 #include <sys/socket.h>
 #include <sys/time.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -111,10 +112,57 @@ static void a_signal_while_a_rank_dials_is_no_answer(void **state)
     close_deaf(&deaf);
 }
 
+/* ---- a rank that dies ---------------------------------------------------------------------------- */
+
+enum { DIES_MS = 300, RANKS = 3 };
+
+/* In a process of its own: it is connected to rank 0, and waits for rank 2. */
+static void meet_and_die(const struct ep_gin_settings *settings, const struct ep_gin_handle *const handles[],
+                         struct ep_gin_listener *listener)
+{
+    const struct itimerval soon = { .it_value.tv_usec = DIES_MS * 1000 };
+    struct ep_gin_comm *comm;
+
+    signal(SIGALRM, SIG_DFL);
+    (void)setitimer(ITIMER_REAL, &soon, NULL);
+    (void)ep_gin_comm_open(settings, handles, RANKS, 1, listener, &comm, NULL);
+    _exit(1);
+}
+
+/* Rank 2 never comes, and is not waited for until the time is over. */
+static void who_dies_before_all_are_connected_is_missed(void **state)
+{
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_gin_listener *listener[RANKS];
+    struct ep_gin_handle handle[RANKS];
+    const struct ep_gin_handle *handles[] = { &handle[0], &handle[1], &handle[2] };
+    struct ep_gin_settings settings;
+    struct ep_gin_comm *comm;
+    int status;
+    pid_t pid;
+
+    (void)state;
+    assert_int_equal(ep_gin_settings_read(&settings, NULL), EP_OK);
+    settings.timeout_ns = 60 * EP_NS_PER_S;
+    for (int r = 0; r < RANKS; r++)
+        assert_int_equal(ep_gin_listen(&settings, &handle[r], &listener[r], NULL), EP_OK);
+    pid = fork();
+    if (pid == 0)
+        meet_and_die(&settings, handles, listener[1]);
+    assert_true(pid > 0);
+    assert_int_equal(ep_gin_comm_open(&settings, handles, RANKS, 0, listener[0], &comm, &error), EP_UNAVAILABLE);
+    assert_string_equal(error.text, "rank 1 has gone before all ranks were connected");
+    assert_int_equal(waitpid(pid, &status, 0), pid);
+    assert_true(WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM);
+    for (int r = 0; r < RANKS; r++)
+        ep_gin_listener_close(listener[r]);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_signal_while_a_rank_dials_is_no_answer),
+        cmocka_unit_test(who_dies_before_all_are_connected_is_missed),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
