@@ -1,6 +1,8 @@
 /*
  * What the kernels that serve a worker have in common: ll_serve.cu, for whatever is in its mailbox, ll_expect.cu and
  * ht_entry.cuh, for the op that is expected there, and ht_serve.cu.
+ *
+ * tests/model/mailbox.pml goes through the hand-over with two and three blocks, and breaks the rules one by one.
  */
 #ifndef EP_LL_SERVE_CUH
 #define EP_LL_SERVE_CUH

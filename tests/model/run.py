@@ -1,12 +1,13 @@
 """Checks models of protocols with spin, and that each mutant of them is caught.
 
-    ll.pml     low latency ops of ranks on GPUs
-    ll_net.pml what these do when ranks are on several nodes
-    ht.pml     high throughput ops of ranks on GPUs
-    ht_net.pml likewise
-    join.pml   ranks that join and leave a group on several nodes
-    epoch.pml  servers that agree on a group's next epoch
-    turn.pml   ranks that go over to it
+    ll.pml      low latency ops of ranks on GPUs
+    ll_net.pml  what these do when ranks are on several nodes
+    ht.pml      high throughput ops of ranks on GPUs
+    ht_net.pml  likewise
+    join.pml    ranks that join and leave a group on several nodes
+    epoch.pml   servers that agree on a group's next epoch
+    turn.pml    ranks that go over to it
+    mailbox.pml ops that a worker hands to its server on a GPU
 
     python3 tests/model/run.py [NAME]     only the cases with NAME in their name
 
@@ -77,7 +78,7 @@ def of(model):
 
 
 ll_net, ht, ht_net = of("ll_net"), of("ht"), of("ht_net")
-join, epoch, turn = of("join"), of("epoch"), of("turn")
+join, epoch, turn, mailbox = of("join"), of("epoch"), of("turn"), of("mailbox")
 
 
 SCRIPTS = ("PAIRS", "INTERLEAVED", "SPLIT", "SKIPPED", "REPLACED")
@@ -312,6 +313,24 @@ CASES = [
     turn("mutant, who is done is masked", "LEADERS=1 ENDS MUTANT_DONE_IS_MASKED", "mutant"),
     turn("mutant, whoever leaves is done", "LEADERS=1 ENDS LEAVES_EARLY MUTANT_ANY_BYE_IS_DONE", "mutant"),
     turn("mutant, given back when its own are done", "LEADERS=1 ENDS MUTANT_ONLY_ITS_OWN_IS_DONE", "mutant"),
+
+    mailbox("streams wait", "OPS=3"),
+    mailbox("its kernel waits", "OPS=3 SPINS"),
+    mailbox("a warp polls", "OPS=3 SPINS POLLS"),
+    mailbox("a warp polls, 3 blocks", "OPS=2 SPINS POLLS BLOCKS=3"),
+    mailbox("a warp polls, the stream waits for the end", "OPS=2 POLLS"),
+    mailbox("the serve ends at any time", "OPS=2 CLOSES"),
+    mailbox("a warp polls, the serve ends at any time", "OPS=2 SPINS POLLS CLOSES"),
+    mailbox("a worker that writes what it likes", "OPS=3 HOSTILE"),
+    mailbox("a warp polls, a worker that writes what it likes", "OPS=3 SPINS POLLS HOSTILE", large=True),
+    mailbox("mutant, rings before the op is there", "OPS=2 MUTANT_RINGS_FIRST", "mutant"),
+    mailbox("mutant, the first block tells", "OPS=1 MUTANT_FIRST_BLOCK_TELLS", "mutant"),
+    mailbox("mutant, any entry has taken it", "OPS=2 MUTANT_TAKEN_BY_ANY", "mutant"),
+    mailbox("mutant, the bell is answered late", "OPS=2 SPINS MUTANT_ANSWERS_LATE", "mutant"),
+    mailbox("mutant, who leaves it does not count", "OPS=3 HOSTILE MUTANT_WHO_LEAVES_IT_DOES_NOT_COUNT", "mutant"),
+    mailbox("mutant, each block looks where a warp polls", "OPS=2 SPINS POLLS MUTANT_EACH_BLOCK_LOOKS", "mutant"),
+    mailbox("mutant, compares before it hears the bell", "OPS=2 SPINS POLLS MUTANT_COMPARES_FIRST", "mutant"),
+    mailbox("mutant, polls before the op ahead is over", "OPS=2 SPINS POLLS MUTANT_POLLS_AT_ONCE", "mutant"),
 ]
 
 
