@@ -59,8 +59,8 @@ struct ep_cuda_rank_options {
     /* serve_open only: some ranks are on other nodes.  The state knows its struct ep_device_net, which has those of this
      * node; of windows[] the own one is looked at.  Without it there are at most EP_DEVICE_NODE_RANKS ranks. */
     bool net;
-    /* serve_open only, and with MPS: while LL ops follow each other, of a worker that spins (ring_open), a warp looks for
-     * the doorbell, not the stream, which is faster. */
+    /* serve_open only, and with MPS: while LL ops of one node's group follow each other, of a worker that spins
+     * (ring_open), a warp looks for the doorbell, not the stream, which is faster. */
     bool polls;
     /* rank_open: memory beside the window that its ops may use.  The caller's, who may change it between ops and
      * keeps it as long as the rank is open.  NULL: none.  (Whom one serves: serve_region.) */

@@ -327,7 +327,7 @@ ep_status ep_cuda_serve_open(const struct ep_cuda_rank_options *options, struct 
         return ep_error_set(error, EP_NO_MEMORY, "no memory to serve a rank");
     serve->device = options->device;
     serve->kernels = options->net ? &ep_cuda_net_kernels : &near_kernels;
-    serve->may_poll = options->polls;
+    serve->may_poll = options->polls && !options->net; /* between nodes an op takes far longer than a look */
     serve->shared_bytes = (uint32_t)ep_device_shared_bytes(&options->map->limits);
     serve->ht_shared_bytes = ep_ht_served_bytes((uint32_t)ep_device_ht_shared_bytes(&options->map->limits));
     status = ep_cuda_enter(options->device, &serve->context, error);

@@ -357,7 +357,9 @@ int ep_ht_expect(const struct ep_ht_expected *expected, uint32_t shared_bytes, v
     return launch_result;
 }
 
-const struct ep_cuda_kernels ep_cuda_net_kernels = { .prepare = ep_ll_serve_prepare, .ht_prepare = ep_ht_serve_prepare };
+const struct ep_cuda_kernels ep_cuda_net_kernels = {
+    .prepare = ep_ll_serve_prepare, .one = ep_ll_serve_one, .expect = ep_ll_expect, .ht_prepare = ep_ht_serve_prepare,
+};
 
 static int launch_own(uint32_t blocks)
 {
@@ -687,11 +689,11 @@ static void ht_ops_have_kernels_of_their_own(void **state)
 
 /* ---- a warp polls the doorbell ----------------------------------------------------------------- */
 
-static void serve_polled(struct rank *rank, uint32_t modes, bool spins)
+static void serve_polled(struct rank *rank, uint32_t modes)
 {
     make_rank(rank, modes);
     rank->options.polls = true;
-    mailbox->spins = spins;
+    mailbox->spins = true;
     open_served(rank);
 }
 
@@ -702,7 +704,7 @@ static void a_warp_polls_for_ops_that_are_expected(void **state)
     uint32_t from;
 
     (void)state;
-    serve_polled(&rank, 1u << EP_MODE_LL, true);
+    serve_polled(&rank, 1u << EP_MODE_LL);
     ring_pairs(&rank, EP_MODE_LL, 2 * POST, 7);
     from = n_items;
     ring_pairs(&rank, EP_MODE_LL, 4 * POST, 7);
@@ -718,16 +720,34 @@ static void a_warp_polls_for_ops_that_are_expected(void **state)
     end(&rank);
 }
 
+static void check_waits(struct rank *rank)
+{
+    open_served(rank);
+    ring_pairs(rank, EP_MODE_LL, 4 * POST, 7);
+    assert_true(of_kind(EXPECT, 0) > 0);
+    assert_int_equal(of_kind(POLL, 0), 0);
+    end(rank);
+}
+
 static void no_warp_polls_for_a_worker_without_mps(void **state)
 {
     struct rank rank;
 
     (void)state;
-    serve_polled(&rank, 1u << EP_MODE_LL, false);
-    ring_pairs(&rank, EP_MODE_LL, 4 * POST, 7);
-    assert_true(of_kind(EXPECT, 0) > 0);
-    assert_int_equal(of_kind(POLL, 0), 0);
-    end(&rank);
+    make_rank(&rank, 1u << EP_MODE_LL);
+    rank.options.polls = true;
+    check_waits(&rank);
+}
+
+static void no_warp_polls_between_nodes(void **state)
+{
+    struct rank rank;
+
+    (void)state;
+    make_rank(&rank, 1u << EP_MODE_LL);
+    rank.options.polls = rank.options.net = true;
+    mailbox->spins = true;
+    check_waits(&rank);
 }
 
 static void no_warp_polls_for_an_ht_op(void **state)
@@ -735,7 +755,7 @@ static void no_warp_polls_for_an_ht_op(void **state)
     struct rank rank;
 
     (void)state;
-    serve_polled(&rank, both, true);
+    serve_polled(&rank, both);
     ring_pairs(&rank, EP_MODE_HT, 4 * POST, 300);
     assert_true(of_kind(HT_EXPECT, 0) > 0);
     assert_int_equal(of_kind(POLL, 0), 0);
@@ -748,7 +768,7 @@ static void who_rings_for_nothing_comes_to_a_wait_of_the_stream(void **state)
     struct rank rank;
 
     (void)state;
-    serve_polled(&rank, 1u << EP_MODE_LL, true);
+    serve_polled(&rank, 1u << EP_MODE_LL);
     ring_pairs(&rank, EP_MODE_LL, 4 * POST, 7);
     for (uint32_t i = 0; i < 16; i++) { /* ops, so that each of the entries is the next one */
         const uint32_t before = executed;
@@ -768,7 +788,7 @@ static void what_polls_ends(void **state)
     struct rank rank;
 
     (void)state;
-    serve_polled(&rank, 1u << EP_MODE_LL, true);
+    serve_polled(&rank, 1u << EP_MODE_LL);
     ring_pairs(&rank, EP_MODE_LL, 4 * POST, 7);
     assert_int_equal(items[next].kind, POLL);
     end(&rank);
@@ -932,6 +952,7 @@ int main(void)
         cmocka_unit_test(a_bad_op_is_not_expected),
         cmocka_unit_test(a_warp_polls_for_ops_that_are_expected),
         cmocka_unit_test(no_warp_polls_for_a_worker_without_mps),
+        cmocka_unit_test(no_warp_polls_between_nodes),
         cmocka_unit_test(no_warp_polls_for_an_ht_op),
         cmocka_unit_test(who_rings_for_nothing_comes_to_a_wait_of_the_stream),
         cmocka_unit_test(what_polls_ends),
