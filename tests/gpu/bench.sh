@@ -6,7 +6,7 @@ set -uo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: bench.sh [--gpus N] [--no-verify] [--only processes|kernels|gin] [--json FILE] [--quick] [--logs DIR]
+usage: bench.sh [--gpus N] [--no-verify] [--only processes|server|kernels|gin] [--json FILE] [--quick] [--logs DIR]
 
 One rank on each of all GPUs (or N). First through real processes, a server and a worker for each rank: pairs
 of dispatch and combine, what it costs that the server runs the ops, attaching, a killed worker, memory. Then
@@ -16,7 +16,7 @@ Exits with 77 where there is no GPU.
 
   --gpus N     use N GPUs (default: all that nvidia-smi lists)
   --no-verify  do not compare results with the reference first
-  --only PART  this part only
+  --only PART  this part only; server: of processes, the pairs that the server runs
   --json FILE  add each figure to it, a JSON object a line
   --quick      a small shape: whether this script works; figures say nothing
   --logs DIR   keep complete output there
@@ -68,36 +68,47 @@ run_bench() {
 
 # ---- pairs ----------------------------------------------------------------------------------------
 
-# Of ep-bench's CSV: a line for each case beside its bar, also as JSON.
+# pairs_table NAME EXECUTOR: of ep-bench's CSV, a line for each case beside its bar, also as JSON.
 pairs_table() {
-    awk -F, -v gpus="$gpus" -v json="$json" '
-    FNR == NR { if ($1 == "pair" && $2 == gpus) bar[$3, $4] = $5 "," $6 "," $7; next }
+    awk -F, -v gpus="$gpus" -v json="$json" -v executor="$2" '
+    FNR == NR {
+        if ($1 == "pair" && $2 == gpus) bar[$3, $4] = $5 "," (executor == "direct" ? $6 "," $7 : $8 ",-")
+        next
+    }
     FNR == 1 { for (i = 1; i <= NF; i++) at[$i] = i; next }
     {
         layout = $at["layout"]; tokens = $at["tokens"]; graph = $at["graph_pair_us"]
         words = ""
         split(((layout, tokens) in bar && $at["dtype"] == "bf16") ? bar[layout, tokens] : "-,-,-", b, ",")
-        if (b[1] != "-") words = graph <= b[3] ? "aim reached" : graph <= b[2] ? "bar reached" : "MISSED"
+        if (b[1] != "-") words = b[3] != "-" && graph <= b[3] ? "aim reached" : graph <= b[2] ? "bar reached" : "MISSED"
         printf "%-12s %-5s %4d | %7.1f %7.1f | %8.1f %8.1f | %8.1f | %7s %6s %6s %s\n", layout, $at["dtype"], tokens,
             graph, $at["pair_us"], $at["dispatch_p50_us"], $at["combine_p50_us"], $at["service_us"], b[1], b[2], b[3], words
-        printf "{\"what\": \"pair\", \"gpus\": %d, \"layout\": \"%s\", \"dtype\": \"%s\", \"tokens\": %d, " \
+        printf "{\"what\": \"pair\", \"executor\": \"%s\", \"gpus\": %d, \"layout\": \"%s\", \"dtype\": \"%s\", \"tokens\": %d, " \
             "\"graph_pair_us\": %s, \"eager_pair_us\": %s, \"dispatch_us\": %s, \"combine_us\": %s, \"verified\": \"%s\"}\n",
-            gpus, layout, $at["dtype"], tokens, graph, $at["pair_us"], $at["dispatch_p50_us"], $at["combine_p50_us"],
+            executor, gpus, layout, $at["dtype"], tokens, graph, $at["pair_us"], $at["dispatch_p50_us"], $at["combine_p50_us"],
             $at["verified"] >>json
-    }' "$logs/bars" "$1"
+    }' "$logs/bars" "$logs/$1.out"
+}
+
+# pairs_of EXECUTOR LAYOUT DTYPE TOKENS [FUNCTION]: to run ep-bench in.
+pairs_of() {
+    local executor=$1 layout=$2 dtype=$3 tokens=$4 name=pairs-$1-$2-$3
+    "${@:5}" run_bench "$name" "$pairs_limit_s" --executor="$executor" --layouts="$layout" --dtypes="$dtype" --tokens="$tokens" \
+        "${times[@]}" --output=csv && pairs_table "$name" "$executor"
+}
+
+pairs_head() {
+    printf '%-12s %-5s %4s | %7s %7s | %8s %8s | %8s | %7s %6s %6s\n' layout wire T graph eager dispatch combine host \
+        peers must aim
 }
 
 pairs() {
     printf '\nThrough real processes, us, slowest rank.  graph: a pair in a CUDA graph of 20; eager: period of pairs that follow\n'
     printf 'each other; each: between marks in the stream; host: what a lone pair costs beside its ops\n'
-    printf '%-12s %-5s %4s | %7s %7s | %8s %8s | %8s | %7s %6s %6s\n' layout wire T graph eager dispatch combine host \
-        peers must aim
-    run_bench pairs-expert-major "$pairs_limit_s" --layouts=expert-major --tokens=128,64,32,8,1 "${times[@]}" --output=csv &&
-        pairs_table "$logs/pairs-expert-major.out"
-    run_bench pairs-rank-major "$pairs_limit_s" --layouts=rank-major --tokens=128,8,1 "${times[@]}" --output=csv &&
-        pairs_table "$logs/pairs-rank-major.out"
-    run_bench pairs-fp8 "$pairs_limit_s" --layouts=expert-major --dtypes=fp8 --tokens=128 "${times[@]}" --output=csv &&
-        pairs_table "$logs/pairs-fp8.out"
+    pairs_head
+    pairs_of direct expert-major bf16 128,64,32,8,1
+    pairs_of direct rank-major bf16 128,8,1
+    pairs_of direct expert-major fp8 128
 }
 
 # ---- executor server ------------------------------------------------------------------------------
@@ -124,6 +135,14 @@ executor() {
     "$@" run_bench "$name" "$pairs_limit_s" --layouts=expert-major --tokens=128,8,1 --executor="$executor" "${times[@]}" \
         --output=csv || { code=1; return 1; }
     executor_rows "$name" "$text"
+}
+
+served_pairs() {
+    have_mps || return
+    printf '\nThe same pairs with executor server, MPS and --doorbell=poll\n'
+    pairs_head
+    pairs_of server expert-major bf16 128,64,32,8,1 with_mps polls
+    pairs_of server rank-major bf16 128,8,1 with_mps polls
 }
 
 executors() {
@@ -247,6 +266,11 @@ nvidia-smi --query-gpu=index,name,driver_version,clocks.sm,clocks.mem,power.draw
 if [[ -z $only || $only == processes ]]; then
     pairs
     executors
+fi
+if [[ -z $only || $only == processes || $only == server ]]; then
+    served_pairs
+fi
+if [[ -z $only || $only == processes ]]; then
     figures
 fi
 if [[ -z $only || $only == kernels ]]; then

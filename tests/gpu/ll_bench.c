@@ -144,8 +144,8 @@ static void write_json(FILE *to, const struct shape *s, const struct ll_times *t
 static void print_bars(void)
 {
     for (size_t i = 0; i < sizeof bars / sizeof *bars; i++)
-        printf("pair,%u,%s,%u,%.1f,%.1f,%.1f\n", bars[i].gpus, bench_layout_name(bars[i].layout),
-               bars[i].tokens, (double)bar_best_peer(&bars[i]), (double)bars[i].direct, (double)bars[i].aim);
+        printf("pair,%u,%s,%u,%.1f,%.1f,%.1f,%.1f\n", bars[i].gpus, bench_layout_name(bars[i].layout), bars[i].tokens,
+               (double)bar_best_peer(&bars[i]), (double)bars[i].direct, (double)bars[i].aim, (double)bars[i].server);
     for (size_t i = 0; i < sizeof bar_figures / sizeof *bar_figures; i++)
         printf("figure,%s,%.1f,%.1f\n", bar_figures[i].name, (double)bar_figures[i].must,
                (double)bar_figures[i].aim);
