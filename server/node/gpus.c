@@ -221,6 +221,13 @@ ep_status ep_node_choose_backend(struct ep_node *node, const struct ep_node_opti
 
 /* ---- what is told of them -------------------------------------------------------- */
 
+static const char *mps_text(const struct ep_node *node, uint32_t device)
+{
+    if (!ep_node_device_mps(node, device))
+        return "no MPS";
+    return ep_node_device_polls(node, device) ? "MPS, doorbells are polled" : "MPS";
+}
+
 char *ep_node_gpu_detail(const struct ep_node *node, uint32_t device)
 {
     const struct ep_cuda_device *gpu = &node->devices[device].gpu;
@@ -228,7 +235,7 @@ char *ep_node_gpu_detail(const struct ep_node *node, uint32_t device)
 
     if (asprintf(&text, "%s, %.1f GiB, %u SMs, sm_%u%u, %s, reaches %s, %s", gpu->name,
                  (double)gpu->memory_bytes / (1ull << 30), gpu->sms, gpu->major, gpu->minor, gpu->pci,
-                 ep_node_reach_text(node, device).text, gpu->mps ? "MPS" : "no MPS") < 0)
+                 ep_node_reach_text(node, device).text, mps_text(node, device)) < 0)
         return NULL;
     return text;
 }

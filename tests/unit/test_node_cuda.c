@@ -332,6 +332,31 @@ static void mps_is_required_or_forbidden(void **state)
     ep_node_close(open_node(&o));
 }
 
+static void check_mps_text(bool polls, const char *text)
+{
+    struct ep_node_options o = options(EP_NODE_CUDA);
+    struct ep_node *node;
+    Ep__V1__NodeInfo info;
+    const char *detail;
+
+    o.polls = polls;
+    node = open_node(&o);
+    ep_node_info(node, &info);
+    detail = info.devices[0]->detail;
+    assert_string_equal(detail + strlen(detail) - strlen(text), text);
+    ep_node_info_clear(&info);
+    ep_node_close(node);
+}
+
+static void the_inventory_shows_mps(void **state)
+{
+    (void)state;
+    check_mps_text(true, ", no MPS");
+    cuda_fixture.on_info = with_mps;
+    check_mps_text(false, ", MPS");
+    check_mps_text(true, ", MPS, doorbells are polled");
+}
+
 /* Falling back to the host would hide that it is not there. */
 static void mps_is_required_of_a_node_without_gpus_too(void **state)
 {
@@ -361,6 +386,7 @@ int main(void)
         TEST(a_window_is_exported_when_it_is_asked_for),
         TEST(memory_is_exported_by_an_address_in_it),
         TEST(mps_is_required_or_forbidden),
+        TEST(the_inventory_shows_mps),
         TEST(mps_is_required_of_a_node_without_gpus_too),
     };
 
