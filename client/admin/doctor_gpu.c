@@ -163,8 +163,8 @@ static void check_mps(struct ep_report *report, const struct gpus *gpus)
     if (gpus->gpu[0].mps)
         ep_report_add(report, EP_FINDING_OK, "mps", NULL,
                       "on: processes that share a GPU run at once, so the server runs the ops of a worker (executor "
-                      "server) without the GPU switching between the two. Workers that run their own ops (direct) do "
-                      "not need it");
+                      "server) without the GPU switching between the two, faster with ep-server --doorbell=poll. Workers "
+                      "that run their own ops (direct) do not need it");
     else if (has_control_pipe(path, sizeof path))
         ep_report_add(report, EP_FINDING_WARN, "mps",
                       "nvidia-cuda-mps-control -d as the user of server and workers, or remove what a dead one left",
