@@ -93,7 +93,7 @@ int ep_ll_serve_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks);
 int ep_ll_expect_prepare(uint32_t shared_bytes, bool shares, uint32_t *blocks);
 /* The op in the mailbox if it is the expected one, which is no complete and no release; else it goes on waiting. */
 int ep_ll_expect(const struct ep_ll_expected *expected, uint32_t shared_bytes, void *stream);
-/* For it: a block that waits for the doorbell, for serve.poll_ns at most.  The kernel of ep_ll_expect comes next on the
+/* For it: a warp that waits for the doorbell, for serve.poll_ns at most.  The kernel of ep_ll_expect comes next on the
  * stream. */
 int ep_ll_poll_prepare(void);
 int ep_ll_poll(const struct ep_ll_expected *expected, void *stream);

@@ -21,7 +21,7 @@ struct ep_ll_rank {
 struct ep_ll_desk {
     uint32_t closing; /* server: no op begins any more */
     uint32_t through; /* kernel: blocks of the running entry that are through */
-    uint32_t found;   /* poller: of the running entry, enum Found of ll_serve.cuh */
+    uint32_t found;   /* warp that polls: of its entry, enum Found of ll_serve.cuh */
     uint32_t reserved0;
     uint64_t taken;   /* kernel: the last entry that found the op it expected */
     uint64_t looked;  /* kernel: the last one that looked at `region`; it may still run */
@@ -47,7 +47,7 @@ struct ep_ll_serve {
     struct ep_ll_desk *desk;
     uint64_t number;    /* of the entry, counted from 1 */
     uint32_t ht_blocks; /* of its kernel for HT ops; 0: the group has none */
-    uint32_t poll_ns;   /* a block looks at the doorbell for so long; 0: the stream does, until it rings */
+    uint32_t poll_ns;   /* a warp looks at the doorbell for so long; 0: the stream does, until it rings */
 };
 
 /* And one for an op that is expected: the op, which passed check_op(), and the arguments that it makes. */

@@ -17,12 +17,13 @@ namespace {
 
 constexpr uint32_t kLooks = 64; /* some 40 us, from one look at the clock to the next */
 
-/* All threads, as one. */
+/* Each thread for itself, at the same time. */
 __device__ inline bool await_bell(const ep_ll_serve &s)
 {
     const uint64_t until = now_ns() + s.poll_ns;
 
     do {
+#pragma unroll 1
         for (uint32_t i = 0; i < kLooks; i++)
             if (load_u32(&s.mailbox->bell) & EP_BELL_RUNG)
                 return true;
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(32) poll(const __grid_constant__ ep_ll_expecte
     uint32_t found = kLeaves;
 
     await_stream(); /* the bell of the op ahead may not be answered yet */
-    const bool rung = await_bell(e.serve);
+    const bool rung = __any_sync(kAll, await_bell(e.serve));
 
     let_next_come();
     if (rung) {
