@@ -290,9 +290,8 @@ static void handle_event(struct worker *w, const ep_event *event)
         snprintf(text, sizeof text, "leaving, the server drains: %s", event->text);
         w->leave = true;
         break;
-    case EP_EVENT_DETACHED:
+    case EP_EVENT_DETACHED: /* the next step fails for it */
         snprintf(text, sizeof text, "detached: %s", event->text);
-        w->leave = true;
         break;
     case EP_EVENT_EVENTS_LOST:
         snprintf(text, sizeof text, "%llu events lost", (unsigned long long)event->value);
