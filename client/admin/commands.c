@@ -248,8 +248,8 @@ const struct ep_command ep_commands[] = {
                  "until uncordon. Ranks stay placed there: which groups have some is told. With --move they are placed "
                  "on other nodes first, one group after the other, as the group's placement has it (pack, spread, by-load; "
                  "one that names a node for each rank needs a new file from you), before anybody is asked to leave. "
-                 "What a group waits for is told: a worker at a rank's new place. If that does not come in time, the "
-                 "node takes no new workers and keeps those that it has; the same again goes on.",
+                 "What a group waits for is told: a worker at a rank's new place, or a store that answers. If that does not "
+                 "come in time, the node takes no new workers and keeps those that it has; the same again goes on.",
       .example = "ep-admin node drain gpu-17 --move --reason 'new driver' --wait 10m" },
     { .noun = "node",
       .verb = "uncordon",

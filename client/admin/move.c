@@ -16,7 +16,7 @@ enum { LOOK_MS = 250 };
 
 struct move {
     struct ep_admin *admin;
-    const char *node;
+    const char *node, *reason; /* reason: NULL, there is none */
     uint64_t deadline_ns;
 };
 
@@ -94,19 +94,21 @@ static ep_status check_room(const struct move *move, const char *name, struct ep
     return ep_error_set(error, EP_FAILED_PRECONDITION, "the other nodes have no room for %zu of its ranks", n);
 }
 
-static ep_status place_elsewhere(const struct move *move, const char *name, struct ep_error *error)
+static ep_status move_ranks(const struct move *move, const Ep__V1__Group *group, struct ep_error *error)
 {
     Ep__V1__Group *moved;
-    ep_status status = check_room(move, name, error);
+    ep_status status = check_room(move, group->name, error);
 
     if (status == EP_OK)
-        status = place_anew(move, name, false, &moved, error);
+        status = place_anew(move, group->name, false, &moved, error);
     if (status != EP_OK)
         return status;
-    ep_admin_note(move->admin, "group %s: placed anew, epoch %" PRIu64, name, ep_group_status(moved)->epoch);
+    ep_admin_note(move->admin, "group %s: placed anew, epoch %" PRIu64, group->name, ep_group_status(moved)->epoch);
     ep_admin_free(moved);
     return EP_OK;
 }
+
+/* ---- waiting -------------------------------------------------------------------------------------- */
 
 /* NULL, and EP_OK: it was deleted. */
 static ep_status get_group(const struct move *move, const char *name, Ep__V1__Group **out, struct ep_error *error)
@@ -120,38 +122,6 @@ static ep_status get_group(const struct move *move, const char *name, Ep__V1__Gr
                                    (ProtobufCMessage **)out, error);
     return status == EP_NOT_FOUND ? EP_OK : status;
 }
-
-/* Has the group ranks on the node?  One that was deleted has none. */
-static ep_status look(const struct move *move, const char *name, bool *here, struct ep_error *error)
-{
-    Ep__V1__Group *group;
-    ep_status status = get_group(move, name, &group, error);
-
-    *here = group && ep_group_ranks_on(group, move->node) > 0;
-    if (group)
-        ep_admin_free(group);
-    return status;
-}
-
-/* A store that does not answer, or servers of which none leads, may have moved them all the same: it is looked anew. */
-static ep_status move_ranks(const struct move *move, const char *name, struct ep_error *error)
-{
-    bool here = true, told = false;
-    ep_status status = place_elsewhere(move, name, error);
-
-    while (status == EP_UNAVAILABLE && here && ep_clock_ns() < move->deadline_ns) {
-        if (!told)
-            ep_admin_note(move->admin, "group %s: %s; it is tried again", name, error->text);
-        told = true;
-        poll(NULL, 0, LOOK_MS);
-        status = look(move, name, &here, error);
-        if (status == EP_OK && here)
-            status = place_elsewhere(move, name, error);
-    }
-    return status;
-}
-
-/* ---- waiting -------------------------------------------------------------------------------------- */
 
 /* Nobody is in an older epoch any more, and the newest has nothing on the node. */
 static bool has_gone_over(const struct move *move, const Ep__V1__Group *group)
@@ -233,7 +203,7 @@ static ep_status move_group(const struct move *move, const Ep__V1__Group *group,
     if (status != EP_OK || (!here && (has_gone_over(move, group) || is_empty(move))))
         return status;
     if (here)
-        status = move_ranks(move, group->name, error);
+        status = move_ranks(move, group, error);
     if (status == EP_OK)
         status = wait_for(move, group->name, error);
     return status == EP_OK ? EP_OK : ep_error_prefix(error, "group %s", group->name);
@@ -265,24 +235,49 @@ static ep_status check_all(const struct move *move, struct ep_error *error)
     return status;
 }
 
+static ep_status cordon(const struct move *move, struct ep_error *error)
+{
+    Ep__V1__DrainNodeRequest request = EP__V1__DRAIN_NODE_REQUEST__INIT;
+    ProtobufCMessage *reply;
+    ep_status status;
+
+    request.name = (char *)(uintptr_t)move->node;
+    request.workers_stay = true;
+    if (move->reason)
+        request.reason = (char *)(uintptr_t)move->reason;
+    status = ep_admin_call(move->admin, "DrainNode", &request.base, 0, &reply, error);
+    if (status == EP_OK)
+        ep_admin_free(reply);
+    return status;
+}
+
+/* A store that does not answer, or servers of which none leads, may do so soon.  Each step finds what it has done before. */
+static ep_status keep_trying(const struct move *move, ep_status (*step)(const struct move *, struct ep_error *),
+                             struct ep_error *error)
+{
+    bool told = false;
+    ep_status status;
+
+    while ((status = step(move, error)) == EP_UNAVAILABLE && ep_clock_ns() < move->deadline_ns) {
+        if (!told)
+            ep_admin_note(move->admin, "%s; it is tried again", error->text);
+        told = true;
+        poll(NULL, 0, LOOK_MS);
+    }
+    return status;
+}
+
 ep_status ep_node_move(struct ep_admin *admin, const char *node, const char *reason, int64_t wait_ms,
                        struct ep_error *error)
 {
-    const struct move move = { admin, node, ep_clock_ns() + (uint64_t)wait_ms * EP_NS_PER_MS };
-    Ep__V1__DrainNodeRequest request = EP__V1__DRAIN_NODE_REQUEST__INIT;
-    ProtobufCMessage *reply;
+    const struct move move = { admin, node, reason, ep_clock_ns() + (uint64_t)wait_ms * EP_NS_PER_MS };
     ep_status status = check_all(&move, error);
 
-    request.name = (char *)(uintptr_t)node;
-    request.workers_stay = true;
-    if (reason)
-        request.reason = (char *)(uintptr_t)reason;
     if (status == EP_OK)
-        status = ep_admin_call(admin, "DrainNode", &request.base, 0, &reply, error);
+        status = keep_trying(&move, cordon, error);
     if (status != EP_OK)
         return status;
-    ep_admin_free(reply);
-    status = move_all(&move, error);
+    status = keep_trying(&move, move_all, error);
     if (status != EP_OK)
         ep_admin_note(admin, "%s takes no new workers, and those there were not asked to leave: the same again goes on, without "
                              "--move they are asked, 'node uncordon %s' takes it back", node, node);
