@@ -1,5 +1,5 @@
 /*
- * ranks.cuh: the ranks of a group, and sets of them.
+ * ranks.cuh: the ranks of a group, sets of them, and whether anybody is there to whom an op matters.
  *
  * Kernels for groups of one node, kNet is not set, have at most a rank for each lane of a warp: a set is one word, and all
  * that is written here for any number of ranks comes down to that.  With kNet a set has as many words as the group's ranks

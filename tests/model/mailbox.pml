@@ -179,15 +179,14 @@ left:
 
 /* ---- the server's stream --------------------------------------------------------------------------- */
 
-/* rung: it was when the warp looked. */
-inline compare(rung)
+inline compare()
 {
 #ifndef MUTANT_COMPARES_FIRST
     look[0] = op[0];
     look[1] = op[1];
 #endif
     if
-    :: rung && look[0] == expects && look[1] == expects && !closing -> answer(); taken = true; found = true
+    :: look[0] == expects && look[1] == expects && !closing -> answer(); taken = true; found = true
     :: else
     fi
 }
@@ -200,7 +199,7 @@ inline poll()
     look[1] = op[1];
 #endif
     if
-    :: bell == RUNG || early -> compare(true)
+    :: bell == RUNG || early -> compare()
     :: true /* for too long */
     fi;
     early = false
