@@ -479,7 +479,7 @@ __device__ inline void arrive(const ep_ll_args &a, const Op &op, bool told, Arri
         if (outsiders)
             atomicAdd(&a.state->scratch.outsiders, outsiders);
         if (told || outsiders || anybody(a, op.missed))
-            __threadfence(); /* release; partner: count_acquire of the last block */
+            fence_gpu(); /* release; partner: count_acquire of the last block */
         arrival->before = count_acquire(&a.state->scratch.done);
     }
 }

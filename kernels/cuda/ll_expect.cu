@@ -18,17 +18,17 @@ namespace {
 /* All threads. */
 __device__ inline uint32_t find(const ep_ll_expected &e)
 {
-    if (!e.serve.poll_ns)
-        return look_once(e.serve, e.at);
-    await_stream();
-    return load_u32(&e.serve.desk->found);
+    if (e.serve.poll_ns) /* it comes as soon as the bell rings, and does not wait for the warp's end */
+        return await_found(&e.serve.desk->found, e.serve.number);
+    return look_once(e.serve, e.at);
 }
 
 /* Block 0: the op is executed here and nowhere else. */
 __device__ inline void begin(const ep_ll_expected &e, uint32_t found)
 {
-    if (!e.serve.poll_ns)
-        take(e.serve, found, gridDim.x);
+    answer_bell(e.serve, found & kSpins, gridDim.x);
+    if (threadIdx.x == 0)
+        store_u64(&e.serve.desk->taken, e.serve.number);
     if (e.args.phases == EP_LL_SEND)
         keep_half(e.serve, e.at.op);
 }

@@ -21,8 +21,7 @@ struct ep_ll_rank {
 struct ep_ll_desk {
     uint32_t closing; /* server: no op begins any more */
     uint32_t through; /* kernel: blocks of the running entry that are through */
-    uint32_t found;   /* warp that polls: of its entry, enum Found of ll_serve.cuh */
-    uint32_t reserved0;
+    uint64_t found;   /* warp that polls: its entry << kFoundShift | enum Found of ll_serve.cuh */
     uint64_t taken;   /* kernel: the last entry that found the op it expected */
     uint64_t looked;  /* kernel: the last one that looked at `region`; it may still run */
     uint32_t reserved[24];

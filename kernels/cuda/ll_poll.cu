@@ -1,8 +1,8 @@
 /*
  * Executor server: a warp that looks for the doorbell, in place of the server's stream, for an op that is expected
  * (forecast.h).  It is there before the op ahead is over, sees the bell sooner, and has the op's kernel come while it
- * compares the op.  That kernel (ll_expect.cu) begins with what is found here, so all of its blocks execute the op or none
- * does, whatever the worker does to its mailbox meanwhile.
+ * compares the op.  That kernel (ll_expect.cu) waits for what is found here, not for the end of the warp, so all of its
+ * blocks execute the op or none does, whatever the worker does to its mailbox meanwhile.
  *
  * For as long as it looks it has a place on a multiprocessor, and a kernel that wants a whole one for each of its blocks has
  * one less.  So an operator has to ask for it; it has no memory to share and takes the largest split of a multiprocessor's
@@ -40,13 +40,11 @@ __global__ void __launch_bounds__(32) poll(const __grid_constant__ ep_ll_expecte
 
     let_next_come();
     if (rung) {
-        __threadfence(); /* acquire; partner: the release of who rings */
+        fence_gpu(); /* acquire, partner: the release of who rings; and release, partner: await_found() */
         found = look(e.serve, e.at);
     }
-    if (found & kThere)
-        take(e.serve, found, e.args.blocks);
-    if (threadIdx.x == 0) /* released by the kernel's end; partner: await_stream() of find() */
-        store_u32(&e.serve.desk->found, found & kThere ? found : kLeaves);
+    if (threadIdx.x == 0)
+        tell_found(&e.serve.desk->found, e.serve.number, found & kThere ? found : kLeaves);
 }
 
 } // namespace

@@ -313,7 +313,7 @@ __device__ inline void wait_until_done(struct ep_mailbox *mailbox)
         if (blocks != 0 && through >= blocks)
             break;
     }
-    __threadfence(); /* acquire; partner: pass().  What comes on the stream begins after it */
+    fence_gpu(); /* acquire; partner: pass().  What comes on the stream begins after it */
     store_u64((uint64_t *)&mailbox->through, 0); /* and blocks */
 }
 
@@ -324,7 +324,7 @@ __global__ void gate(const __grid_constant__ struct ep_op op, struct ep_mailbox 
         store_vec((Vec *)&mailbox->op[0] + threadIdx.x, ((const Vec *)&op)[threadIdx.x]);
     __syncwarp();
     if (threadIdx.x == 0) {
-        __threadfence(); /* release; partner: the server's wait for the bell, on this GPU too */
+        fence_gpu(); /* release; partner: the server's wait for the bell, on this GPU too */
         store_u32(&mailbox->bell, ep_bell_of(0));
         wait_until_done(mailbox);
         let_next_come(); /* no thread before: it could take the place of blocks of the op */

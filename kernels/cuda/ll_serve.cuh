@@ -28,6 +28,28 @@ enum Found : uint32_t {
     kSpins = 2,  /* the worker's kernel waits for its end, not a stream */
     kLeaves = 4, /* nothing is to be done */
 };
+constexpr uint32_t kFoundShift = 3; /* where one tells the others: the entry's number, and what it finds */
+
+/* One thread, of whom all comes that is told of this entry. */
+__device__ inline void tell_found(uint64_t *to, uint64_t number, uint32_t found)
+{
+    store_u64(to, number << kFoundShift | found);
+}
+
+/* All threads. */
+__device__ inline uint32_t await_found(const uint64_t *told, uint64_t number)
+{
+    __shared__ uint32_t found;
+    uint64_t v = 0;
+
+    if (threadIdx.x == 0) {
+        while (v >> kFoundShift != number)
+            v = acquire_u64(told);
+        found = (uint32_t)v;
+    }
+    __syncthreads();
+    return found;
+}
 
 __device__ inline bool same(Vec a, Vec b)
 {
@@ -87,14 +109,6 @@ __device__ inline void answer_bell(const ep_ll_serve &s, bool spins, uint32_t bl
     }
 }
 
-/* One block, likewise, of an entry that has found what it expects: no other one executes it. */
-__device__ inline void take(const ep_ll_serve &s, uint32_t found, uint32_t blocks)
-{
-    answer_bell(s, found & kSpins, blocks);
-    if (threadIdx.x == 0)
-        store_u64(&s.desk->taken, s.number);
-}
-
 /* Warp 0 of the last block.  All is as it should be already, unless blocks executed different ops. */
 __device__ inline void set_right(struct ep_device_state *state)
 {
@@ -133,12 +147,12 @@ __device__ inline bool pass(const ep_ll_serve &s, bool tells, bool wrote)
 
     if (threadIdx.x == 0) {
         if (wrote)
-            __threadfence(); /* release; partners: the last block's fence, and that of the worker's kernel */
+            fence_gpu(); /* release; partners: the last block's fence, and that of the worker's kernel */
         if (tells)
             atomicAdd(&s.mailbox->through, 1);
         before = atomicInc(&s.desk->through, gridDim.x - 1); /* 0 again after the last one */
         if (before == gridDim.x - 1 && tells)
-            __threadfence(); /* acquire what all blocks wrote, each of which has released it to the worker's kernel */
+            fence_gpu(); /* acquire what all blocks wrote, each of which has released it to the worker's kernel */
         else if (before == gridDim.x - 1)
             fence_sys(); /* and release it to the worker's stream */
     }

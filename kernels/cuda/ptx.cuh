@@ -69,6 +69,7 @@ __device__ inline uint64_t acquire_u64(const uint64_t *p)
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
 }
+__device__ inline void fence_gpu() { asm volatile("fence.acq_rel.gpu;" : : : "memory"); } /* __threadfence() is fence.sc */
 __device__ inline void fence_sys() { asm volatile("fence.acq_rel.sys;" : : : "memory"); }
 __device__ inline void fence_total() { asm volatile("fence.sc.sys;" : : : "memory"); } /* for Dekker, too */
 

@@ -12,7 +12,8 @@
  *                stream ahead of it or (POLLS) a warp that looks, and gives up whenever it likes
  *   block        of an entry's kernel, BLOCKS of them at a time
  *   ender        ends the serve when the worker is through, or (CLOSES) at any time
- * A kernel that is launched early reads nothing before the one ahead is over, so here it comes when that is.
+ * A kernel that is launched early comes here when the one ahead is over, before which it reads nothing; behind a warp that
+ * looks, when that has heard the bell or gives up.
  *
  * ## What is checked
  *   - An op is executed once, by all blocks of one entry; when its worker goes on none of them runs any more, and it was
@@ -41,12 +42,16 @@
 #define ANY    0
 #define EXPECT 1
 #define POLL   2
+#define UNTOLD 0
+#define THERE  1
+#define LEAVES 2
 
 byte bell;
 byte op[2];
 byte through, blocks; /* of the mailbox */
 byte counted;         /* blocks of the entry that are through, at the desk */
-bit closing, taken, found;
+bit closing, taken;
+byte found;           /* of this entry, as its number says there */
 
 byte ended;           /* blocks of the entry that have come to their end */
 byte rung_for;        /* what the worker waits for; 0: for nothing */
@@ -126,8 +131,9 @@ proctype block(byte b; byte kind; byte expects)
         there = (bell != DONE && c[0] == expects && c[1] == expects);
         leaves = !there;
 #else
-        there = found;
-        leaves = !found;
+        found != UNTOLD;
+        there = (found == THERE);
+        leaves = (found == LEAVES);
 #endif
         c[0] = expects
     fi;
@@ -147,7 +153,7 @@ proctype block(byte b; byte kind; byte expects)
         fi;
 #endif
         there = (c[0] == c[1] && c[0] != BAD && c[0] != 0) /* else it is turned away */
-    :: kind == EXPECT && there && b == 0 -> answer(); taken = true
+    :: kind != ANY && there && b == 0 -> answer(); taken = true
     :: else
     fi;
     if
@@ -186,23 +192,35 @@ inline compare()
     look[1] = op[1];
 #endif
     if
-    :: look[0] == expects && look[1] == expects && !closing -> answer(); taken = true; found = true
-    :: else
+    :: look[0] == expects && look[1] == expects && !closing -> found = THERE
+    :: else -> found = LEAVES
     fi
 }
 
+/* The kernel's blocks come between the bell and the comparison. */
 inline poll()
 {
-    found = false;
+#ifndef MUTANT_FOUND_BY_ANY
+    found = UNTOLD;
+#endif
 #ifdef MUTANT_COMPARES_FIRST
     look[0] = op[0];
     look[1] = op[1];
 #endif
     if
-    :: bell == RUNG || early -> compare()
-    :: true /* for too long */
+    :: bell == RUNG || early -> rung = true
+    :: rung = false /* for too long */
     fi;
     early = false
+}
+
+inline tell_found()
+{
+    if
+    :: kind == POLL && rung -> compare()
+    :: kind == POLL && !rung -> found = LEAVES
+    :: kind != POLL
+    fi
 }
 
 inline choose()
@@ -225,7 +243,7 @@ active proctype stream()
 {
     byte kind;
     byte expects, b, look[2];
-    bool early = false;
+    bool early = false, rung;
 
 again:
     choose();
@@ -242,10 +260,11 @@ again:
     :: b == BLOCKS -> break
     :: b < BLOCKS -> run block(b, kind, expects); b++
     od;
+    tell_found();
 #ifdef MUTANT_POLLS_AT_ONCE
     early = (bell == RUNG);
 #endif
-    ended == BLOCKS;
+    ended == BLOCKS && _nr_pr <= 3; /* and gone, else spin keeps them */
     assert(counted == 0 || closing);
     if
     :: closing -> serve_over = true

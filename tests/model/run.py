@@ -328,6 +328,7 @@ CASES = [
     mailbox("mutant, any entry has taken it", "OPS=2 MUTANT_TAKEN_BY_ANY", "mutant"),
     mailbox("mutant, the bell is answered late", "OPS=2 SPINS MUTANT_ANSWERS_LATE", "mutant"),
     mailbox("mutant, who leaves it does not count", "OPS=3 HOSTILE MUTANT_WHO_LEAVES_IT_DOES_NOT_COUNT", "mutant"),
+    mailbox("mutant, what any entry has found", "OPS=2 SPINS POLLS MUTANT_FOUND_BY_ANY", "mutant"),
     mailbox("mutant, each block looks where a warp polls", "OPS=2 SPINS POLLS MUTANT_EACH_BLOCK_LOOKS", "mutant"),
     mailbox("mutant, compares before it hears the bell", "OPS=2 SPINS POLLS MUTANT_COMPARES_FIRST", "mutant"),
     mailbox("mutant, polls before the op ahead is over", "OPS=2 SPINS POLLS MUTANT_POLLS_AT_ONCE", "mutant"),

@@ -28,7 +28,6 @@ using std::min;
 
 inline void __syncthreads() { fibers_meet_block(); }
 inline void __syncwarp() { fibers_meet_warp(); }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 template <class T> inline uint64_t bits_of(T value)
 {

@@ -61,6 +61,7 @@ inline Vec load_vec(const void *p)
 }
 #endif
 inline Vec acquire_vec(const void *p) { return load_vec(p); }
+inline void fence_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void fence_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void fence_total() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
