@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(32) poll(const __grid_constant__ ep_ll_expecte
         found = look(e.serve, e.at);
     }
     if (threadIdx.x == 0)
-        tell_found(&e.serve.desk->found, e.serve.number, found & kThere ? found : kLeaves);
+        tell_found(&e.serve.desk->found, e.serve.number, found);
 }
 
 } // namespace

@@ -8,11 +8,12 @@
  * warp look (ll_poll.cu), as it does for LL ops that are expected.
  *
  * A kernel that is told by value what to do is faster than one that finds out.  So when the ops of a worker repeat
- * themselves (forecast.h), most entries have the kernel for the op that is expected.  When another one comes, that
- * kernel leaves it to the entry behind it, and so on until one is for this op.  FIND_OUT_EVERY entries there is one for
- * any.  An entry that leaves its op costs 4.6 us on an H200.  At most EP_CUDA_SERVE_OPS entries stand in the stream, so
- * a worker that begins to do something else has EP_CUDA_SERVE_OPS / FIND_OUT_EVERY ops at most that wait for
- * FIND_OUT_EVERY - 1 entries each; what is posted after them expects nothing until ops repeat themselves again.
+ * themselves (forecast.h), most entries have the kernel for the op that is expected.  It executes others of the same form as
+ * well.  When an op of another form comes, or one for HT, the kernel leaves it to the entry behind it, and so on until one is
+ * for this op.  FIND_OUT_EVERY entries there is one for any.  An entry that leaves its op costs 4.6 us on an H200.  At most
+ * EP_CUDA_SERVE_OPS entries stand in the stream, so a worker that begins to do something else has
+ * EP_CUDA_SERVE_OPS / FIND_OUT_EVERY ops at most that wait for FIND_OUT_EVERY - 1 entries each; what is posted after them
+ * expects nothing until ops repeat themselves again.
  *
  * In a group that has HT, a kernel for HT ops stands behind each that finds out.
  *
@@ -43,12 +44,12 @@
 #include "ep_clock.h"
 #include "rank_base.h"
 
-#define FIND_OUT_EVERY 16u
+#define FIND_OUT_EVERY 31u /* odd, so that it is not always a combine that finds out */
 #define QUEUES_LEFT 4u /* for the module's own stream, and what else the process makes */
 /* That a warp looks at the doorbell.  FIND_OUT_EVERY of them may do so one after the other before the stream does, also
  * when this process is killed: then MPS lets what it had posted run on, but takes no new process on if that is not over soon
  * (seen on H200, driver 580: 75 ms are, 300 ms are not). */
-#define POLL_NS 2000000u
+#define POLL_NS 1000000u
 #define RING_US 100u   /* between two rings at the end */
 #define STREAMS 512u   /* that a context has room for, before the first of them waits */
 
@@ -549,7 +550,7 @@ ep_status ep_cuda_serve_region(struct ep_cuda_serve *serve, uint32_t number, con
     return status == EP_OK ? write_word(serve, &entry->bytes, region->bytes, error) : status;
 }
 
-/* Dekker; partner: take_regions() of ll_serve.cu. */
+/* Dekker; partner: take_regions() of ll_take.cuh. */
 ep_status ep_cuda_serve_forget(struct ep_cuda_serve *serve, uint32_t number, uint64_t *entry, struct ep_error *error)
 {
     struct ep_ll_desk *desk = serve->ll.desk;

@@ -113,16 +113,18 @@ static void print_row(const struct shape *s, const struct ll_times *t, uint32_t 
 static void print_served_head(void)
 {
     printf("\nus, executor direct / server, both in this process.  own: what the server costs an op, half of what a "
-           "pair takes longer\n");
-    printf("%-12s %-5s %-9s %4s | %15s %6s | %15s %15s\n", "layout", "wire", "routing", "T", "pair", "own", "dispatch",
-           "combine");
+           "pair takes longer.\nchanging: a pair, without a graph, where after every 61 pairs a token more or less "
+           "is sent\n");
+    printf("%-12s %-5s %-9s %4s | %15s %6s | %15s %15s %15s\n", "layout", "wire", "routing", "T", "pair", "own",
+           "dispatch", "combine", "changing");
 }
 
 static void print_served_row(const struct shape *s, const struct ll_times *direct, const struct ll_times *served)
 {
-    printf("%-12s %-5s %-9s %4u | %6.1f / %6.1f %6.1f | %6.1f / %6.1f %6.1f / %6.1f\n", bench_layout_name(s->layout),
-           bench_dtypes[s->dtype].name, s->routing ? s->routing : "uniform", s->tokens, direct->pair, served->pair,
-           (served->pair - direct->pair) / 2, direct->dispatch, served->dispatch, direct->combine, served->combine);
+    printf("%-12s %-5s %-9s %4u | %6.1f / %6.1f %6.1f | %6.1f / %6.1f %6.1f / %6.1f %6.1f / %6.1f\n",
+           bench_layout_name(s->layout), bench_dtypes[s->dtype].name, s->routing ? s->routing : "uniform", s->tokens,
+           direct->pair, served->pair, (served->pair - direct->pair) / 2, direct->dispatch, served->dispatch,
+           direct->combine, served->combine, direct->changing, served->changing);
     fflush(stdout);
 }
 

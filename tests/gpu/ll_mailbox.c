@@ -141,6 +141,72 @@ ep_status ll_case_wrong_ops(const struct ll_setting *setting, const struct shape
     return ll_run_case(setting, shape, run_wrong, error);
 }
 
+/* ---- ops that are not the expected ones ----------------------------------------------- */
+
+/* Pairs alike, so many that entries expect them from here on. */
+static ep_status repeat(struct pass *pass, uint32_t tokens, struct ep_error *error)
+{
+    struct ep_op dispatch = pass_dispatch_op(pass, 0), combine = pass_combine_op(pass, 0, true);
+    ep_status status = EP_OK;
+
+    dispatch.tokens = combine.tokens = tokens;
+    for (uint32_t i = 0; status == EP_OK && i < EP_CUDA_SERVE_OPS; i++) {
+        status = world_run(pass->rank, &dispatch, error);
+        if (status == EP_OK)
+            status = world_run(pass->rank, &combine, error);
+    }
+    return status == EP_OK ? world_wait(pass->rank, error) : status;
+}
+
+/* Another handle, other memory, another number of tokens, for which the kernel that comes may have few blocks; whole, and in
+ * halves, of which the second one is for another kernel. */
+static ep_status run_others(struct pass *usual, struct pass *other, struct ep_error *error)
+{
+    const uint32_t flags[] = { 0, EP_OP_CACHED, other->shape->ht ? 0 : EP_OP_SEND_ONLY };
+    ep_status status = EP_OK;
+
+    for (uint32_t i = 0; status == EP_OK && i < sizeof flags / sizeof *flags; i++) {
+        status = repeat(usual, 1 + i, error);
+        if (status == EP_OK)
+            status = pass_run(other, flags[i], false, error);
+    }
+    return status;
+}
+
+static ep_status try_others(struct pass *usual, struct pass *other, struct ep_error *error)
+{
+    ep_status status = EP_OK;
+
+    for (uint32_t i = 0; status == EP_OK && i < sizeof wrongs / sizeof *wrongs; i++) {
+        if (i % 4 == 0)
+            status = repeat(usual, 1, error);
+        if (status == EP_OK)
+            status = try_wrong(other, i, error);
+    }
+    return status;
+}
+
+static ep_status run_unexpected(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *usual = passes->pass[rank][0], *other = passes->pass[rank][1];
+    ep_status status = run_others(usual, other, error);
+
+    if (status == EP_OK && passes->shape->layout == EP_LAYOUT_EXPERT_MAJOR) /* `wrongs` are for this one */
+        status = try_others(usual, other, error);
+    return status == EP_OK ? pass_run(usual, 0, false, error) : status;
+}
+
+ep_status ll_case_unexpected(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    struct ll_passes passes;
+    ep_status status = ll_open(setting, shape, 2, &passes, error);
+
+    if (status == EP_OK)
+        status = ll_each(&passes, world_all(passes.world), run_unexpected, error);
+    ll_close(&passes);
+    return status;
+}
+
 /* ---- ops that change while they run -------------------------------------------------- */
 
 /* What a block may find in the mailbox: other blocks find something else. */

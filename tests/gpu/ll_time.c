@@ -11,6 +11,8 @@ enum {
     WARM = 5,    /* samples that do not count: ranks do not begin at the very same time */
     BATCH = 125, /* ops between two waits of the host */
     BATCHES = 4,
+    LAYERS = 61, /* pairs between two that differ: as many as DeepSeek-V3 has layers */
+    STEPS = 30,  /* of that many pairs */
     PUSHES = 20, /* in a row, of a sample */
     PUSH_SAMPLES = 30
 };
@@ -26,7 +28,7 @@ struct timing {
     const struct shape *shape;
     struct pass *pass[WORLD_MAX_RANKS];
     uint32_t launches;
-    struct samples dispatch, combine, pair, push;
+    struct samples dispatch, combine, pair, changing, push;
     double kernel_us[WORLD_MAX_RANKS][EP_DEVICE_PARTS];
     uint64_t push_bytes[WORLD_MAX_RANKS];
 };
@@ -235,6 +237,51 @@ static ep_status time_graph(struct world_rank *rank, void *arg, struct ep_error 
     return status;
 }
 
+/* ---- pairs that change ---------------------------------------------------------------- */
+
+/* As in decoding, where each step has another batch. */
+static ep_status enqueue_step(struct pass *pass, uint32_t tokens, struct ep_error *error)
+{
+    struct ep_op dispatch = pass_dispatch_op(pass, 0), combine = pass_combine_op(pass, 0, true);
+    ep_status status = EP_OK;
+
+    dispatch.tokens = combine.tokens = tokens;
+    for (uint32_t i = 0; status == EP_OK && i < LAYERS; i++) {
+        status = world_run(pass->rank, &dispatch, error);
+        if (status == EP_OK)
+            status = world_run(pass->rank, &combine, error);
+    }
+    return status;
+}
+
+static ep_status enqueue_steps(struct pass *pass, struct marks *marks, struct ep_error *error)
+{
+    ep_status status = mark(marks, 0, error);
+
+    for (uint32_t i = 0; status == EP_OK && i < marks->n; i++) {
+        status = enqueue_step(pass, pass->tokens - (pass->tokens ? i % 2 : 0), error);
+        if (status == EP_OK)
+            status = mark(marks, i + 1, error);
+    }
+    return status == EP_OK ? world_wait(pass->rank, error) : status;
+}
+
+static ep_status time_changing(struct world_rank *rank, void *arg, struct ep_error *error)
+{
+    struct timing *t = arg;
+    struct marks marks = { 0 };
+    ep_status status = marks_open(rank, WARM + STEPS, &marks, error);
+
+    if (status == EP_OK)
+        status = enqueue_steps(t->pass[rank->rank], &marks, error);
+    for (uint32_t i = 0; status == EP_OK && i < STEPS; i++) {
+        status = between(&marks, WARM + i, &t->changing.us[rank->rank][i], error);
+        t->changing.us[rank->rank][i] /= LAYERS;
+    }
+    marks_close(&marks);
+    return status;
+}
+
 /* ---- the same bytes with plain stores ------------------------------------------------ */
 
 /* Does this token have a choice at that rank? */
@@ -381,6 +428,8 @@ static ep_status run_phases(struct timing *t, bool verify, struct ep_error *erro
         status = world_each(t->world, all, time_alone, t, error);
     if (status == EP_OK)
         status = world_each(t->world, all, time_graph, t, error);
+    if (status == EP_OK)
+        status = world_each(t->world, all, time_changing, t, error);
     if (status == EP_OK && has_push(t))
         status = world_each(t->world, all, time_push, t, error);
     return status;
@@ -394,6 +443,7 @@ static void summarise(struct timing *t, struct ll_times *times)
     *times = (struct ll_times){ .dispatch = slowest_median(&t->dispatch, ranks),
                                 .combine = slowest_median(&t->combine, ranks),
                                 .pair = slowest_median(&t->pair, ranks),
+                                .changing = slowest_median(&t->changing, ranks),
                                 .push = has_push(t) ? slowest_median(&t->push, ranks) : 0,
                                 .pairs = t->launches * CHAIN };
     for (uint32_t r = 0; r < ranks; r++) {
@@ -425,7 +475,7 @@ ep_status ll_time(const struct ep_cuda_api *api, const struct shape *shape, cons
         return status;
     if (samples_init(&t.dispatch, ranks, BATCH * BATCHES) &&
         samples_init(&t.combine, ranks, BATCH * BATCHES) && samples_init(&t.pair, ranks, t.launches) &&
-        samples_init(&t.push, ranks, PUSH_SAMPLES))
+        samples_init(&t.changing, ranks, STEPS) && samples_init(&t.push, ranks, PUSH_SAMPLES))
         status = run_phases(&t, o->verify, error);
     else
         status = ep_error_set(error, EP_NO_MEMORY, "no memory for samples");
@@ -436,6 +486,7 @@ ep_status ll_time(const struct ep_cuda_api *api, const struct shape *shape, cons
     samples_fini(&t.dispatch);
     samples_fini(&t.combine);
     samples_fini(&t.pair);
+    samples_fini(&t.changing);
     samples_fini(&t.push);
     world_close(t.world);
     return status;

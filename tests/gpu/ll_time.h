@@ -13,6 +13,7 @@ struct ll_times { /* us */
     double dispatch, combine;             /* between events around each, launched one by one */
     double dispatch_kernel, combine_kernel; /* by the GPU's clock, from an op's start to its end; mean */
     double pair;                          /* of pairs chained in a captured graph */
+    double changing;                      /* of pairs one by one, of which some dozens have a token less than the next */
     double push;                          /* the dispatch's remote rows with plain stores; 0: not known */
     double push_gbps;
     uint32_t pairs;                       /* in the graphs that were timed */

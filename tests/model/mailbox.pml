@@ -8,8 +8,8 @@
  *   through, blocks, closing, taken, found   as in the mailbox and at the desk; `counted` is the desk's `through`
  *   worker       rings for OPS ops, each when the one before is over; with SPINS its kernel waits, else its stream
  *   HOSTILE      it writes what it likes to its mailbox instead, OPS times, and never waits
- *   stream       the server's: one entry after the other, each for any op, or for one that is expected, with a wait of the
- *                stream ahead of it or (POLLS) a warp that looks, and gives up whenever it likes
+ *   stream       the server's: one entry after the other, each for any op, or for one that is expected and perhaps others of
+ *                its form, with a wait of the stream ahead of it or (POLLS) a warp that looks, and gives up whenever it likes
  *   block        of an entry's kernel, BLOCKS of them at a time
  *   ender        ends the serve when the worker is through, or (CLOSES) at any time
  * A kernel that is launched early comes here when the one ahead is over, before which it reads nothing; behind a warp that
@@ -44,7 +44,8 @@
 #define POLL   2
 #define UNTOLD 0
 #define THERE  1
-#define LEAVES 2
+#define OTHER  2
+#define LEAVES 3
 
 byte bell;
 byte op[2];
@@ -112,7 +113,16 @@ inline tell_stream()
     fi
 }
 
-proctype block(byte b; byte kind; byte expects)
+/* The op that is there instead, if it is good. */
+inline take_other()
+{
+    if
+    :: takes_others && !there && !leaves -> copy(); there = (c[0] == c[1] && c[0] != BAD && c[0] != 0)
+    :: else
+    fi
+}
+
+proctype block(byte b; byte kind; byte expects; bool takes_others)
 {
     byte c[2];
     bool there = false, leaves = false, last = false;
@@ -124,18 +134,20 @@ proctype block(byte b; byte kind; byte expects)
     :: kind == EXPECT ->
         copy();
         there = (c[0] == expects && c[1] == expects);
-        leaves = closing
+        leaves = closing;
+        take_other()
     :: kind == POLL ->
 #ifdef MUTANT_EACH_BLOCK_LOOKS
         copy();
         there = (bell != DONE && c[0] == expects && c[1] == expects);
-        leaves = !there;
+        leaves = !there
 #else
         found != UNTOLD;
+        c[0] = expects;
         there = (found == THERE);
         leaves = (found == LEAVES);
+        take_other()
 #endif
-        c[0] = expects
     fi;
 #ifdef MUTANT_WHO_LEAVES_IT_DOES_NOT_COUNT
     leaves = leaves || (kind == EXPECT && !there);
@@ -192,8 +204,9 @@ inline compare()
     look[1] = op[1];
 #endif
     if
-    :: look[0] == expects && look[1] == expects && !closing -> found = THERE
-    :: else -> found = LEAVES
+    :: closing -> found = LEAVES
+    :: !closing && look[0] == expects && look[1] == expects -> found = THERE
+    :: !closing && (look[0] != expects || look[1] != expects) -> found = OTHER
     fi
 }
 
@@ -236,6 +249,10 @@ inline choose()
     :: kind == ANY -> expects = 0
     :: kind != ANY -> expects = 1
     :: kind != ANY -> expects = 2
+    fi;
+    if
+    :: takes_others = false
+    :: takes_others = true
     fi
 }
 
@@ -243,7 +260,7 @@ active proctype stream()
 {
     byte kind;
     byte expects, b, look[2];
-    bool early = false, rung;
+    bool early = false, rung, takes_others;
 
 again:
     choose();
@@ -258,7 +275,7 @@ again:
     b = 0;
     do
     :: b == BLOCKS -> break
-    :: b < BLOCKS -> run block(b, kind, expects); b++
+    :: b < BLOCKS -> run block(b, kind, expects, takes_others); b++
     od;
     tell_found();
 #ifdef MUTANT_POLLS_AT_ONCE

@@ -8,16 +8,26 @@
 
 #include "forecast.h"
 
-/* Ops differ in what tests say of them: a number in `tokens`. */
+/* Ops differ in what tests say of them: a number in `tokens`.  Of HT ones no other is alike. */
 static struct ep_forecast_op op_named(uint32_t name)
 {
-    return (struct ep_forecast_op){ .op = { .kind = EP_OP_DISPATCH, .tokens = name } };
+    return (struct ep_forecast_op){ .op = { .kind = EP_OP_DISPATCH, .mode = EP_MODE_HT, .tokens = name } };
+}
+
+static struct ep_forecast_op ll_op(enum ep_op_kind kind, uint32_t name)
+{
+    return (struct ep_forecast_op){ .op = { .kind = kind, .mode = EP_MODE_LL, .tokens = name } };
+}
+
+static void ring_op(struct ep_forecast_log *log, struct ep_forecast_op op)
+{
+    log->op[log->ended++ % EP_FORECAST_OPS] = op;
+    log->entry++;
 }
 
 static void ring(struct ep_forecast_log *log, uint32_t name)
 {
-    log->op[log->ended++ % EP_FORECAST_OPS] = op_named(name);
-    log->entry++;
+    ring_op(log, op_named(name));
 }
 
 static void ring_round(struct ep_forecast_log *log, uint32_t period, uint32_t n)
@@ -120,6 +130,68 @@ static void what_is_written_meanwhile_does_no_harm(void **state)
     expect_round(&log, 3);
 }
 
+/* ---- forms of LL ops ------------------------------------------------------------------------ */
+
+static void ring_pairs(struct ep_forecast_log *log, uint32_t n, uint32_t name, uint32_t step)
+{
+    for (uint32_t i = 0; i < n; i++, name += step) {
+        ring_op(log, ll_op(EP_OP_DISPATCH, name));
+        ring_op(log, ll_op(EP_OP_COMBINE, name));
+    }
+}
+
+static void check_next(const struct ep_forecast_log *log, uint64_t after, enum ep_op_kind kind, uint32_t name)
+{
+    const struct ep_forecast_op *at = ep_forecast_of(log, ep_forecast_period(log), log->entry + after);
+
+    assert_non_null(at);
+    assert_int_equal(at->op.kind, kind);
+    assert_int_equal(at->op.tokens, name);
+}
+
+static void ops_of_the_same_form_are_expected_like_the_last(void **state)
+{
+    struct ep_forecast_log log = { 0 };
+
+    (void)state;
+    ring_pairs(&log, 3, 10, 1);
+    check_next(&log, 1, EP_OP_DISPATCH, 12);
+    check_next(&log, 2, EP_OP_COMBINE, 12);
+    check_next(&log, 3, EP_OP_DISPATCH, 12);
+    ring_op(&log, ll_op(EP_OP_DISPATCH, 13));
+    check_next(&log, 1, EP_OP_COMBINE, 12);
+    check_next(&log, 2, EP_OP_DISPATCH, 13);
+}
+
+/* Two pairs by turns, in other sizes than before: the very ones are expected as soon as one of them has come again. */
+static void the_very_ops_count_for_more(void **state)
+{
+    struct ep_forecast_log log = { 0 };
+
+    (void)state;
+    for (uint32_t i = 0; i < EP_FORECAST_OPS; i++)
+        ring_pairs(&log, 2, 10, 1);
+    check_next(&log, 1, EP_OP_DISPATCH, 10);
+    check_next(&log, 3, EP_OP_DISPATCH, 11);
+    ring_pairs(&log, 2, 20, 1);
+    ring_op(&log, ll_op(EP_OP_DISPATCH, 20));
+    check_next(&log, 1, EP_OP_COMBINE, 20);
+    check_next(&log, 2, EP_OP_DISPATCH, 21);
+    check_next(&log, 4, EP_OP_DISPATCH, 20);
+}
+
+static void another_form_ends_it(void **state)
+{
+    struct ep_forecast_log log = { 0 };
+
+    (void)state;
+    ring_pairs(&log, 20, 10, 1);
+    ring_op(&log, ll_op(EP_OP_COMBINE, 30));
+    assert_int_equal(ep_forecast_period(&log), 0);
+    ring_pairs(&log, EP_FORECAST_OPS, 10, 1);
+    check_next(&log, 1, EP_OP_DISPATCH, 10 + EP_FORECAST_OPS - 1);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -130,6 +202,9 @@ int main(void)
         cmocka_unit_test(entries_without_an_op_do_not_shift_it),
         cmocka_unit_test(an_op_in_another_place_is_another_op),
         cmocka_unit_test(what_is_written_meanwhile_does_no_harm),
+        cmocka_unit_test(ops_of_the_same_form_are_expected_like_the_last),
+        cmocka_unit_test(the_very_ops_count_for_more),
+        cmocka_unit_test(another_form_ends_it),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
