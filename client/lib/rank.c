@@ -58,13 +58,14 @@ ep_status rank_check_window(const struct ep_rank *rank, uint32_t whose, const st
 
 /* ---- leave ----------------------------------------------------------------------- */
 
-/* The window is unmapped: its memory may be used again at once. */
+/* The window is unmapped: its memory may be used again at once.  Whoever has missed the boundary owes its peers ops. */
 static void say_bye(const struct ep_rank *rank)
 {
+    const bool done = rank->turn.over && !rank->turn.missed;
     struct ep_attach_frame bye;
 
     ep_attach_frame_init(&bye, EP_ATTACH_BYE);
-    bye.epoch = rank->turn.over ? rank->turn.epoch : 0;
+    bye.epoch = done ? rank->turn.epoch : 0;
     (void)ep_attach_send(rank->socket, &bye, -1, NULL);
 }
 

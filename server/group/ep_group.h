@@ -183,11 +183,12 @@ struct ep_membership;
  * says what it means.  An ask is answered by ep_membership_promise().  `user` is of the claim.
  */
 #define EP_GROUP_NO_TURN UINT64_MAX
+#define EP_GROUP_MISSED  0ull /* there is no worker that has not passed it */
 struct ep_group_turn {
     bool decided;    /* else it is asked */
     uint32_t number; /* of the ask */
     uint64_t to;     /* the epoch */
-    uint64_t at;     /* position; an ask: or EP_GROUP_NO_TURN */
+    uint64_t at;     /* position; an ask: or EP_GROUP_NO_TURN; decided: or EP_GROUP_MISSED, it is not known any more */
 };
 typedef void (*ep_group_turn_fn)(const struct ep_group_turn *turn, void *user);
 

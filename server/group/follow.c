@@ -383,34 +383,50 @@ void ep_groups_turn(struct ep_groups *groups, const Ep__V1__TurnRequest *request
 
 /* ---- decided ------------------------------------------------------------------------------------------------ */
 
-static void go_over(struct epoch *from, const Ep__V1__Turn *turn)
+static void go_over(struct epoch *from, uint64_t to, uint64_t at)
 {
-    const struct ep_group_turn told = { .decided = true, .to = turn->to, .at = turn->at };
+    const struct ep_group_turn told = { .decided = true, .to = to, .at = at };
     struct rank *rank;
 
-    from->turn_to = turn->to;
+    from->turn_to = to;
     from->promised = 0;
-    EP_INFO("group", "workers go over", EP_S("group", from->group->name), EP_U("from", turn->from), EP_U("to", turn->to),
-            EP_U("at", turn->at), EP_U("here", from->attached));
+    EP_INFO("group", "workers go over", EP_S("group", from->group->name), EP_U("from", from->number), EP_U("to", to),
+            EP_U("at", at), EP_U("here", from->attached));
     for (uint32_t i = 0; (rank = rank_here(from, i)); i++)
         tell(rank, &told);
 }
 
+/* What was not promised here was decided without this server: it was away, and the others have lost its workers. */
+static uint64_t boundary_of(const struct epoch *epoch, const Ep__V1__Turn *turn)
+{
+    const bool kept = epoch->number == turn->from && epoch->promised == turn->to && epoch->group->ask.at == turn->at;
+
+    return kept ? turn->at : EP_GROUP_MISSED;
+}
+
+static void decide(struct epoch *epoch, const Ep__V1__Turn *turn)
+{
+    if (epoch->number < turn->to && !epoch->turn_to)
+        go_over(epoch, turn->to, boundary_of(epoch, turn));
+}
+
+/*
+ * A server that was away may hear of the turn together with the epoch that this leads to, or of the last of several alone.
+ * Nobody asks its workers for any of them any more, so this is for all that are in epochs before.
+ */
 void follow_decided(struct group *group, const Ep__V1__Turn *turn)
 {
-    struct epoch *epoch = group->older;
-
     if (group->turned.from == turn->from && group->turned.to == turn->to)
         return;
     ep__v1__turn__init(&group->turned);
     group->turned.from = turn->from;
     group->turned.to = turn->to;
     group->turned.at = turn->at;
-    while (epoch && epoch->number != turn->from)
-        epoch = epoch->next;
     fail(group, EP_ABORTED, "it is decided");
-    if (epoch && !epoch->turn_to)
-        go_over(epoch, turn);
+    if (group->epoch)
+        decide(group->epoch, turn);
+    for (struct epoch *epoch = group->older; epoch; epoch = epoch->next)
+        decide(epoch, turn);
     report_changed(group);
 }
 

@@ -612,6 +612,18 @@ void world_crash(struct ep_cluster *cluster)
     end_session(cluster);
 }
 
+void world_lose_session(struct ep_cluster *cluster)
+{
+    end_session(cluster);
+    tell(cluster, EP_CLUSTER_SESSION, NULL);
+    tell(cluster, EP_CLUSTER_LEADER, NULL);
+}
+
+void world_regain_session(struct ep_cluster *cluster)
+{
+    cluster->session = ep_session_open(cluster->world->store, TTL_MS, on_session, cluster);
+}
+
 void world_part(struct ep_cluster *one, struct ep_cluster *other, bool parted)
 {
     one->parted = parted ? other : NULL;

@@ -20,6 +20,9 @@ struct ep_cluster *world_add(struct world *world, struct ep_node *node);
 void world_serve(struct ep_cluster *cluster, struct ep_groups *groups);
 /* Its session ends, it is called no more, and what it asked others for is answered with an error. */
 void world_crash(struct ep_cluster *cluster);
+/* Its session is lost, and it lives on: others take it for gone, until it has another. */
+void world_lose_session(struct ep_cluster *cluster);
+void world_regain_session(struct ep_cluster *cluster);
 /* It has been crashed, or its groups are closed. */
 void world_remove(struct ep_cluster *cluster);
 

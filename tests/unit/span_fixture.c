@@ -94,6 +94,79 @@ ep_status __wrap_ep_team_create(const struct ep_team_options *options, struct ep
     return __real_ep_team_create(&alone, out, error);
 }
 
+/* ---- what they are told of records ------------------------------------------------------- */
+
+#define GROUPS "groups/"
+
+/* Of one server, for as long as it is there. */
+struct view {
+    ep_store_watch_fn fn;
+    void *user; /* its groups */
+    bool held;
+    uint64_t revision; /* of what was told last */
+};
+
+static struct view views[SERVERS];
+
+struct ep_watch *__real_ep_watch_open(struct ep_store *store, const char *prefix, uint64_t since, ep_store_watch_fn fn,
+                                      void *user);
+struct ep_watch *__wrap_ep_watch_open(struct ep_store *store, const char *prefix, uint64_t since, ep_store_watch_fn fn,
+                                      void *user);
+
+static void on_changes(const struct ep_store_changes *changes, void *user)
+{
+    struct view *view = user;
+
+    view->revision = changes->revision;
+    if (!view->held)
+        view->fn(changes, view->user);
+}
+
+struct ep_watch *__wrap_ep_watch_open(struct ep_store *store, const char *prefix, uint64_t since, ep_store_watch_fn fn,
+                                      void *user)
+{
+    struct view *view = views;
+
+    if (strcmp(prefix, GROUPS) != 0)
+        return __real_ep_watch_open(store, prefix, since, fn, user);
+    while (view->fn)
+        view++;
+    *view = (struct view){ .fn = fn, .user = user };
+    return __real_ep_watch_open(store, prefix, since, on_changes, view);
+}
+
+static struct view *view_of(const struct fixture *f, uint32_t server)
+{
+    struct view *view = views;
+
+    while (view->user != f->servers[server].groups)
+        view++;
+    return view;
+}
+
+/* All commits that this has are told before it, and those that it has not, after it. */
+static void on_listed(const struct ep_error *error, const struct ep_record *records, size_t n, void *user)
+{
+    struct view *view = user;
+    const struct ep_store_changes whole = { .whole = true, .records = records, .n = n, .revision = view->revision };
+
+    assert_string_equal(error->text, "");
+    view->held = false;
+    view->fn(&whole, view->user);
+}
+
+void span_hold_view(struct fixture *f, uint32_t server, bool held)
+{
+    struct view *view = view_of(f, server);
+
+    if (held) {
+        view->held = true;
+        return;
+    }
+    ep_store_list(f->store, GROUPS, on_listed, view);
+    WAIT(f, !view->held);
+}
+
 /* ---- servers ------------------------------------------------------------------------------ */
 
 static void set_flag(void *flag)
@@ -153,6 +226,7 @@ void span_stop(struct fixture *f, uint32_t i)
     bool closed = false;
 
     world_serve(s->cluster, NULL);
+    *view_of(f, i) = (struct view){ 0 }; /* nothing is told once it is closed */
     ep_groups_close(s->groups, set_flag, &closed);
     WAIT(f, closed);
     world_remove(s->cluster);

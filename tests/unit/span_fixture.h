@@ -64,6 +64,9 @@ void span_start(struct fixture *f, uint32_t server);
 void span_stop(struct fixture *f, uint32_t server);
 bool span_all_ready(const struct fixture *f);
 uint32_t span_leader(const struct fixture *f); /* SERVERS: none */
+/* It is told of no records of groups, until it is again: of all that are there then, as a whole, as where the store does not
+ * have the changes between any more. */
+void span_hold_view(struct fixture *f, uint32_t server, bool held);
 /* Members of the newest epoch lose each other, as where a connection between them ends. */
 void span_tear(struct fixture *f, uint32_t one, uint32_t other);
 

@@ -583,14 +583,20 @@ static void test_a_rank_without_a_place_is_told_at_the_boundary(void **state)
 static void test_a_turn_that_was_missed_is_told(void **state)
 {
     struct fixture *f = *state;
+    struct ep_attach_frame bye;
     ep_rank *next = NULL;
 
     pass(f);
     say_epoch(f->server, NEXT);
     ask_until_promised(f, NEXT, 9);
-    decide(f, NEXT, 0); /* which no server does */
+    decide(f, NEXT, 0); /* its server was away */
     assert_int_equal(ep_advance(f->rank, &next), EP_DETACHED);
     assert_non_null(strstr(ep_error_message(), "when it had passed"));
+    ep_leave(f->rank);
+    f->rank = NULL;
+    hear(f->server, &bye);
+    assert_int_equal(bye.type, EP_ATTACH_BYE);
+    assert_int_equal(bye.epoch, 0); /* it is not done: its peers are not to wait for what it has not begun */
 }
 
 static void test_a_rank_that_has_gone_over_begins_nothing(void **state)

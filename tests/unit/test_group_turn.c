@@ -34,6 +34,8 @@ struct worker {
     uint64_t turn_to, turn_at;         /* told */
     uint64_t lies; /* it says that it is so much further */
     bool follow, silent, far, slow, gone;
+    bool missed; /* it was told when it had passed the boundary */
+    bool idle;
     unsigned asked;
 };
 
@@ -48,6 +50,8 @@ struct play {
     struct turned turned[TURNS];
     size_t n_turned;
     unsigned random;
+    uint32_t lost;  /* a server that the others have lost; SERVERS: none */
+    uint64_t apart; /* up to this epoch they do not wait for its workers, nor these for theirs */
 };
 
 static uint32_t draw(struct play *p, uint32_t under)
@@ -57,6 +61,11 @@ static uint32_t draw(struct play *p, uint32_t under)
 }
 
 /* ---- what a worker hears ------------------------------------------------------------------------ */
+
+static bool is_lost(const struct worker *w)
+{
+    return w->server == w->play->lost && w->epoch <= w->play->apart;
+}
 
 static void on_event(enum ep_group_event event, uint32_t rank, uint64_t epoch, const char *text, void *user)
 {
@@ -93,7 +102,8 @@ static void on_turn(const struct ep_group_turn *turn, void *user)
     bool given;
 
     if (turn->decided) {
-        assert_true(w->passed <= turn->at);
+        w->missed = w->passed > turn->at;
+        assert_true(!w->missed || is_lost(w));
         w->turn_to = turn->to;
         w->turn_at = turn->at;
         return;
@@ -208,8 +218,12 @@ static void go_over(struct worker *w)
 {
     struct ep_membership_info info;
 
-    note_turn(w);
-    ep_membership_turned(w->at, w->turn_to);
+    if (w->missed) {
+        leave_next(w);
+    } else {
+        note_turn(w);
+        ep_membership_turned(w->at, w->turn_to);
+    }
     ep_membership_release(w->at, "its worker left", false);
     w->at = w->next;
     w->next = NULL;
@@ -232,7 +246,8 @@ static bool may_begin(const struct worker *w)
     for (uint32_t i = 0; i < w->play->n; i++) {
         const struct worker *peer = &w->play->workers[i];
 
-        if (peer->at && peer->attached && peer->epoch == w->epoch && peer->position + AHEAD <= w->position)
+        if (peer->at && peer->attached && peer->epoch == w->epoch && is_lost(peer) == is_lost(w) &&
+            peer->position + AHEAD <= w->position)
             return false;
     }
     return true;
@@ -266,7 +281,7 @@ static void act(struct worker *w)
         return;
     if (w->hears_epoch && !w->turn_to && w->follow && !w->slow)
         claim_next(w);
-    if (draw(w->play, 4) == 0)
+    if (!w->idle && draw(w->play, 4) == 0)
         step(w);
 }
 
@@ -313,12 +328,20 @@ static void ask_update(struct play *p, uint32_t hidden, uint32_t ranks, struct a
     ep_groups_update(p->f->servers[span_leader(p->f)].groups, "moe", 0, &spec, fields, 2, false, NULL, span_on_answer, answer);
 }
 
+/* Each change that is refused is written into the group's history. */
+static void pause_before_trying_again(struct play *p)
+{
+    const uint64_t until = ep_clock_ns() + 10 * EP_NS_PER_MS;
+
+    PLAY(p, ep_clock_ns() >= until);
+}
+
 static void update(struct play *p, uint32_t hidden, uint32_t ranks)
 {
     struct answer answer;
 
     do {
-        go(p); /* a turn is being decided: the API waits for that */
+        pause_before_trying_again(p); /* a turn is being decided: the API waits for that */
         PLAY(p, span_leader(p->f) < SERVERS);
         ask_update(p, hidden, ranks, &answer);
         PLAY(p, answer.done);
@@ -332,7 +355,7 @@ static void open_play(struct play *p, struct fixture *f, uint32_t ranks)
     const Ep__V1__GroupSpec spec = span_spec(OLD, ranks);
     struct answer answer = { 0 };
 
-    *p = (struct play){ .f = f, .n = RANKS, .random = 1 };
+    *p = (struct play){ .f = f, .n = RANKS, .random = 1, .lost = SERVERS };
     for (uint32_t r = 0; r < RANKS; r++)
         p->workers[r] = (struct worker){ .play = p, .rank = r, .server = r / 2, .follow = true };
     ep_groups_create(f->servers[span_leader(f)].groups, "moe", &spec, false, NULL, span_on_answer, &answer);
@@ -665,6 +688,94 @@ static void a_second_update_before_the_turn(void **state)
     close_play(&p);
 }
 
+/* ---- a server that misses what comes after ------------------------------------------------------------------------ */
+
+/* The others take it for gone, and it is told of no records. */
+static void lose_touch(struct play *p, uint32_t server)
+{
+    p->lost = server;
+    p->apart = ep_groups_get(p->f->servers[server].groups, "moe", NULL)->status->epoch;
+    span_hold_view(p->f, server, true);
+    world_lose_session(p->f->servers[server].cluster);
+}
+
+/* It is told all that is there by then. */
+static void come_back(struct play *p)
+{
+    world_regain_session(p->f->servers[p->lost].cluster);
+    span_hold_view(p->f, p->lost, false);
+}
+
+static bool are_in(const struct play *p, uint64_t epoch, uint32_t ranks)
+{
+    for (uint32_t r = 0; r < ranks; r++)
+        if (!p->workers[r].at || p->workers[r].epoch != epoch)
+            return false;
+    return true;
+}
+
+/* They do not go on alone to where the others were. */
+static void who_missed_a_turn_is_told_so(void **state)
+{
+    struct play p;
+
+    open_play(&p, *state, RANKS);
+    p.workers[4].idle = p.workers[5].idle = true;
+    lose_touch(&p, 2);
+    update(&p, NEW, 4);
+    PLAY(&p, are_in(&p, 2, 4));
+    come_back(&p);
+    PLAY(&p, p.workers[4].turn_to && p.workers[5].turn_to);
+    assert_int_equal(p.workers[4].turn_at, EP_GROUP_MISSED);
+    p.workers[4].idle = p.workers[5].idle = false;
+    PLAY(&p, all_over(&p, NEW) && p.workers[4].gone && p.workers[5].gone);
+    close_play(&p);
+}
+
+/* The record has the last one alone. */
+static void who_missed_two_turns_is_told_so(void **state)
+{
+    struct play p;
+
+    open_play(&p, *state, RANKS);
+    lose_touch(&p, 2);
+    update(&p, NEW, 4);
+    PLAY(&p, are_in(&p, 2, 4));
+    update(&p, NEWER, 4);
+    PLAY(&p, are_in(&p, 3, 4));
+    come_back(&p);
+    PLAY(&p, all_over(&p, NEWER) && p.workers[4].gone && p.workers[5].gone);
+    close_play(&p);
+}
+
+/* When its workers have promised, and wait, and it is about to be decided. */
+static void on_step_to_lose_touch(struct world *world, const char *kind, void *user)
+{
+    struct play *p = user;
+
+    if (strcmp(kind, "commit") != 0 || !p->workers[4].promised_to || !p->workers[5].promised_to)
+        return;
+    world_on_step(world, NULL, NULL);
+    lose_touch(p, 2);
+}
+
+static void who_has_promised_and_missed_the_decision_does_not_wait(void **state)
+{
+    struct play p;
+
+    open_play(&p, *state, RANKS);
+    assert_int_not_equal(span_leader(p.f), 2);
+    world_on_step(p.f->world, on_step_to_lose_touch, &p);
+    update(&p, NEW, RANKS);
+    PLAY(&p, p.lost == 2 && are_in(&p, 2, 4));
+    update(&p, NEWER, 4);
+    PLAY(&p, are_in(&p, 3, 4));
+    assert_int_equal(p.workers[4].epoch, 1);
+    come_back(&p);
+    PLAY(&p, all_over(&p, NEWER) && p.workers[4].gone && p.workers[5].gone);
+    close_play(&p);
+}
+
 /* ---- walks ------------------------------------------------------------------------------------------------------- */
 
 struct walk {
@@ -842,6 +953,9 @@ int main(void)
         TEST(who_is_absent_is_not_waited_for),
         TEST(who_dies_before_it_attached_is_not_waited_for),
         TEST(a_second_update_before_the_turn),
+        TEST(who_missed_a_turn_is_told_so),
+        TEST(who_missed_two_turns_is_told_so),
+        TEST(who_has_promised_and_missed_the_decision_does_not_wait),
         TEST(whichever_message_of_a_turn_is_lost),
         TEST(whoever_dies_at_whatever_step_of_a_turn),
         TEST(whoever_leads_ends_at_whatever_step_of_a_turn),
