@@ -184,7 +184,14 @@ struct report {
     bool alive;           /* the node is there */
     bool follow;          /* its workers go over from there */
     bool whole;
+    bool other;           /* it is of a group that had the name before, and tells nothing of this one: its epoch is 0 */
 };
+
+/* Of this group, as it is now? */
+static inline bool report_tells(const struct report *report)
+{
+    return report->alive && !report->other;
+}
 
 /* What the workers here were asked for the leader.  One at a time. */
 /*

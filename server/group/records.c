@@ -6,8 +6,8 @@
  *   groups/NAME/status        ep.v1.GroupStatus {epoch, runs {node, devices}, absent, settled {spec, notes}, created_us,
  *                             updated_us}: what was agreed on.
  *   groups/NAME/history/NN    ep.v1.GroupChange: one of the last 64 changes, NN its number's remainder (history.c).
- *   groups/NAME/members/NODE  ep.v1.GroupStatus {epoch, phase, reason, ranks}: what a node reports of its part.  It goes
- *                             with the node's session.
+ *   groups/NAME/members/NODE  ep.v1.GroupStatus {created_us, epoch, phase, reason, ranks}: what a node reports of its part,
+ *                             created_us saying of which group of the name.  It goes with the node's session.
  *   groups/.mark              nothing; written before a change is judged, so that the watch comes to that revision, and with
  *                             each change: a view that has come to its revision has all of them, deletions too.
  *

@@ -355,6 +355,21 @@ static struct report *add(struct group *group, const char *node)
     return report;
 }
 
+/*
+ * The node may not have heard yet that its group was deleted, or wait for workers of that one; another has the name now.
+ * What it has of the node it has all the same (share.c).
+ */
+static void look_whose(const struct group *group, struct report *report)
+{
+    const uint64_t created_us = report->status->created_us;
+
+    report->other = created_us && created_us != group->created_us; /* 0: of a version that does not say */
+    if (!report->other)
+        return;
+    report->epoch = report->from = 0;
+    report->follow = report->whole = false;
+}
+
 /* Mostly there is one of the node already.  NULL: there is none now. */
 static const struct report *keep(struct group *group, const char *node, const struct ep_record *record)
 {
@@ -362,13 +377,24 @@ static const struct report *keep(struct group *group, const char *node, const st
 
     if (!report && record->value)
         report = add(group, node);
-    if (record->value && read_record(report, record))
+    if (record->value && read_record(report, record)) {
+        look_whose(group, report);
         return report;
+    }
     if (record->value)
         EP_WARN("group", "a node's report is of no use", EP_S("key", record->key));
     if (report)
         drop(group, report);
     return NULL;
+}
+
+/* Who is no member has no ranks. */
+static void apply_report(struct epoch *epoch, const char *node, const struct report *report)
+{
+    const uint32_t i = ep_plan_find(&epoch->plan, node);
+
+    if (report->epoch == epoch->number && i < epoch->plan.n_nodes)
+        apply(epoch, i, report);
 }
 
 void report_read(struct group *group, const char *node, const struct ep_record *record)
@@ -380,8 +406,7 @@ void report_read(struct group *group, const char *node, const struct ep_record *
     report = keep(group, node, record);
     if (!report || !group->epoch)
         return;
-    if (report->epoch == group->epoch->number)
-        apply(group->epoch, ep_plan_find(&group->epoch->plan, node), report);
+    apply_report(group->epoch, node, report);
     group_assess(group);
     status_changed(group);
 }
@@ -478,7 +503,7 @@ void report_lost(struct ep_groups *groups, const char *node)
 static bool nobody_has_a_part(const struct group *group)
 {
     for (size_t i = 0; i < group->n_reports; i++)
-        if (group->reports[i].alive)
+        if (report_tells(&group->reports[i]))
             return false;
     return true;
 }
@@ -512,6 +537,8 @@ bool report_follows(const struct group *group)
 
 static bool drains(const struct report *report, uint64_t epoch)
 {
+    if (report->other)
+        return false;
     for (size_t i = 0; i < report->status->n_draining_epochs; i++)
         if (report->status->draining_epochs[i] == epoch)
             return true;

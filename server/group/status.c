@@ -449,6 +449,7 @@ const Ep__V1__GroupStatus *status_report(struct arena *arena, const struct group
     Ep__V1__GroupStatus *message = arena_alloc(arena, sizeof *message);
 
     ep__v1__group_status__init(message);
+    message->created_us = group->created_us;
     message->epoch = epoch->number;
     message->ranks = arena_alloc(arena, here.n * sizeof *message->ranks);
     for (uint32_t i = 0; i < here.n; i++)

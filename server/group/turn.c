@@ -120,7 +120,7 @@ static void look_at_parts(const struct group *group, struct parts *out)
 static bool is_known(const struct group *group)
 {
     for (size_t i = 0; i < group->n_reports; i++)
-        if (group->reports[i].alive && group->reports[i].epoch < group->epoch_number)
+        if (report_tells(&group->reports[i]) && group->reports[i].epoch < group->epoch_number)
             return false;
     return report_settled(group, group->epoch_number);
 }
@@ -438,7 +438,7 @@ static bool all_know(const struct group *group)
     for (size_t i = 0; know && i < group->n_reports; i++) {
         const Ep__V1__TurnPart *part = group->reports[i].status->turn_part;
 
-        know = !group->reports[i].alive || (part && part->decided);
+        know = !report_tells(&group->reports[i]) || (part && part->decided);
     }
     return know;
 }

@@ -1,6 +1,7 @@
 /* Deleting a group of several nodes without force, while workers come. */
 #include "span_fixture.h"
 
+#include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -208,6 +209,105 @@ static void a_server_that_does_not_know_the_question_is_not_waited_for(void **st
     WAIT(f, all_gone(f));
 }
 
+/* ---- another group of the name ------------------------------------------------------------------------ */
+
+static void on_detached(enum ep_group_event event, uint32_t rank, uint64_t epoch, const char *text, void *user)
+{
+    (void)rank, (void)epoch, (void)text;
+    *(bool *)user |= event == EP_GROUP_DETACHED;
+}
+
+static void on_attached(const struct ep_error *error, void *user)
+{
+    (void)user;
+    assert_string_equal(error->text, "");
+}
+
+static struct ep_membership *attach(struct fixture *f, uint32_t server, bool *detached)
+{
+    const struct ep_worker who = { .pid = getpid(), .uid = geteuid(), .name = "tester" };
+    struct ep_membership *membership;
+
+    assert_int_equal(ep_groups_claim(f->servers[server].groups, "moe", -1, &who, on_detached, detached, &membership, NULL),
+                     EP_OK);
+    ep_membership_attach(membership, &who, on_attached);
+    return membership;
+}
+
+static void on_listed(const struct ep_error *error, const struct ep_record *records, size_t n, void *user)
+{
+    assert_string_equal(error->text, "");
+    *(uint64_t *)user = n ? records[0].revision : UINT64_MAX;
+}
+
+static uint64_t reported_at(struct fixture *f, uint32_t server)
+{
+    uint64_t revision = 0;
+    char key[64];
+
+    snprintf(key, sizeof key, "groups/moe/members/%s", span_names[server]);
+    ep_store_list(f->store, key, on_listed, &revision);
+    WAIT(f, revision);
+    return revision;
+}
+
+/* The leader has seen all that was there before. */
+static void change_live(struct fixture *f)
+{
+    Ep__V1__GroupSpec spec = span_spec(64, 4);
+    char field[] = "timeout_ms", *fields[] = { field };
+    struct answer answer = { 0 };
+
+    spec.timeout_ms = 7000;
+    ep_groups_update(f->servers[span_leader(f)].groups, "moe", 0, &spec, fields, 1, false, NULL, span_on_answer, &answer);
+    WAIT(f, answer.done);
+    assert_string_equal(answer.error.text, "");
+}
+
+static void make_another(struct fixture *f)
+{
+    const Ep__V1__GroupSpec spec = span_spec(64, 4);
+    struct answer answer = { 0 };
+
+    ep_groups_delete(f->servers[span_leader(f)].groups, "moe", true, NULL, span_on_answer, &answer);
+    WAIT(f, answer.done && !ep_groups_get(f->servers[span_leader(f)].groups, "moe", NULL));
+    assert_string_equal(answer.error.text, "");
+    answer = (struct answer){ 0 };
+    ep_groups_create(f->servers[span_leader(f)].groups, "moe", &spec, false, NULL, span_on_answer, &answer);
+    WAIT(f, answer.done);
+    assert_string_equal(answer.error.text, "");
+}
+
+/* The server goes on with its own until it is told, and what it reports of that says nothing about the other one. */
+static void who_missed_that_there_is_another_group_of_the_name(void **state)
+{
+    struct fixture *f = *state;
+    const uint32_t leader = span_leader(f), away = SERVERS - 1;
+    struct ep_membership *first, *second;
+    bool told = false;
+    uint64_t before;
+
+    assert_int_not_equal(leader, away);
+    make(f);
+    first = attach(f, away, &told);
+    second = attach(f, away, &told);
+    span_hold_view(f, away, true);
+    span_tear(f, away, leader);
+    make_another(f);
+    before = reported_at(f, away);
+    ep_membership_release(first, "its worker left", false);
+    WAIT(f, reported_at(f, away) != before);
+    change_live(f);
+    assert_string_equal(ep_groups_get(f->servers[leader].groups, "moe", NULL)->status->reason, "");
+    assert_int_equal(ep_groups_get(f->servers[leader].groups, "moe", NULL)->status->phase, PHASE(READY));
+    assert_false(told);
+    span_hold_view(f, away, false);
+    assert_true(told);
+    assert_int_equal(ep_groups_get(f->servers[away].groups, "moe", NULL)->spec->ranks, 4);
+    ep_membership_release(second, "its group is gone", false);
+    WAIT(f, ep_node_memory_left(f->servers[away].node) == BUDGET);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, span_setup, span_teardown)
 
 int main(void)
@@ -219,6 +319,7 @@ int main(void)
         TEST(what_a_leader_has_closed_the_next_one_opens),
         TEST(an_abort_of_another_deletion_opens_nothing),
         TEST(a_server_that_does_not_know_the_question_is_not_waited_for),
+        TEST(who_missed_that_there_is_another_group_of_the_name),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
