@@ -169,8 +169,16 @@ static void settle(struct ep_election *e)
         campaign(e);
 }
 
+/* The store was set back to an old copy: what came after that is not true any more, nor will it be told again. */
+static bool is_set_back(const struct ep_election *e, const struct ep_store_changes *changes)
+{
+    return changes->whole && changes->revision < e->seen;
+}
+
 static void learn(struct ep_election *e, const struct ep_store_changes *changes)
 {
+    if (is_set_back(e, changes))
+        e->seen = e->won = e->term = 0;
     if (changes->revision < e->seen || changes->revision < e->won)
         return; /* from before this side won */
     e->seen = changes->revision;

@@ -661,6 +661,44 @@ static void a_store_that_was_set_back_brings_the_whole(void **state)
     ep_watch_close(watch);
 }
 
+static void note_nothing(struct ep_election *election, bool leading, void *user)
+{
+    (void)election, (void)leading, (void)user;
+}
+
+/* The copy has the lease, and no record of who leads: nobody would lead until etcd has come to where it was. */
+static void who_led_a_store_that_was_set_back_leads_again(void **state)
+{
+    struct fixture *f = *state;
+    struct told told = { 0 };
+    struct ep_session *session;
+    struct ep_election *election;
+    struct ep_store_write writes[] = { { .key = "b", .value = "1", .size = 1, .expected = EP_STORE_ANY }, { 0 } };
+    uint64_t before;
+
+    assert_int_equal(fixture_open(f, NULL), EP_OK);
+    session = ep_session_open(f->store, 60000, on_session, &told);
+    RUN_UNTIL(f, told.begun);
+    cluster_kill_member(&f->etcd, 0);
+    shell("cp -r %s/m0 %s/old", f->directory, f->directory);
+    cluster_start_member(&f->etcd, 0);
+    for (int i = 0; i < 100; i++)
+        put_surely(f, "a", "old");
+    election = ep_election_open(f->store, session, "leader", "me", note_nothing, NULL);
+    RUN_UNTIL(f, ep_election_leads(election));
+    before = ep_election_guard(election).expected;
+    cluster_kill_member(&f->etcd, 0);
+    shell("rm -rf %s/m0", f->directory);
+    shell("mv %s/old %s/m0", f->directory, f->directory);
+    cluster_start_member(&f->etcd, 0);
+    RUN_UNTIL(f, ep_election_leads(election) && ep_election_guard(election).expected < before);
+    assert_int_equal(told.failed, 0);
+    writes[1] = ep_election_guard(election);
+    assert_string_equal(commit(f, writes, 2).error.text, "");
+    ep_election_close(election);
+    ep_session_close(session);
+}
+
 static void a_full_etcd_is_told_and_got_over(void **state)
 {
     struct fixture *f = *state;
@@ -727,6 +765,7 @@ int main(int argc, char **argv)
         TEST(a_session_does_not_outlive_its_lease_in_suspend),
         TEST(a_lease_that_etcd_has_ended_is_told),
         TEST(a_store_that_was_set_back_brings_the_whole),
+        TEST(who_led_a_store_that_was_set_back_leads_again),
         TEST(a_full_etcd_is_told_and_got_over),
         TEST(a_record_that_is_too_large_is_no_fault_of_the_store),
     };
