@@ -137,6 +137,7 @@ void table_key(char key[KEY_MAX], const char *name, const char *suffix);
 
 void member_tick(struct ep_cluster *cluster);
 void member_look(struct ep_cluster *cluster); /* the table has changed */
+void member_set_back(struct ep_cluster *cluster); /* the store was, to an old copy: what it has is not what was written */
 void member_leave(struct ep_cluster *cluster);
 
 /* ---- grace.c ----------------------------------------------------------------------------- */

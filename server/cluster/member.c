@@ -293,6 +293,13 @@ static void look_for_record(struct ep_cluster *c)
         fall_apart(c, &gone);
 }
 
+/* An old record of its own is written anew at the next tick, and that there is none is seen at once. */
+void member_set_back(struct ep_cluster *c)
+{
+    c->registered = 0;
+    c->n_written = 0;
+}
+
 void member_look(struct ep_cluster *c)
 {
     if (c->state == MEMBER_WAITS)

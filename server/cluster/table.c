@@ -290,6 +290,8 @@ static void on_changes(const struct ep_store_changes *changes, void *user)
     for (size_t i = 0; changes->whole && i < c->n_entries; i++)
         forget_unseen(c->entries[i]);
     c->whole = c->whole || changes->whole;
+    if (changes->revision < c->view)
+        member_set_back(c);
     c->view = changes->revision;
     if (changes->whole)
         table_settle(c);

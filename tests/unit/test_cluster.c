@@ -796,6 +796,35 @@ static void nobody_is_gone_because_etcd_is(void **state)
     close_peer(&a);
 }
 
+/* The copy has the sessions, and of the nodes what they were then. */
+static void after_etcd_was_set_back_nodes_say_again_what_they_are(void **state)
+{
+    struct fixture *f = fixture_begin(state);
+    const struct ep_store_write mark = ep_cluster_mark();
+    uint64_t marked = 0;
+    struct peer a, b;
+
+    open_peer(f, &a, "a");
+    open_peer(f, &b, "b");
+    RUN_UNTIL(f, sees(&a, "b"));
+    cluster_kill_member(&f->etcd, 0);
+    shell("cp -r %s/m0 %s/old", f->directory, f->directory);
+    cluster_start_member(&f->etcd, 0);
+    assert_int_equal(ep_node_reserve(b.node, 0, 4096, NULL), EP_OK);
+    RUN_UNTIL(f, info_of(&a, "b")->memory_used_bytes == 4096);
+    for (int i = 0; i < 100; i++)
+        marked = commit(f, &mark, 1).revision; /* so that what is there then is behind them */
+    RUN_UNTIL(f, ep_cluster_knows(a.cluster, marked) && ep_cluster_knows(b.cluster, marked));
+    cluster_kill_member(&f->etcd, 0);
+    shell("rm -rf %s/m0 && mv %s/old %s/m0", f->directory, f->directory, f->directory);
+    cluster_start_member(&f->etcd, 0);
+    RUN_UNTIL(f, !ep_cluster_knows(a.cluster, marked) && !ep_cluster_knows(b.cluster, marked));
+    RUN_UNTIL(f, info_of(&a, "b")->memory_used_bytes == 4096);
+    ep_node_release(b.node, 0, 4096);
+    close_peer(&b);
+    close_peer(&a);
+}
+
 /* It is told by an error, within the time in which the store answers. */
 static void a_start_without_etcd_fails(void **state)
 {
@@ -867,6 +896,7 @@ int main(void)
         ON_ETCD(a_mark_tells_whether_the_table_is_behind),
         ON_ETCD(a_node_does_what_its_cordon_says),
         ON_ETCD(workers_may_stay_for_a_while),
+        ON_ETCD(after_etcd_was_set_back_nodes_say_again_what_they_are),
         ON_LOSING_ETCD(nobody_is_gone_because_etcd_is),
         ON_LOSING_ETCD(a_start_without_etcd_fails),
     };
