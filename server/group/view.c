@@ -289,6 +289,8 @@ static void on_changes(const struct ep_store_changes *changes, void *user)
         }
     if (changes->whole)
         end_whole(groups);
+    if (changes->whole && groups->loaded)
+        report_all(groups); /* of a store that was set back, it has what this node said then, or nothing */
     groups->loaded = true;
     groups->view = changes->revision;
     group_each(groups, act);

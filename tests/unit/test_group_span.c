@@ -313,6 +313,42 @@ static void each_change_is_written_with_the_mark(void **state)
     assert_true(marked_at(f) > created);
 }
 
+/* ---- a store that was set back ------------------------------------------------------------------------ */
+
+static void on_report_listed(const struct ep_error *error, const struct ep_record *records, size_t n, void *user)
+{
+    (void)records;
+    assert_string_equal(error->text, "");
+    *(int *)user = (int)n;
+}
+
+static bool is_reported(struct fixture *f, const char *key)
+{
+    int n = -1;
+
+    ep_store_list(f->store, key, on_report_listed, &n);
+    WAIT(f, n >= 0);
+    return n > 0;
+}
+
+/* Which its session has outlived. */
+static void what_a_node_reported_is_told_again_where_the_store_has_lost_it(void **state)
+{
+    struct fixture *f = *state;
+    const uint32_t other = (span_leader(f) + 1) % SERVERS;
+    char key[64];
+    struct ep_store_write gone = { .key = key, .expected = EP_STORE_ANY };
+
+    create(f, OLD);
+    snprintf(key, sizeof key, "groups/moe/members/%s", span_names[other]);
+    WAIT(f, is_reported(f, key));
+    span_hold_view(f, other, true);
+    ep_store_commit(f->store, &gone, 1, NULL, NULL);
+    assert_false(is_reported(f, key));
+    span_hold_view(f, other, false);
+    WAIT(f, is_reported(f, key));
+}
+
 /* ---- refusals ------------------------------------------------------------------------------------- */
 
 static void a_member_that_cannot_take_part_refuses_for_all(void **state)
@@ -1135,6 +1171,7 @@ int main(int argc, char **argv)
         TEST(a_change_waits_until_somebody_leads),
         TEST(a_read_waits_until_the_server_knows_what_was_acknowledged),
         TEST(each_change_is_written_with_the_mark),
+        TEST(what_a_node_reported_is_told_again_where_the_store_has_lost_it),
         TEST(a_member_that_cannot_take_part_refuses_for_all),
         TEST(a_plan_by_an_offer_that_is_out_of_date_is_made_again),
         TEST(changes_at_once_do_not_plan_on_the_same_memory),
