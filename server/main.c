@@ -5,9 +5,12 @@
 #include <unistd.h>
 
 #include "daemon.h"
+#include "ep_descriptors.h"
 #include "ep_log.h"
 #include "ep_thread.h"
 #include "options.h"
+
+EP_DESCRIPTORS_STANDARD;
 
 const char *argp_program_version = "ep-server " EP_VERSION " (" EP_COMMIT ")";
 

@@ -5,9 +5,12 @@
 #include <unistd.h>
 
 #include "admin.h"
+#include "ep_descriptors.h"
 #include "ep_log.h"
 #include "ep_thread.h"
 #include "output.h"
+
+EP_DESCRIPTORS_STANDARD;
 
 static int usage_error(const struct ep_invocation *invocation, const struct ep_error *error)
 {

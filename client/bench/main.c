@@ -5,11 +5,14 @@
 #include <string.h>
 
 #include "crew.h"
+#include "ep_descriptors.h"
 #include "figures.h"
 #include "options.h"
 #include "private_server.h"
 #include "report.h"
 #include "run.h"
+
+EP_DESCRIPTORS_STANDARD;
 
 static void on_signal(int number)
 {

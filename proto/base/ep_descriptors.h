@@ -1,5 +1,5 @@
 /*
- * ep_descriptors: room for descriptors, before it is needed.
+ * ep_descriptors: the first three, and room for more before it is needed.
  *
  * A process's table of descriptors grows with the first one that has no place in it, and where the process has threads
  * Linux waits for an RCU grace period meanwhile (expand_fdtable(), fs/file.c): milliseconds, and on a machine whose cores
@@ -28,5 +28,20 @@ static inline void ep_descriptors_reserve(unsigned n)
         close(last);
     close(any);
 }
+
+/*
+ * Whoever starts a program with `2>&-` would have its log written to the socket or file that gets the number 2.  What is
+ * put there can be neither read from nor written to, as if it were still closed.  gRPC opens an eventfd before main(), so
+ * a program has this called before the libraries that it is linked to are initialised: EP_DESCRIPTORS_STANDARD; in main's file.
+ */
+static inline void ep_descriptors_standard(void)
+{
+    for (int fd = STDIN_FILENO; fd <= STDERR_FILENO; fd++)
+        if (fcntl(fd, F_GETFD) < 0)
+            (void)!open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY); /* the lowest free number: fd */
+}
+
+#define EP_DESCRIPTORS_STANDARD \
+    __attribute__((section(".preinit_array"), used)) static void (*open_standard)(void) = ep_descriptors_standard
 
 #endif

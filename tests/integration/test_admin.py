@@ -653,6 +653,14 @@ class ConnectionTest(AdminTest):
                 self.assertEqual((done.returncode, done.stderr), (0, ""), done)
                 self.assertTrue(done.stdout)
 
+    def test_a_closed_standard_output_is_said(self):
+        server = self.start_server("--host-ranks=2")
+        for words in ("node list", "--help"):
+            done = subprocess.run(["bash", "-c", "%s %s >&-" % (harness.binary("ep-admin"), words)],
+                                  stderr=subprocess.PIPE, text=True, env=harness.environment({"EP_SERVER": server.address}))
+            self.assertEqual(done.returncode, 1, done)
+            self.assertIn("cannot write to standard output: Bad file descriptor", done.stderr)
+
     def test_a_user_that_is_not_let_in(self):
         if os.geteuid() != 0 or not shutil.which("setpriv"):
             self.skipTest("needs root, to become somebody else")

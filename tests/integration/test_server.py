@@ -128,6 +128,15 @@ class StartTest(harness.TestCase):
         self.assertEqual(os.listdir(server.state_dir), ["ep-server.db"])
         self.assertEqual(server.out(), "")
 
+    def test_without_standard_input_output_and_error(self):
+        closed = ["bash", "-c", 'exec "$0" "$@" <&- >&- 2>&-']
+        server = self.start_server("--pid-file=" + self.path("pid"), wrapper=closed)
+        self.assertEqual(self.run_cmd(["ep-admin", "group", "list"], server=server).code, 0)
+        first = [os.readlink("/proc/%d/fd/%d" % (server.pid, fd)) for fd in range(3)]
+        self.assertEqual(first, ["/dev/null"] * 3)
+        self.assertEqual(server.stop(), 0)
+        self.assertEqual(os.listdir(self.dir), ["s"], "the pid file is gone")
+
     def test_stops_while_it_starts(self):
         for _ in range(5):
             server = self.start_server(ready=False)
