@@ -1,7 +1,10 @@
 #include "ep_log.h"
 
 #include <errno.h>
+#include <limits.h>
 #include <math.h>
+#include <poll.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -243,43 +246,96 @@ static void put_head(struct line *line, enum ep_log_format format, enum ep_log_l
     put_string(line, format, level_name(level));
 }
 
-/* One write(2) for the line; what a pipe or a signal cuts off is sent after it. */
-static void write_all(const char *data, size_t n)
+static void compose(struct line *line, enum ep_log_level level, const char *module, const char *message,
+                    const struct ep_log_field *fields, size_t n)
 {
-    while (n > 0) {
-        ssize_t k = write(STDERR_FILENO, data, n);
+    enum ep_log_format format =
+        (enum ep_log_format)atomic_load_explicit(&current_format, memory_order_relaxed);
+
+    line_init(line);
+    put_head(line, format, level);
+    put_key(line, format, "mod");
+    put_string(line, format, module);
+    put_key(line, format, "msg");
+    put_string(line, format, message);
+    for (size_t i = 0; i < n; i++) {
+        put_key(line, format, fields[i].key ? fields[i].key : "_");
+        put_value(line, format, &fields[i]);
+    }
+    if (format == EP_LOG_JSON)
+        put_text(line, "}");
+    line->data[line->length++] = '\n';
+}
+
+/* ---- writing ------------------------------------------------------------------------- */
+
+/*
+ * Who logs may be what keeps a server in its cluster: a reader that stands still must not stop it.  What finds no room
+ * for so long is lost and counted, and what comes after it does not wait until there is room again.
+ */
+#define PATIENCE_MS 500
+
+static pthread_mutex_t writing = PTHREAD_MUTEX_INITIALIZER;
+static uint64_t lost; /* lines since the last one that was written; mutex */
+static bool cut;      /* the last line has no end; mutex */
+
+static bool has_room(int wait_ms)
+{
+    struct pollfd out = { .fd = STDERR_FILENO, .events = POLLOUT };
+    int n;
+
+    while ((n = poll(&out, 1, wait_ms)) < 0 && errno == EINTR)
+        ;
+    return n != 0; /* what is wrong with it, write(2) tells */
+}
+
+/* One write(2) for the line, if it is not longer than what a pipe with room takes without blocking. */
+static bool write_all(const struct line *line, int wait_ms)
+{
+    size_t done = 0;
+
+    while (done < line->length && has_room(wait_ms)) {
+        size_t n = line->length - done;
+        ssize_t k = write(STDERR_FILENO, line->data + done, n < PIPE_BUF ? n : PIPE_BUF);
 
         if (k < 0 && errno == EINTR)
             continue;
         if (k <= 0)
-            return;
-        data += k;
-        n -= (size_t)k;
+            break;
+        done += (size_t)k;
     }
+    if (done > 0)
+        cut = done < line->length;
+    return done == line->length;
+}
+
+static void tell_lost(void)
+{
+    const struct ep_log_field lines = EP_U("lines", lost);
+    const struct line end = { .data = (char[]){ "\n" }, .length = 1 };
+    struct line line;
+
+    if (cut && !write_all(&end, 0))
+        return;
+    compose(&line, EP_LOG_WARN, "log", "lines were lost: they could not be written", &lines, 1);
+    if (write_all(&line, 0))
+        lost = 0;
+    line_fini(&line);
 }
 
 static void write_line(enum ep_log_level level, const char *module, const char *message,
                        const struct ep_log_field *fields, size_t n)
 {
     int saved = errno; /* a log line between a call and its check must not change what it finds */
-    enum ep_log_format format =
-        (enum ep_log_format)atomic_load_explicit(&current_format, memory_order_relaxed);
     struct line line;
 
-    line_init(&line);
-    put_head(&line, format, level);
-    put_key(&line, format, "mod");
-    put_string(&line, format, module);
-    put_key(&line, format, "msg");
-    put_string(&line, format, message);
-    for (size_t i = 0; i < n; i++) {
-        put_key(&line, format, fields[i].key ? fields[i].key : "_");
-        put_value(&line, format, &fields[i]);
-    }
-    if (format == EP_LOG_JSON)
-        put_text(&line, "}");
-    line.data[line.length++] = '\n';
-    write_all(line.data, line.length);
+    compose(&line, level, module, message, fields, n);
+    pthread_mutex_lock(&writing);
+    if (lost > 0)
+        tell_lost();
+    if (lost > 0 || !write_all(&line, PATIENCE_MS))
+        lost++;
+    pthread_mutex_unlock(&writing);
     line_fini(&line);
     errno = saved;
 }

@@ -5,7 +5,8 @@
  *
  * Lower-case message, no values in it: values are fields.  An error is logged
  * once, where its cause is known.  Thread-safe; each line is one write(2).
- * Not for the data path.
+ * A line that finds no room for half a second, as nobody reads, is lost, and the
+ * next one that does is preceded by how many were.  Not for the data path.
  */
 #ifndef EP_LOG_H
 #define EP_LOG_H

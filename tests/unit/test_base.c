@@ -1,5 +1,6 @@
 /* proto/base: status, error, log, secret, thread. */
 #include <errno.h>
+#include <fcntl.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -285,6 +286,74 @@ static void long_line_is_whole(void **state)
     assert_int_equal(c.text[strlen(c.text) - 1], '\n');
 }
 
+/* Takes what is in the pipe. */
+static void drain(struct capture *c)
+{
+    ssize_t n = read(c->pipe[0], c->text, sizeof c->text - 1);
+
+    assert_true(n > 0);
+    c->text[n] = '\0';
+}
+
+static unsigned lines_of(const char *text)
+{
+    unsigned n = 0;
+
+    for (; *text; text++)
+        n += *text == '\n';
+    return n;
+}
+
+/* Where a line that waits for its reader would stand still for ever, this test would too. */
+static void a_reader_that_stands_still_stops_nobody(void **state)
+{
+    const unsigned written = 100;
+    unsigned before, lines;
+    struct capture c;
+    char text[1000];
+    const char *tell;
+
+    (void)state;
+    memset(text, 'x', sizeof text);
+    text[sizeof text - 1] = '\0';
+    ep_log_configure(EP_LOG_INFO, EP_LOG_LOGFMT);
+    capture_begin(&c);
+    assert_true(fcntl(c.pipe[0], F_SETPIPE_SZ, 8192) <= (int)sizeof c.text - 1);
+    for (unsigned i = 0; i < written; i++)
+        EP_INFO("m", "before", EP_S("v", text));
+    drain(&c);
+    before = lines_of(c.text);
+    EP_INFO("m", "after");
+    capture_end(&c);
+    tell = strstr(c.text, "level=warn mod=log msg=\"lines were lost: they could not be written\" lines=");
+    assert_non_null(tell);
+    assert_int_equal(sscanf(strstr(tell, "lines="), "lines=%u", &lines), 1);
+    assert_int_equal(before + lines, written);
+    assert_non_null(strstr(tell, "msg=after\n"));
+}
+
+/* A line that is longer than the room that there is loses its end, and what follows begins on a line of its own. */
+static void a_line_that_is_cut_is_ended(void **state)
+{
+    struct capture c;
+    char text[12000];
+
+    (void)state;
+    memset(text, 'x', sizeof text);
+    text[sizeof text - 1] = '\0';
+    ep_log_configure(EP_LOG_INFO, EP_LOG_LOGFMT);
+    capture_begin(&c);
+    assert_true(fcntl(c.pipe[0], F_SETPIPE_SZ, 8192) < (int)sizeof text);
+    EP_INFO("m", "cut", EP_S("v", text));
+    drain(&c);
+    assert_int_equal(lines_of(c.text), 0);
+    EP_INFO("m", "after");
+    capture_end(&c);
+    assert_memory_equal(c.text, "\nts=", 4);
+    assert_non_null(strstr(c.text, " lines=1\nts="));
+    assert_non_null(strstr(c.text, "msg=after\n"));
+}
+
 static void logging_keeps_errno(void **state)
 {
     struct capture c;
@@ -405,6 +474,8 @@ int main(void)
         cmocka_unit_test(level_decides),
         cmocka_unit_test(audit_lines_are_written_whatever_the_level),
         cmocka_unit_test(long_line_is_whole),
+        cmocka_unit_test(a_reader_that_stands_still_stops_nobody),
+        cmocka_unit_test(a_line_that_is_cut_is_ended),
         cmocka_unit_test(logging_keeps_errno),
         cmocka_unit_test(a_secret_is_the_first_line),
         cmocka_unit_test(a_secret_is_short_and_text),
