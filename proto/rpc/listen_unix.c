@@ -13,6 +13,20 @@
 
 #define DIRECTORY_LOCK_MS 2000
 
+/* What the system says of a path: only some of it is that we may not. */
+static ep_status status_of(int cause)
+{
+    switch (cause) {
+    case ENOENT:
+    case ENOTDIR: return EP_NOT_FOUND;
+    case EACCES:
+    case EPERM:
+    case EROFS: return EP_PERMISSION_DENIED;
+    case EADDRINUSE: return EP_ALREADY_EXISTS;
+    default: return EP_IO;
+    }
+}
+
 /*
  * Two servers that start at once must not both find the path dead and both replace it, so what
  * follows is done under a lock of the directory: flock(2) needs no file to leave behind.
@@ -29,8 +43,7 @@ static ep_status lock_directory(const char *path, int *out, struct ep_error *err
         return ep_error_set(error, EP_NO_MEMORY, "cannot listen on %s: out of memory", path);
     fd = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd < 0)
-        status = ep_error_errno(error, errno == ENOENT ? EP_NOT_FOUND : EP_PERMISSION_DENIED,
-                                "cannot listen on %s: cannot open %s", path, directory);
+        status = ep_error_errno(error, status_of(errno), "cannot listen on %s: cannot open %s", path, directory);
     free(directory);
     while (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) != 0) {
         if (rpc_now_ms() > give_up) {
@@ -62,7 +75,7 @@ static ep_status clear_stale(const char *path, struct ep_error *error)
 
     if (lstat(path, &st) != 0)
         return errno == ENOENT ? EP_OK
-                               : ep_error_errno(error, EP_PERMISSION_DENIED, "cannot look at %s", path);
+                               : ep_error_errno(error, status_of(errno), "cannot look at %s", path);
     if (!S_ISSOCK(st.st_mode))
         return ep_error_set(error, EP_ALREADY_EXISTS, "%s exists and is not a socket", path);
     fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
@@ -76,9 +89,9 @@ static ep_status clear_stale(const char *path, struct ep_error *error)
         return ep_error_set(error, EP_ALREADY_EXISTS,
                             "%s is in use: another server listens there", path);
     if (reason != ECONNREFUSED)
-        return ep_error_errno(error, EP_PERMISSION_DENIED, "%s exists and cannot be probed", path);
+        return ep_error_errno(error, status_of(reason), "%s exists and cannot be probed", path);
     if (unlink(path) != 0)
-        return ep_error_errno(error, EP_PERMISSION_DENIED, "cannot replace the dead socket %s", path);
+        return ep_error_errno(error, status_of(errno), "cannot replace the dead socket %s", path);
     return EP_OK;
 }
 
@@ -91,8 +104,7 @@ static ep_status bind_unix(int fd, const char *path, mode_t mode, struct stat *s
     if (fchmod(fd, 0) != 0)
         return ep_error_errno(error, EP_IO, "cannot listen on %s", path);
     if (bind(fd, (struct sockaddr *)&address, sizeof address) != 0)
-        return ep_error_errno(error, errno == EADDRINUSE ? EP_ALREADY_EXISTS : EP_PERMISSION_DENIED,
-                              "cannot listen on %s", path);
+        return ep_error_errno(error, status_of(errno), "cannot listen on %s", path);
     if (listen(fd, RPC_BACKLOG) != 0 || chmod(path, mode) != 0 || lstat(path, st) != 0) {
         ep_error_errno(error, EP_IO, "cannot listen on %s", path);
         unlink(path);

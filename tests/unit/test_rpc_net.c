@@ -511,6 +511,30 @@ static void port_in_use_is_refused(void **state)
     assert_text(listen_words.text, "in use");
 }
 
+static void listen_without_descriptors(struct fixture *fx)
+{
+    struct ep_rpc_server *server;
+    struct rlimit before, none;
+    char path[sizeof fx->path + 2];
+
+    snprintf(path, sizeof path, "%s.2", fx->path);
+    if (ep_rpc_server_create(fx->rpc, NULL, &server, NULL) != EP_OK || getrlimit(RLIMIT_NOFILE, &before) != 0)
+        return;
+    none = (struct rlimit){ .rlim_cur = 0, .rlim_max = before.rlim_max };
+    if (setrlimit(RLIMIT_NOFILE, &none) == 0)
+        listen_error = ep_rpc_server_listen_unix(server, path, 0600, NULL, NULL, &listen_words);
+    (void)setrlimit(RLIMIT_NOFILE, &before);
+    ep_rpc_server_destroy(server);
+}
+
+static void path_without_descriptors_is_not_forbidden(void **state)
+{
+    (void)state;
+    fixture_run(&f, listen_without_descriptors);
+    assert_int_equal(listen_error, EP_IO);
+    assert_text(listen_words.text, "Too many open files");
+}
+
 static void listen_on_nonsense(struct fixture *fx)
 {
     struct ep_rpc_server *server;
@@ -818,6 +842,7 @@ int main(void)
         P(silent_crowd_keeps_nobody_out),
         P(max_connections_refuses_and_recovers),
         T(out_of_descriptors_neither_spins_nor_kills),
+        T(path_without_descriptors_is_not_forbidden),
         T(port_in_use_is_refused),
         T(address_without_port_is_refused),
         S(mutual_tls_gives_the_common_name),
