@@ -26,7 +26,7 @@ const struct ep_flag ep_global_flags[] = {
               "there, "
               "else unix:/run/ep-server/ep.sock" },
     { "output", 'o', EP_FLAG_CHOICE, "FORMAT", .help = "table (default), json or yaml", .choices = outputs },
-    { "timeout", 't', EP_FLAG_DURATION, "TIME", .help = "how long to wait for an answer (default 5s)" },
+    { "timeout", 't', EP_FLAG_DURATION, "TIME", .help = "how long to wait for an answer (default 5s; 0: for ever)" },
     { "tls-ca", 0, EP_FLAG_FILE, "FILE",
       .help = "roots that the server's certificate is checked against ($EP_TLS_CA)" },
     { "tls-cert", 0, EP_FLAG_FILE, "FILE", .help = "own certificate ($EP_TLS_CERT)" },

@@ -92,7 +92,7 @@ bool ep_text_parse_duration(const char *text, int64_t *out_ms)
     if (!parse_with_unit(text, duration_units, sizeof duration_units / sizeof *duration_units, &ms) ||
         ms > (double)INT32_MAX)
         return false;
-    *out_ms = (int64_t)ms;
+    *out_ms = (int64_t)ms + (ms > (double)(int64_t)ms); /* a little is not 0, which is no bound at all */
     return true;
 }
 

@@ -47,6 +47,9 @@ static void times_are_seconds_without_a_unit(void **state)
     assert_true(ep_text_parse_duration("250ms", &ms) && ms == 250);
     assert_true(ep_text_parse_duration("1.5s", &ms) && ms == 1500);
     assert_true(ep_text_parse_duration("2m", &ms) && ms == 120000);
+    assert_true(ep_text_parse_duration("0", &ms) && ms == 0);
+    assert_true(ep_text_parse_duration("0.2ms", &ms) && ms == 1);
+    assert_true(ep_text_parse_duration("1.2ms", &ms) && ms == 2);
     assert_false(ep_text_parse_duration("soon", &ms));
     assert_false(ep_text_parse_duration("-5s", &ms));
     assert_false(ep_text_parse_duration("9999999h", &ms));
