@@ -82,8 +82,13 @@ static ep_status fix_enums(json_t *object, const ProtobufCFieldDescriptor *field
 {
     json_t *value = json_object_get(object, field->name), *fixed = NULL, *item;
     ep_status status = EP_OK;
+    char known[256];
     size_t i;
 
+    if (field->label == PROTOBUF_C_LABEL_REPEATED && !json_is_array(value)) {
+        ep_text_enum_values(field->descriptor, ", ", known, sizeof known);
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "%s: must be a list, as in [%s]", field->name, known);
+    }
     if (!json_is_array(value)) {
         status = enum_value(field->descriptor, field->name, value, &fixed, error);
     } else {
@@ -286,14 +291,16 @@ static ep_status fix_spec(json_t *spec, struct ep_error *error)
 static ep_status unwrap(json_t *document, char *name, size_t name_size, json_t **out, struct ep_error *error)
 {
     json_t *spec = json_object_get(document, "spec");
-    const char *given = json_string_value(json_object_get(document, "name"));
+    const json_t *given = json_object_get(document, "name");
     ep_status status;
 
     name[0] = '\0';
     if (!json_is_object(document))
         return ep_error_set(error, EP_INVALID_ARGUMENT,
                             "must be an object with the fields of a group's spec");
-    if (!spec && !json_object_get(document, "name")) {
+    if (json_is_null(given)) /* "name:" without a value: not named */
+        given = NULL;
+    if (!spec && !given) {
         *out = json_incref(document);
         return EP_OK;
     }
@@ -302,8 +309,10 @@ static ep_status unwrap(json_t *document, char *name, size_t name_size, json_t *
         return status;
     if (!json_is_object(spec))
         return ep_error_set(error, EP_INVALID_ARGUMENT, "spec: must be an object");
+    if (given && !json_is_string(given))
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "name: must be a string, in quotes if it would be something else");
     if (given)
-        snprintf(name, name_size, "%s", given);
+        snprintf(name, name_size, "%s", json_string_value(given));
     *out = json_incref(spec);
     return EP_OK;
 }

@@ -188,6 +188,8 @@ class SpecFileTest(AdminTest):
             "": "f.yaml: is empty",
             "just words\n": "must be an object",
             "name: moe\nspec: 3\n": "spec: must be an object",
+            "name: 12\nspec: {ranks: 2}\n": "f.yaml: name: must be a string",
+            "modes: ll\n": "f.yaml: modes: must be a list, as in [ll, ht]",
             "a: &x [" + "1," * 10 + "1]\nb: " + "[" * 60 + "*x" + "]" * 60 + "\n": "too deep or too large",
         }
         for text, says in cases.items():
