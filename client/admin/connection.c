@@ -48,7 +48,7 @@ static ep_status check_tcp(struct ep_admin *admin, const char *text, struct ep_e
     const char *colon = strrchr(text, ':');
     uint64_t port;
 
-    if (!colon || colon == text || !ep_text_parse_u64(colon + 1, 65535, &port) || port == 0)
+    if (!colon || colon == text || strchr(text, '/') || !ep_text_parse_u64(colon + 1, 65535, &port) || port == 0)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "--server is '%s': must be unix:PATH or HOST:PORT",
                             text);
     if (strlen(text) >= sizeof admin->server)

@@ -103,6 +103,7 @@ class UsageTest(AdminTest):
             ("--output", "xml"): "must be one of table, json, yaml",
             ("--server", "nowhere"): "must be unix:PATH or HOST:PORT",
             ("--server", "host:0"): "must be unix:PATH or HOST:PORT",
+            ("--server", "http://host:7300"): "must be unix:PATH or HOST:PORT",
             ("--server", "unix:/" + "x" * 200): "the path has 201 bytes",
             ("--server", "127.0.0.1:1", "--tls-cert", "x"): "a certificate and its key go together",
             ("--file", "/does/not/exist"): "/does/not/exist: cannot open: No such file",
