@@ -98,6 +98,9 @@ static void users_log_in_and_again_when_etcd_has_forgotten_them(void **state)
     expect_refused(f, &options, EP_UNAUTHENTICATED, "etcd refuses user root");
     options.password_file = "/no/such/file";
     expect_refused(f, &options, EP_UNAUTHENTICATED, "/no/such/file");
+    shell("rm %s && mkfifo %s", c.password, c.password); /* that nobody writes to */
+    options.password_file = c.password;
+    expect_refused(f, &options, EP_UNAUTHENTICATED, "holds no password");
 }
 
 static void a_user_where_there_are_none_is_told(void **state)
