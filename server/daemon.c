@@ -816,6 +816,7 @@ ep_status ep_daemon_run(struct ep_options *options, int argc, char **argv, struc
     struct daemon d = { .options = options, .argc = argc, .argv = argv, .failure = EP_ERROR_INIT };
 
     signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN); /* windows are files to `ulimit -f` too: a call fails, and says of which group */
     raise_file_limit();
     ep_descriptors_reserve(DESCRIPTORS);
     if (open_loop(&d, error) != EP_OK)

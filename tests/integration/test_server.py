@@ -233,6 +233,16 @@ class StartTest(harness.TestCase):
             line = [x for x in f if x.startswith("Max open files")][0]
         self.assertEqual(line.split()[3], str(hard))
 
+    def test_a_window_beyond_the_limit_of_a_files_size_is_refused(self):
+        server = self.start_server("--host-ranks=1", wrapper=["bash", "-c", 'ulimit -f 4096; exec "$0" "$@"'])
+        spec = ["--ranks=1", "--experts=1", "--hidden=64", "--top-k=1"]
+        result = self.run_cmd(["ep-admin", "group", "create", "large", *spec, "--arena=64MiB", "--wait=30s"], server=server)
+        self.assertEqual(result.code, 1, result)
+        self.assertIn("File too large", result.err)
+        result = self.run_cmd(["ep-admin", "group", "create", "small", *spec, "--arena=1MiB", "--modes=ll", "--wait=30s"],
+                              server=server)
+        self.assertEqual(result.code, 0, result)
+
 
 class ReloadTest(harness.TestCase):
     def test_sighup_takes_what_may_change(self):
