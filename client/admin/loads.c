@@ -173,6 +173,8 @@ static ep_status loads_counted(struct ep_admin *admin, const char *name, json_t 
     if (status)
         return status;
     stats = (Ep__V1__Stats *)reply;
+    if (*stats->behind)
+        ep_admin_note(admin, "rows may be old: %s", stats->behind);
     for (size_t i = 0; i < stats->n_missing; i++)
         ep_admin_note(admin, "without the rows of node %s", stats->missing[i]);
     status = loads_of_stats(stats, out, error);

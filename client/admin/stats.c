@@ -143,6 +143,8 @@ int ep_stats_show(struct ep_admin *admin, const struct ep_invocation *invocation
     request.experts = ep_invocation_given(invocation, "experts");
     if (ep_admin_call(admin, "GetStats", &request.base, 0, &reply, &error) != EP_OK)
         return ep_admin_fail(admin, &error);
+    if (*((Ep__V1__Stats *)reply)->behind)
+        ep_admin_note(admin, "figures may be old: %s", ((Ep__V1__Stats *)reply)->behind);
     if (admin->format == EP_FORMAT_TABLE && request.experts)
         print_experts(admin, (Ep__V1__Stats *)reply);
     else if (admin->format == EP_FORMAT_TABLE)

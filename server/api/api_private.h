@@ -58,6 +58,8 @@ bool api_failed(struct ep_rpc_call *call, const struct ep_error *error);
  */
 typedef void (*api_answer_fn)(struct ep_api *api, struct ep_rpc_call *call, const char *name, const char *behind);
 void api_read(struct ep_api *api, struct ep_rpc_call *call, const char *name, api_answer_fn answer);
+/* And once the ranks here of the group of that name have counted what was done by then. */
+void api_read_counted(struct ep_api *api, struct ep_rpc_call *call, const char *name, api_answer_fn answer);
 uint32_t api_read_ms(const struct ep_rpc_call *call); /* for which that is waited for */
 void api_read_closed(struct ep_rpc_call *call, void *user); /* on_closed of every handler that uses it */
 
@@ -91,8 +93,13 @@ void api_on_cluster(enum ep_cluster_event event, const struct ep_cluster_node *n
 
 void api_get_stats(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
 void api_get_stats_here(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user); /* of Node */
+/* Of the ranks here of one group, or (empty) all.  everywhere: of those on other nodes too, which is for one group. */
+struct api_gather {
+    const char *group;
+    bool experts, everywhere;
+};
 /* Answers the call, later; on_closed of its handler is the other one. */
-void api_gather_stats(struct ep_api *api, struct ep_rpc_call *call, const Ep__V1__Group *group);
+void api_gather_stats(struct ep_api *api, struct ep_rpc_call *call, const struct api_gather *what);
 void api_gather_closed(struct ep_rpc_call *call, void *user);
 void api_watch_stats(struct ep_rpc_call *call, const ProtobufCMessage *request, void *user);
 void api_watch_stats_closed(struct ep_rpc_call *call, void *user);

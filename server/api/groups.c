@@ -327,7 +327,7 @@ static void answer_group(struct ep_api *api, struct ep_rpc_call *call, const cha
 
 void api_get_group(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
 {
-    api_read(user, call, ((const Ep__V1__GetGroupRequest *)message)->name, answer_group);
+    api_read_counted(user, call, ((const Ep__V1__GetGroupRequest *)message)->name, answer_group);
 }
 
 static void answer_groups(struct ep_api *api, struct ep_rpc_call *call, const char *name, const char *behind)

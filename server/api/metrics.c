@@ -157,8 +157,8 @@ static void render_rank_states(struct ep_api *api, FILE *out)
 
 /* ---- ranks and ops ------------------------------------------------------------------------- */
 
-/* A copy of every rank's counters, so that all families show one moment.  They are sums over the
- * epochs since the server started: a counter must not go back when an epoch ends. */
+/* A copy of every rank's counters, so that all families show one moment, which with GPUs is a second old at most, if these
+ * answer.  They are sums over the epochs since the server started: a counter must not go back when an epoch ends. */
 struct rank_sample {
     const char *group;
     char rank[16];

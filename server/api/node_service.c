@@ -109,7 +109,7 @@ static const struct ep_rpc_handler handlers[] = {
     { .method = "Leave", .for_peers = true, .on_request = on_left, .on_closed = on_closed },
     { .method = "Turn", .for_peers = true, .on_request = on_turn, .on_closed = on_closed },
     { .method = "Reach", .for_peers = true, .on_request = on_reach, .on_closed = on_closed },
-    { .method = "GetStats", .for_peers = true, .on_request = api_get_stats_here },
+    { .method = "GetStats", .for_peers = true, .on_request = api_get_stats_here, .on_closed = api_gather_closed },
     { .method = "CreateGroup", .for_peers = true, .on_request = api_create_group_here, .on_closed = api_pending_closed },
     { .method = "UpdateGroup", .for_peers = true, .on_request = api_update_group_here, .on_closed = api_pending_closed },
     { .method = "DeleteGroup", .for_peers = true, .on_request = api_delete_group_here, .on_closed = api_pending_closed },

@@ -13,6 +13,8 @@ struct read {
     struct ep_api *api;
     struct ep_rpc_call *call; /* NULL: it has ended */
     api_answer_fn answer;
+    bool counters;         /* they are to be waited for yet */
+    struct ep_error error; /* why what is known may be older */
     char name[];
 };
 
@@ -27,14 +29,21 @@ static void on_time(const struct ep_error *error, void *user)
 {
     struct read *read = user;
 
-    if (read->call) { /* with the call the API may have gone */
+    if (!read->error.status)
+        read->error = *error;
+    if (read->call && read->counters) { /* with the call the API may have gone */
+        read->counters = false;
+        ep_groups_before_stats(read->api->options.groups, read->name, api_read_ms(read->call), on_time, read);
+        return;
+    }
+    if (read->call) {
         ep_rpc_call_set_user(read->call, NULL);
-        read->answer(read->api, read->call, read->name, error->text);
+        read->answer(read->api, read->call, read->name, read->error.text);
     }
     free(read);
 }
 
-void api_read(struct ep_api *api, struct ep_rpc_call *call, const char *name, api_answer_fn answer)
+static void read_later(struct ep_api *api, struct ep_rpc_call *call, const char *name, bool counters, api_answer_fn answer)
 {
     const size_t n = strlen(name) + 1;
     struct read *read = malloc(sizeof *read + n);
@@ -45,10 +54,20 @@ void api_read(struct ep_api *api, struct ep_rpc_call *call, const char *name, ap
         ep_rpc_fail(call, &error);
         return;
     }
-    *read = (struct read){ .api = api, .call = call, .answer = answer };
+    *read = (struct read){ .api = api, .call = call, .answer = answer, .counters = counters, .error = EP_ERROR_INIT };
     memcpy(read->name, name, n);
     ep_rpc_call_set_user(call, read);
     ep_groups_before_read(api->options.groups, api_read_ms(call), on_time, read);
+}
+
+void api_read(struct ep_api *api, struct ep_rpc_call *call, const char *name, api_answer_fn answer)
+{
+    read_later(api, call, name, false, answer);
+}
+
+void api_read_counted(struct ep_api *api, struct ep_rpc_call *call, const char *name, api_answer_fn answer)
+{
+    read_later(api, call, name, true, answer);
 }
 
 void api_read_closed(struct ep_rpc_call *call, void *user)

@@ -20,30 +20,6 @@ void api_stats_fill(struct ep_api *api, const char *group, bool experts, Ep__V1_
     stats->rpc_requests = api->requests;
 }
 
-/* `node` is the node's own string: lent for the packing, not for the clearing. */
-static bool write_stats(struct ep_api *api, const char *group, bool experts,
-                        bool (*put)(struct ep_rpc_call *call, const ProtobufCMessage *message),
-                        struct ep_rpc_call *call)
-{
-    Ep__V1__Stats stats;
-    char *own;
-    bool done;
-
-    api_stats_fill(api, group, experts, &stats);
-    own = stats.node;
-    stats.node = (char *)(uintptr_t)ep_node_name(api->options.node);
-    done = put(call, &stats.base);
-    stats.node = own;
-    ep_groups_stats_clear(&stats);
-    return done;
-}
-
-static bool put_reply(struct ep_rpc_call *call, const ProtobufCMessage *message)
-{
-    ep_rpc_reply(call, message);
-    return true;
-}
-
 static bool check_group(struct ep_api *api, struct ep_rpc_call *call, const char *name)
 {
     struct ep_error error = EP_ERROR_INIT;
@@ -57,6 +33,7 @@ static bool check_group(struct ep_api *api, struct ep_rpc_call *call, const char
 void api_get_stats(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
 {
     const Ep__V1__GetStatsRequest *request = (const Ep__V1__GetStatsRequest *)message;
+    const struct api_gather what = { .group = request->group, .experts = request->experts, .everywhere = request->experts };
     struct ep_error error = EP_ERROR_INIT;
     struct ep_api *api = user;
 
@@ -64,23 +41,20 @@ void api_get_stats(struct ep_rpc_call *call, const ProtobufCMessage *message, vo
     if (request->experts && !*request->group) {
         ep_error_set(&error, EP_INVALID_ARGUMENT, "group is empty: experts are those of one group");
         ep_rpc_fail(call, &error);
-    } else if (!check_group(api, call, request->group)) {
-        return;
-    } else if (request->experts) {
-        api_gather_stats(api, call, ep_groups_get(api->options.groups, request->group, NULL));
-    } else {
-        write_stats(api, request->group, false, put_reply, call);
+    } else if (check_group(api, call, request->group)) {
+        api_gather_stats(api, call, &what);
     }
 }
 
 void api_get_stats_here(struct ep_rpc_call *call, const ProtobufCMessage *message, void *user)
 {
     const Ep__V1__GetStatsRequest *request = (const Ep__V1__GetStatsRequest *)message;
+    const struct api_gather what = { .group = request->group, .experts = request->experts };
     struct ep_api *api = user;
 
     api->requests++;
     if (check_group(api, call, request->group))
-        write_stats(api, request->group, request->experts != 0, put_reply, call);
+        api_gather_stats(api, call, &what);
 }
 
 /* ---- at an interval ---------------------------------------------------------------------- */
@@ -88,22 +62,45 @@ void api_get_stats_here(struct ep_rpc_call *call, const ProtobufCMessage *messag
 struct api_stats_stream {
     struct api_stats_stream *next;
     struct ep_api *api;
-    struct ep_rpc_call *call;
+    struct ep_rpc_call *call; /* NULL: it has ended, and with it the API may have gone */
+    bool waiting;             /* for what ranks have counted */
     uv_timer_t timer;
     char group[];
 };
 
+static void on_timer_closed(uv_handle_t *handle)
+{
+    free(handle->data);
+}
+
 /* A reader that has not taken the last one gets the next, later and up to date. */
+static void on_counted(const struct ep_error *error, void *user)
+{
+    struct api_stats_stream *stream = user;
+    struct ep_error why = *error;
+    Ep__V1__Stats stats;
+
+    stream->waiting = false;
+    if (!stream->call) {
+        uv_close((uv_handle_t *)&stream->timer, on_timer_closed);
+        return;
+    }
+    if (stream->api->ending)
+        return;
+    api_stats_fill(stream->api, stream->group, false, &stats);
+    stats.behind = why.text; /* lent */
+    ep_rpc_write(stream->call, &stats.base);
+    ep_groups_stats_clear(&stats);
+}
+
 static void on_tick(uv_timer_t *timer)
 {
     struct api_stats_stream *stream = timer->data;
 
-    write_stats(stream->api, stream->group, false, ep_rpc_write, stream->call);
-}
-
-static void on_timer_closed(uv_handle_t *handle)
-{
-    free(handle->data);
+    if (stream->waiting)
+        return;
+    stream->waiting = true;
+    ep_groups_before_stats(stream->api->options.groups, stream->group, api_read_ms(stream->call), on_counted, stream);
 }
 
 static uint32_t settle_interval(uint32_t asked)
@@ -152,7 +149,10 @@ void api_watch_stats_closed(struct ep_rpc_call *call, void *user)
     for (at = &stream->api->streams; *at != stream; at = &(*at)->next)
         ;
     *at = stream->next;
-    uv_close((uv_handle_t *)&stream->timer, on_timer_closed);
+    stream->call = NULL;
+    uv_timer_stop(&stream->timer);
+    if (!stream->waiting)
+        uv_close((uv_handle_t *)&stream->timer, on_timer_closed);
 }
 
 void api_stats_end(struct ep_api *api)

@@ -108,6 +108,14 @@ void ep_groups_before_change(struct ep_groups *groups, const char *name, uint32_
  */
 void ep_groups_before_read(struct ep_groups *groups, uint32_t within_ms, ep_groups_wait_fn done, void *user);
 
+/*
+ * To be waited for before counters are told that shall be of now: kernels count on GPUs, and what they counted has to be
+ * fetched.  done: once what was done before this was called is counted, of the ranks here of one group (name) or all (NULL).
+ * Or when time is up: then *error says which GPUs do not answer.  Without it counters are a second old at most.
+ */
+void ep_groups_before_stats(struct ep_groups *groups, const char *name, uint32_t within_ms, ep_groups_wait_fn done,
+                            void *user);
+
 /* done: once this server's view has the group at this revision and epoch, or has it no more (revision 0); or time is up:
  * then *error says that the view is behind. */
 void ep_groups_see(struct ep_groups *groups, const char *name, uint64_t revision, uint64_t epoch, uint32_t within_ms,

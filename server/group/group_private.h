@@ -830,5 +830,8 @@ void status_drop_watches(struct ep_groups *groups);
 void status_free_watches(struct ep_groups *groups);
 void status_timeout(struct rank *rank, const struct ep_engine_timeout *timeout);
 void status_retire_counters(struct epoch *epoch);
+/* Have the ranks here, of that group or (NULL) of all, counted what was done before then (ep_executor_refresh())?  False:
+ * no, and which of them have not. */
+bool status_fresh(const struct ep_groups *groups, const char *name, uint64_t since_ns, struct ep_error *error);
 
 #endif

@@ -423,6 +423,15 @@ static void on_timeout(const struct ep_engine_timeout *timeout, void *user)
     status_timeout(user, timeout);
 }
 
+/* Somebody may wait for that. */
+static void on_refreshed(void *user)
+{
+    struct ep_groups *groups = ((struct rank *)user)->epoch->group->groups;
+
+    if (groups->waits)
+        group_later(groups);
+}
+
 /* The worker is told as if its group were gone, and lets go. */
 static void on_failed(const struct ep_error *why, void *user)
 {
@@ -445,6 +454,7 @@ static ep_status start_executor(struct rank *rank, struct ep_error *error)
         .polls = ep_node_device_polls(rank->epoch->group->groups->node, rank->own->device),
         .counters = rank->own->counters,
         .on_timeout = on_timeout,
+        .on_refreshed = on_refreshed,
         .on_failed = on_failed,
         .user = rank,
     };

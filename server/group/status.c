@@ -39,26 +39,66 @@ static void add_counters(struct ep_rank_counters *sum, const struct ep_rank_coun
     sum->bad_descriptors += load(&counters->bad_descriptors);
 }
 
-/* Where kernels count, what they counted is fetched when somebody asks. */
-static void refresh_rank(const struct epoch *epoch, uint32_t rank)
+/* ---- figures of GPUs, which are to be fetched ------------------------------------- */
+
+/* Ranks whose figures are older than is wanted. */
+struct unread {
+    uint64_t since_ns;
+    uint32_t n;
+    const struct rank *first;
+};
+
+static void refresh_epoch(const struct epoch *epoch, struct unread *unread)
 {
-    if (rank < epoch->n_ranks && epoch->ranks[rank].own->executor)
-        ep_executor_refresh(epoch->ranks[rank].own->executor);
+    const struct ranks here = epoch_ranks_of(epoch, epoch->own);
+
+    for (uint32_t i = 0; i < here.n; i++) {
+        const struct rank *rank = &epoch->ranks[here.number[i]];
+
+        if (!rank->own->executor || ep_executor_refresh(rank->own->executor, unread->since_ns))
+            continue;
+        if (unread->n++ == 0)
+            unread->first = rank;
+    }
 }
 
-static void refresh_epoch(const struct epoch *epoch)
+static bool is_asked_for(const struct group *group, const char *name)
 {
-    for (uint32_t i = 0; i < epoch->n_ranks; i++)
-        refresh_rank(epoch, i);
+    return group_is_listed(group) && (!name || !strcmp(name, group->name));
 }
 
-static void refresh_group(const struct group *group)
+static void say_unread(const struct unread *unread, struct ep_error *error)
 {
-    if (group->epoch)
-        refresh_epoch(group->epoch);
-    for (const struct epoch *epoch = group->older; epoch; epoch = epoch->next)
-        refresh_epoch(epoch);
+    const char *group = unread->first->epoch->group->name;
+
+    if (unread->n == 1)
+        ep_error_set(error, EP_DEADLINE_EXCEEDED, "the GPU of rank %u of group %s does not answer: the rank's figures are those "
+                     "that were read last", unread->first->number, group);
+    else
+        ep_error_set(error, EP_DEADLINE_EXCEEDED, "the GPUs of %u ranks, of which rank %u of group %s is one, do not answer: "
+                     "these ranks' figures are those that were read last", unread->n, unread->first->number, group);
 }
+
+bool status_fresh(const struct ep_groups *groups, const char *name, uint64_t since_ns, struct ep_error *error)
+{
+    struct unread unread = { .since_ns = since_ns };
+
+    for (size_t i = 0; i < groups->n; i++) {
+        const struct group *group = groups->list[i];
+
+        if (!is_asked_for(group, name))
+            continue;
+        if (group->epoch)
+            refresh_epoch(group->epoch, &unread);
+        for (const struct epoch *epoch = group->older; epoch; epoch = epoch->next)
+            refresh_epoch(epoch, &unread);
+    }
+    if (unread.n)
+        say_unread(&unread, error);
+    return !unread.n;
+}
+
+/* ---- sums ------------------------------------------------------------------------- */
 
 /* NULL: no epoch that is gone had that rank here. */
 static struct ep_rank_counters *find_retired(const struct group *group, uint32_t rank)
@@ -96,7 +136,6 @@ static bool add_epoch_rank(const struct epoch *epoch, uint32_t rank, struct ep_r
 {
     if (!epoch || rank >= epoch->n_ranks || !epoch->ranks[rank].here)
         return false;
-    refresh_rank(epoch, rank);
     add_counters(sum, epoch->ranks[rank].own->counters);
     return true;
 }
@@ -478,8 +517,6 @@ const Ep__V1__Group *ep_groups_get(struct ep_groups *groups, const char *name, s
 {
     struct group *group = group_get(groups, name, error);
 
-    if (group)
-        refresh_group(group);
     return group ? status_message(group) : NULL;
 }
 
@@ -722,9 +759,8 @@ void ep_groups_stats(struct ep_groups *groups, const char *name, bool experts, E
     for (size_t i = 0; i < groups->n; i++) {
         const struct group *group = groups->list[i];
 
-        if (!group_is_listed(group) || (name && strcmp(name, group->name)))
+        if (!is_asked_for(group, name))
             continue;
-        refresh_group(group);
         if (group->epoch)
             add_epoch_stats(stats, group->epoch, experts);
         for (const struct epoch *epoch = group->older; epoch; epoch = epoch->next)

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ep_clock.h"
 #include "group_private.h"
 
 /*
@@ -12,6 +13,8 @@
  *
  * Before a read: both watches have come to the marks that the store had then, with which all changes are written.  A watch
  * may be seconds late without knowing it: after a cut its connection first has to send again what was lost.
+ *
+ * Before stats: the ranks that are here have counted all that was done by then.
  */
 struct wait {
     struct wait *next;
@@ -21,9 +24,11 @@ struct wait {
     enum {
         BEFORE_CHANGE,
         BEFORE_READ,
+        BEFORE_STATS, /* the name is empty: of all groups */
         TO_SEE /* the group as the next two say */
     } kind;
     uint64_t revision, epoch;
+    uint64_t since_ns; /* BEFORE_STATS: when it was asked for */
     bool asking; /* the mark is on its way to the store, or what was read of them on its way here */
     bool known;  /* these are */
     struct records_marks marks;
@@ -146,6 +151,11 @@ static bool sees(const struct wait *wait)
     return wait->revision ? there && group->revision >= wait->revision && group->epoch_number >= wait->epoch : !there;
 }
 
+static bool is_fresh(const struct wait *wait, struct ep_error *error)
+{
+    return status_fresh(wait->groups, *wait->name ? wait->name : NULL, wait->since_ns, error);
+}
+
 /* ---- all waits --------------------------------------------------------------------------------------- */
 
 static bool is_over(struct wait *wait)
@@ -153,6 +163,7 @@ static bool is_over(struct wait *wait)
     switch (wait->kind) {
     case BEFORE_CHANGE: return may_change(wait);
     case BEFORE_READ: return may_read(wait);
+    case BEFORE_STATS: return is_fresh(wait, NULL) || is_late(wait);
     case TO_SEE: break;
     }
     return is_late(wait) || sees(wait);
@@ -163,6 +174,10 @@ static void judge(struct wait *wait)
 {
     const struct ep_groups *groups = wait->groups;
 
+    if (wait->kind == BEFORE_STATS) {
+        (void)is_fresh(wait, &wait->error);
+        return;
+    }
     if (groups->closing || wait->error.status || (wait->kind == TO_SEE ? sees(wait) : has_come(wait)))
         return;
     if (wait->kind != BEFORE_CHANGE)
@@ -222,4 +237,11 @@ void ep_groups_before_change(struct ep_groups *groups, const char *name, uint32_
 void ep_groups_before_read(struct ep_groups *groups, uint32_t within_ms, ep_groups_wait_fn done, void *user)
 {
     begin(groups, "", within_ms, &(const struct wait){ .kind = BEFORE_READ, .done = done, .user = user });
+}
+
+void ep_groups_before_stats(struct ep_groups *groups, const char *name, uint32_t within_ms, ep_groups_wait_fn done,
+                            void *user)
+{
+    begin(groups, name ? name : "", within_ms,
+          &(const struct wait){ .kind = BEFORE_STATS, .since_ns = ep_clock_ns(), .done = done, .user = user });
 }

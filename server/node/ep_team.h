@@ -141,7 +141,8 @@ bool ep_team_clean(struct ep_team *team, uint32_t rank);
 /*
  * Something of the server's has not ended when the executor of the rank (< 0: of any) had to stop, and may
  * still use every window of the team.  So the rank has no further executor, numbers do not start anew, and
- * neither team nor windows are ever given back.
+ * neither team nor windows are ever given back.  rank < 0: also as long as a GPU has not answered what the server had
+ * to give up reading; the rank may be taken again meanwhile.
  */
 bool ep_team_stuck(const struct ep_team *team, int32_t rank);
 
@@ -173,6 +174,8 @@ struct ep_executor_options {
     struct ep_rank_counters *counters; /* outlive the executor; several may use them in turn */
     /* On the loop's thread, after an op timed out (coalesced). */
     void (*on_timeout)(const struct ep_engine_timeout *timeout, void *user);
+    /* On the loop's thread: what ep_executor_refresh() has not waited for is there. */
+    void (*on_refreshed)(void *user);
     /* On the loop's thread, once at most: no op of the rank will be run any more. */
     void (*on_failed)(const struct ep_error *why, void *user);
     void *user;
@@ -180,8 +183,12 @@ struct ep_executor_options {
 
 ep_status ep_executor_start(struct ep_team *team, const struct ep_executor_options *options,
                             struct ep_executor **out, struct ep_error *error);
-/* Brings the counters up to date, where that does not happen by itself. */
-void ep_executor_refresh(struct ep_executor *executor);
+/*
+ * True: the counters, and what ep_team_expert_rows() says, have what was done before since_ns of ep_clock_ns(), which is
+ * not in the future; or cannot be had, which is logged.  False: they are being read, and this is to be asked again.  They
+ * are read every second without being asked for, and a GPU that does not answer keeps nobody else waiting.
+ */
+bool ep_executor_refresh(struct ep_executor *executor, uint64_t since_ns);
 
 /* GPU memory of the worker's own, which it hands on. */
 struct ep_executor_region {

@@ -100,6 +100,32 @@ static uint64_t most_choices(const struct cuda_team *team, bool ht)
     return (uint64_t)(ht ? l->ht_max_tokens : l->ll_max_tokens) * l->top_k;
 }
 
+static ep_status read_routes(const struct cuda_team *team, uint32_t rank, const struct batch *batch,
+                             struct cuda_sample *sample, struct ep_error *error)
+{
+    const uint8_t *state = (const uint8_t *)cuda_state(team, rank);
+
+    sample->routes = calloc(batch->choices, sizeof *sample->routes);
+    if (!sample->routes)
+        return ep_error_set(error, EP_NO_MEMORY, "no memory for the routing of rank %u", rank);
+    sample->choices = batch->choices;
+    return cuda_read(team, rank, sample->routes, state + batch->at, batch->choices * sizeof *sample->routes, error);
+}
+
+ep_status cuda_loads_read(const struct cuda_team *team, uint32_t rank, bool ht, struct cuda_sample *sample,
+                          struct ep_error *error)
+{
+    struct batch batch;
+    ep_status status;
+
+    if (sample->dispatches <= sample->before)
+        return EP_OK;
+    status = newest(team, rank, ht, &batch, error);
+    if (status || !batch.choices || batch.choices > most_choices(team, ht))
+        return status;
+    return read_routes(team, rank, &batch, sample, error);
+}
+
 /* A choice that names its token's expert again has no row. */
 static void add_route(struct cuda_team *team, struct cuda_rank *r, int32_t route, uint64_t weight)
 {
@@ -110,34 +136,11 @@ static void add_route(struct cuda_team *team, struct cuda_rank *r, int32_t route
     r->expert_rows[team->expert_at[(size_t)rank * local_experts(team) + local]] += weight;
 }
 
-static ep_status add_batch(struct cuda_team *team, uint32_t rank, const struct batch *batch, uint64_t weight,
-                           struct ep_error *error)
+void cuda_loads_add(struct cuda_team *team, uint32_t rank, bool ht, const struct cuda_sample *sample)
 {
-    const uint8_t *state = (const uint8_t *)cuda_state(team, rank);
-    int32_t *routes = calloc(batch->choices, sizeof *routes);
-    ep_status status;
+    struct cuda_rank *r = &team->ranks[rank];
 
-    if (!routes)
-        return ep_error_set(error, EP_NO_MEMORY, "no memory for the routing of rank %u", rank);
-    status = cuda_read(team, rank, routes, state + batch->at, batch->choices * sizeof *routes, error);
-    for (uint64_t i = 0; !status && i < batch->choices; i++)
-        add_route(team, &team->ranks[rank], routes[i], weight);
-    free(routes);
-    return status;
-}
-
-ep_status cuda_loads_sample(struct cuda_team *team, uint32_t rank, bool ht, uint64_t dispatches, struct ep_error *error)
-{
-    uint64_t *sampled = &team->ranks[rank].sampled[ht];
-    const uint64_t since = dispatches > *sampled ? dispatches - *sampled : 0;
-    struct batch batch;
-    ep_status status;
-
-    *sampled = dispatches;
-    if (!since)
-        return EP_OK;
-    status = newest(team, rank, ht, &batch, error);
-    if (status || !batch.choices || batch.choices > most_choices(team, ht))
-        return status;
-    return add_batch(team, rank, &batch, since, error);
+    r->sampled[ht] = sample->dispatches;
+    for (uint64_t i = 0; i < sample->choices; i++)
+        add_route(team, r, sample->routes[i], sample->dispatches - sample->before);
 }

@@ -222,9 +222,9 @@ static void end(uv_work_t *work)
 
 /* ---- the beginning ----------------------------------------------------------------------------- */
 
-static void refresh(struct ep_executor *executor)
+static bool refresh(struct ep_executor *executor, uint64_t since_ns)
 {
-    cuda_watch_look(&((struct serve *)executor)->watch);
+    return cuda_watch_refresh(&((struct serve *)executor)->watch, since_ns);
 }
 
 static void add_region(struct ep_executor *executor, const struct ep_executor_region *region, ep_region_done_fn on_done,

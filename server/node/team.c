@@ -242,9 +242,9 @@ ep_status ep_executor_start(struct ep_team *team, const struct ep_executor_optio
     return team->ops->start(team, options, out, error);
 }
 
-void ep_executor_refresh(struct ep_executor *executor)
+bool ep_executor_refresh(struct ep_executor *executor, uint64_t since_ns)
 {
-    executor->ops->refresh(executor);
+    return executor->ops->refresh(executor, since_ns);
 }
 
 void ep_executor_stop(struct ep_executor *executor, void (*on_stopped)(void *user), void *user)

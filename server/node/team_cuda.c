@@ -375,7 +375,7 @@ static bool stuck(const struct ep_team *base, int32_t rank)
     bool any = false;
 
     for (uint32_t i = 0; i < team->n; i++)
-        any |= team->ranks[i].stuck;
+        any |= team->ranks[i].stuck | cuda_watch_lost(team, i);
     return rank < 0 ? any : team->ranks[rank].stuck;
 }
 

@@ -15,6 +15,7 @@ struct cuda_rank {
     struct ep_device_counters ht_seen[EP_DEVICE_PARTS];
     uint64_t *expert_rows; /* [experts] that it has sent to each, as loads_cuda.c reckons */
     uint64_t sampled[2];   /* dispatches, of LL and of HT, that are in that */
+    struct cuda_look *look; /* that is under way, whoever it was begun for (watch_cuda.c) */
     bool used; /* a worker has had the window since it was clean */
     bool stuck; /* a kernel of ours has not ended, see ep_team_stuck() */
 };
@@ -94,27 +95,44 @@ void cuda_span_unhold(struct ep_team *team, uint64_t hold);
 
 /* ---- watch_cuda.c: what kernels count and report ----------------------------------------- */
 
+/* The loop's thread's. */
 struct cuda_watch {
     struct ep_executor base; /* whose watch it is */
     struct cuda_team *team;
     struct ep_executor_options options;
     uv_timer_t timer;
-    uint64_t told; /* sequence of the last failure */
-    bool blind;    /* a look has failed, and that was told */
-    void (*on_closed)(struct cuda_watch *watch);
+    uint64_t looked_ns; /* what was done before is counted */
+    uint64_t wanted_ns; /* what was done before is wanted; later: there is a look to come */
+    uint64_t told;      /* sequence of the last failure */
+    bool blind;         /* a look has failed, and that was told */
+    uint64_t stop_by_ns;
+    void (*on_closed)(struct cuda_watch *watch); /* NULL: it is not to stop */
 };
 
 void cuda_watch_start(struct cuda_watch *watch, struct cuda_team *team, const struct ep_executor_options *options);
-void cuda_watch_look(struct cuda_watch *watch);
-/* After a last look; on_closed comes later, from the loop. */
+/* As ep_executor_refresh(). */
+bool cuda_watch_refresh(struct cuda_watch *watch, uint64_t since_ns);
+/* After a last look, or without it when that takes too long; on_closed comes later, from the loop. */
 void cuda_watch_stop(struct cuda_watch *watch, void (*on_closed)(struct cuda_watch *watch));
+/* A look of the rank's that a watch has given up is still under way. */
+bool cuda_watch_lost(const struct cuda_team *team, uint32_t rank);
 
 /* ---- loads_cuda.c: rows of each expert ------------------------------------------------------ */
 
+/* A batch of the rank's that stands for all its dispatches of one mode since the last one. */
+struct cuda_sample {
+    uint64_t dispatches;       /* so far, */
+    uint64_t before;           /* and when the last one was taken */
+    uint64_t choices;          /* 0: there is none */
+    int32_t *routes;           /* [choices]; malloc'ed */
+};
+
 ep_status cuda_loads_open(struct cuda_team *team, struct ep_error *error);
 void cuda_loads_close(struct cuda_team *team);
-/* Looks at a batch of the rank's, which has made so many dispatches so far; only where there are new ones. */
-ep_status cuda_loads_sample(struct cuda_team *team, uint32_t rank, bool ht, uint64_t dispatches, struct ep_error *error);
+/* Any thread, of an attached rank: reads what belongs to sample->dispatches and ->before; the rest is filled in. */
+ep_status cuda_loads_read(const struct cuda_team *team, uint32_t rank, bool ht, struct cuda_sample *sample,
+                          struct ep_error *error);
+void cuda_loads_add(struct cuda_team *team, uint32_t rank, bool ht, const struct cuda_sample *sample);
 uint64_t cuda_expert_rows(const struct ep_team *team, uint32_t rank, uint32_t expert); /* as of struct ep_team_ops */
 
 /* ---- regions_cuda.c: memory of workers, mapped for the ops that the server runs for them ------ */

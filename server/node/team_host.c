@@ -29,9 +29,10 @@ struct host_executor {
 };
 
 /* The engine counts by itself. */
-static void refresh(struct ep_executor *executor)
+static bool refresh(struct ep_executor *executor, uint64_t since_ns)
 {
-    (void)executor;
+    (void)executor, (void)since_ns;
+    return true;
 }
 
 static void on_engine_stopped(void *user)

@@ -41,7 +41,7 @@ struct ep_team {
 };
 
 struct ep_executor_ops {
-    void (*refresh)(struct ep_executor *executor);
+    bool (*refresh)(struct ep_executor *executor, uint64_t since_ns);
     void (*stop)(struct ep_executor *executor, void (*on_stopped)(void *user), void *user);
     /* Both or neither. */
     void (*add_region)(struct ep_executor *executor, const struct ep_executor_region *region, ep_region_done_fn on_done,

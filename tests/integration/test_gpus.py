@@ -5,6 +5,7 @@ What it has of GPU memory is shared memory, so a worker of these tests can map i
 
 import mmap
 import os
+import re
 import shutil
 import socket
 import struct
@@ -15,6 +16,7 @@ import unittest
 
 import harness
 import rawrpc
+import reflect
 import worker
 
 MODULE = os.path.join(os.path.dirname(harness.BIN), "unit", "libep_cuda_cpu.so")
@@ -26,7 +28,7 @@ GROUP = ["ep-admin", "group", "create", "moe", "--ranks=4", "--experts=8", "--hi
 DIRECT, SERVER = 2, 1
 MEMORY, STATE, WINDOW = 6, 1, 2
 WINDOW_MAGIC, STATE_MAGIC = 0x31574e4957534550, 0x3154535645445045
-FROM, BEGUN = 128, 8384 # in kernels/device_state.h
+FROM, BEGUN, COUNTERS = 128, 8384, 8952 # in kernels/device_state.h
 NEVER = 2**64 - 1
 
 
@@ -345,6 +347,154 @@ class GpusTest(harness.TestCase):
                 self.assertEqual((w.since(0), word(w.state, BEGUN)), (1, 0))
                 word(w.state, BEGUN, 5)
             harness.wait_until(lambda: self.rank_state(0) == "RANK_STATE_EXPECTED", "a new start")
+
+
+@unittest.skipUnless(os.path.exists(MODULE), "the double of the cuda backend is not built")
+class DeafGpuTest(harness.TestCase):
+    """GPU 0 does not answer who reads of it; group a is there, group b on GPU 1."""
+    deaf_log = "a GPU does not answer"
+
+    def serve(self, *flags):
+        self.server = self.start_server("--backend=cuda", *flags, env={"EP_CUDA_MODULE": MODULE,
+                                                                       "EP_CUDA_DEAF": self.path("deaf")})
+        for name in ("a", "b"):
+            self.admin("group", "create", name, "--ranks=1", *GROUP[5:])
+
+    def admin(self, *arguments):
+        result = self.run_cmd(["ep-admin", *arguments], server=self.server)
+        self.assertEqual(result.code, 0, result)
+        return result
+
+    def deafen(self, deaf=True):
+        if deaf:
+            self.box.write("deaf.0", "")
+        else:
+            os.unlink(self.path("deaf.0"))
+
+    def attach(self, group):
+        return Worker(self.server.socket, 0, DIRECT, group=group)
+
+    def done(self, worker, ops):
+        """As if its kernels had."""
+        word(worker.state, COUNTERS, ops)
+
+    def stats(self, *words, server=None):
+        """Dispatches of each group's rank, and why that may be old."""
+        reply = self.run_cmd(["ep-admin", "stats", *words, "--output=json"], server=server or self.server)
+        self.assertEqual(reply.code, 0, reply)
+        counted = {rank["group"]: sum(int(op["count"]) for op in rank["ops"] if op["op"] == "ll_dispatch")
+                   for rank in reply.json()["ranks"]}
+        return counted, reply.json()["behind"]
+
+    def test_others_go_on(self):
+        self.serve()
+        with self.attach("a") as a, self.attach("b") as b:
+            self.done(a, 3)
+            self.assertEqual(self.stats(), ({"a": 3, "b": 0}, ""))
+            self.deafen()
+            self.done(a, 5)
+            self.done(b, 7)
+            self.assertEqual(self.stats("b"), ({"b": 7}, ""))
+            counted, behind = self.stats()
+            self.assertEqual(counted, {"a": 3, "b": 7})
+            self.assertIn("the GPU of rank 0 of group a does not answer", behind)
+            self.assertIn("figures may be old", self.admin("stats", "a").err)
+            self.assertIn("the GPU of rank 0 of group a", self.admin("group", "get", "a").err)
+            self.server.wait_log(self.deaf_log)
+            self.assertEqual(self.server.http("/healthz")[0], 200)
+            self.assertIn('ep_op_total{group="b",rank="0",op="ll_dispatch"} 7', self.server.http("/metrics")[2])
+            self.admin("group", "create", "c", "--ranks=1", *GROUP[5:])
+            b.leave()
+            harness.wait_until(lambda: self.free("b"), "the rank of another group free")
+            with self.attach("b") as b:
+                self.done(b, 2)
+                harness.wait_until(lambda: self.stats("b") == ({"b": 9}, ""), lambda: self.stats("b"))
+            self.assertEqual(self.server.log().count(self.deaf_log), 1)
+            self.deafen(False)
+            harness.wait_until(lambda: self.stats("a") == ({"a": 5}, ""), lambda: self.stats("a"))
+            self.done(a, 6)
+            self.assertEqual(self.stats("a"), ({"a": 6}, ""))
+            self.server.wait_log("a GPU answers again")
+
+    def free(self, group):
+        status = self.admin("group", "get", group, "--output=json").json()["status"]
+        return status["ranks"][0]["state"] == "RANK_STATE_EXPECTED"
+
+    def test_a_stream_of_stats_goes_on(self):
+        self.serve()
+        with self.attach("a"), self.attach("b") as b, reflect.Client(self.server.address) as rpc:
+            self.deafen()
+            self.done(b, 7)
+            stream = rpc.stream("ep.v1.Admin/WatchStats", {"interval_ms": 50})
+            for _ in range(3):
+                self.assertIn("does not answer", next(stream)["behind"])
+            self.deafen(False)
+            harness.wait_until(lambda: self.stats()[1] == "", self.stats)
+
+    def requests(self):
+        return int(re.search(r"(?m)^ep_rpc_requests_total (\d+)", self.server.http("/metrics")[2])[1])
+
+    def test_who_asks_may_go(self):
+        self.serve()
+        with self.attach("a") as a, reflect.Client(self.server.address) as rpc:
+            self.deafen()
+            for words in (("stats",), ("stats", "a", "--experts"), ("group", "get", "a")):
+                before = self.requests()
+                asker = self.spawn(["ep-admin", *words], server=self.server)
+                harness.wait_until(lambda: self.requests() > before, "the request there")
+                asker.kill()
+            before = self.requests()
+            stream = rpc.stream("ep.v1.Admin/WatchStats", {"interval_ms": 50})
+            harness.wait_until(lambda: self.requests() > before, "the request there")
+            stream.cancel()
+            self.assertIn("does not answer", self.stats()[1]) # later than all of these
+            self.deafen(False)
+            self.done(a, 1)
+            harness.wait_until(lambda: self.stats("a") == ({"a": 1}, ""), lambda: self.stats("a"))
+
+    def test_its_worker_may_leave_and_the_next_come(self):
+        self.serve()
+        with self.attach("a") as a:
+            self.done(a, 3)
+            self.deafen()
+        self.server.wait_log("what a rank's last ops have counted is not known")
+        self.assertEqual(self.stats()[1], "") # nobody is waited for
+        self.deafen(False)
+        harness.wait_until(lambda: self.free("a"), "numbers begin again")
+        with self.attach("a") as a:
+            self.done(a, 4)
+            self.assertEqual(self.stats("a"), ({"a": 4}, ""))
+
+    def test_its_group_may_go(self):
+        self.serve()
+        with self.attach("a"):
+            self.deafen()
+            self.admin("group", "delete", "a", "--force")
+        harness.wait_until(lambda: "a" not in self.stats()[0], self.stats)
+        with self.attach("b") as b:
+            self.done(b, 1)
+            self.assertEqual(self.stats("b"), ({"b": 1}, ""))
+        self.deafen(False)
+
+    def test_the_server_may_stop(self):
+        self.serve("--drain-grace=0s")
+        with self.attach("a"):
+            self.deafen()
+            self.assertEqual(self.server.stop(), 0)
+
+    @unittest.skipUnless(shutil.which("etcd"), "etcd is not installed (package etcd-server)")
+    def test_the_servers_lease_is_kept(self):
+        etcd = "--store=" + harness.Etcd(self.box).url("/cluster")
+        self.serve(etcd, "--name=a", "--lost-after=3s")
+        other = self.start_server(etcd, "--name=b", "--host-ranks=2", "--lost-after=3s", name="b")
+        with self.attach("a"):
+            self.deafen()
+            self.server.wait_log(self.deaf_log)
+            nodes = self.run_cmd(["ep-admin", "node", "list", "--output=json"], server=other).json()["nodes"]
+            self.assertEqual({node["name"]: node["state"] for node in nodes}, dict.fromkeys("ab", "NODE_STATE_READY"))
+            self.assertNotIn("node gone", other.log())
+            self.assertNotIn("not registered any more", self.server.log())
+            self.deafen(False)
 
 
 if __name__ == "__main__":

@@ -313,9 +313,10 @@ ep_status ep_executor_start(struct ep_team *team, const struct ep_executor_optio
     return EP_OK;
 }
 
-void ep_executor_refresh(struct ep_executor *executor)
+bool ep_executor_refresh(struct ep_executor *executor, uint64_t since_ns)
 {
-    (void)executor;
+    (void)executor, (void)since_ns;
+    return true;
 }
 
 void ep_executor_register(struct ep_executor *executor, const struct ep_executor_region *region, ep_region_done_fn on_done,

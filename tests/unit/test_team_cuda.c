@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "cuda_fixture.h"
+#include "ep_clock.h"
 #include "ep_log.h"
 #include "ep_team.h"
 #include "team_cuda.h"
@@ -462,10 +463,20 @@ static void start(struct fixture *f, uint32_t rank)
 
 static void stop(struct fixture *f)
 {
+    f->stopped = false;
     ep_executor_stop(f->executor, on_stopped, f);
     assert_false(f->stopped); /* later, from the loop */
     while (!f->stopped)
         uv_run(&f->loop, UV_RUN_ONCE);
+}
+
+/* As somebody who asks: what was done until now is counted when it returns. */
+static void refresh(struct fixture *f)
+{
+    const uint64_t now = ep_clock_ns();
+
+    while (!ep_executor_refresh(f->executor, now))
+        uv_run(&f->loop, UV_RUN_NOWAIT); /* not until the next look is due: tests write what that reads */
 }
 
 static void counters_of_ht_are_ht_s(void **state)
@@ -476,7 +487,7 @@ static void counters_of_ht_are_ht_s(void **state)
     start(f, 1);
     c[EP_DEVICE_DISPATCH] = (struct ep_device_counters){ .count = 5, .tokens = 500, .dropped = 2 };
     c[EP_DEVICE_COMBINE] = (struct ep_device_counters){ .count = 4, .wire_bytes = 64 };
-    ep_executor_refresh(f->executor);
+    refresh(f);
     assert_int_equal(f->counters.op[EP_CLASS_HT_DISPATCH].count, 5);
     assert_int_equal(f->counters.op[EP_CLASS_HT_DISPATCH].tokens, 500);
     assert_int_equal(f->counters.op[EP_CLASS_HT_COMBINE].wire_bytes, 64);
@@ -513,7 +524,7 @@ static void loads_are_those_of_the_newest_batch(void **state)
     struct ep_device_state *s = state_of(f, 1);
 
     start(f, 1);
-    ep_executor_refresh(f->executor);
+    refresh(f);
     assert_rows(f, (const uint64_t[8]){ 0 });
     s->handles[0] = (struct ep_device_handle){ .number = 3, .tokens = 1, .top_k = 2 };
     s->handles[5] = (struct ep_device_handle){ .number = 7, .tokens = 2, .top_k = 2 };
@@ -521,8 +532,8 @@ static void loads_are_those_of_the_newest_batch(void **state)
     memcpy(routing_of(f, false, 5),
            (const int32_t[]){ route_to(5), -1, route_to(0), route_to(0) | EP_DEVICE_ROUTE_AGAIN }, 4 * sizeof(int32_t));
     s->counters[EP_DEVICE_DISPATCH].count = 10; /* it stands for all of them */
-    ep_executor_refresh(f->executor);
-    ep_executor_refresh(f->executor);
+    refresh(f);
+    refresh(f);
     assert_rows(f, (const uint64_t[8]){ [0] = 10, [5] = 10 });
     s->ht_handles[1] = (struct ep_device_ht_handle){ .number = 1, .tokens = 1, .top_k = 2 };
     memcpy(routing_of(f, true, 1), (const int32_t[]){ route_to(5), route_to(7) }, 2 * sizeof(int32_t));
@@ -541,13 +552,13 @@ static void loads_that_cannot_be_are_left_out(void **state)
     start(f, 1);
     s->handles[0] = (struct ep_device_handle){ .number = 1, .tokens = UINT32_MAX, .top_k = UINT32_MAX };
     s->counters[EP_DEVICE_DISPATCH].count = 1;
-    ep_executor_refresh(f->executor);
+    refresh(f);
     s->handles[0] = (struct ep_device_handle){ .number = 2, .tokens = 2, .top_k = 2 };
     memcpy(routing_of(f, false, 0), (const int32_t[]){ INT32_MIN, 0x3fff0000, 0x0000ffff, route_to(1) }, 4 * sizeof(int32_t));
     s->counters[EP_DEVICE_DISPATCH].count = 2;
-    ep_executor_refresh(f->executor);
+    refresh(f);
     s->counters[EP_DEVICE_DISPATCH].count = 1; /* it went back */
-    ep_executor_refresh(f->executor);
+    refresh(f);
     assert_rows(f, (const uint64_t[8]){ [1] = 1 });
     stop(f);
 }
@@ -565,8 +576,8 @@ static void counters_of_kernels_are_added_up(void **state)
     };
     c[EP_DEVICE_COMBINE].count = 3;
     c[EP_DEVICE_COMBINE].dropped = 2;
-    ep_executor_refresh(f->executor);
-    ep_executor_refresh(f->executor);
+    refresh(f);
+    refresh(f);
     assert_int_equal(dispatch->count, 5);
     assert_int_equal(dispatch->errors, 1);
     assert_int_equal(dispatch->timeouts, 1);
@@ -596,26 +607,152 @@ static void a_late_rank_is_told_of_once(void **state)
 
     start(f, 1);
     report->failures = 3;
-    ep_executor_refresh(f->executor);
+    refresh(f);
     assert_int_equal(f->timeouts, 0); /* counted, and not written yet */
     report->failure_op = EP_DEVICE_COMBINE;
     report->failure = (struct ep_device_record){ .status = EP_TIMEOUT, .late_rank = 2,
                                                  .wait_phase = EP_WAIT_ARRIVAL, .number = 17, .sequence = 33, .wait_ns = 5000000 };
-    ep_executor_refresh(f->executor);
+    refresh(f);
     assert_int_equal(report->failures, 3); /* the worker's to take */
     assert_int_equal(f->timeouts, 1);
     assert_int_equal(f->timeout.late_rank, 2);
     assert_int_equal(f->timeout.number, 17);
     assert_int_equal(f->timeout.waited_us, 5000);
     assert_int_equal(f->timeout.op_class, EP_CLASS_LL_COMBINE);
-    ep_executor_refresh(f->executor);
+    refresh(f);
     assert_int_equal(f->timeouts, 1);
     report->failures = 0; /* it has */
-    ep_executor_refresh(f->executor);
+    refresh(f);
     assert_int_equal(f->timeouts, 1);
     report->failure.sequence = 40;
-    ep_executor_refresh(f->executor); /* too late to see the number, not the record */
+    refresh(f); /* too late to see the number, not the record */
     assert_int_equal(f->timeouts, 2);
+    stop(f);
+}
+
+static uint32_t seen(const uint32_t *counter)
+{
+    return __atomic_load_n(counter, __ATOMIC_SEQ_CST);
+}
+
+static void wait_for(struct fixture *f, const uint32_t *counter, uint32_t value)
+{
+    while (seen(counter) != value)
+        if (!uv_run(&f->loop, UV_RUN_NOWAIT))
+            usleep(100);
+}
+
+/* ---- a GPU that does not answer --------------------------------------------------------------- */
+
+/* Looks at rank 1 stand before it as long as it is shut. */
+struct gate {
+    const struct fixture *f;
+    uint32_t shut, looks, inside; /* atomic */
+};
+
+static void pass(const void *gpu, void *user)
+{
+    struct gate *gate = user;
+
+    if (gpu != cuda_state((struct cuda_team *)gate->f->team, 1)->counters)
+        return;
+    __atomic_fetch_add(&gate->looks, 1, __ATOMIC_SEQ_CST);
+    __atomic_fetch_add(&gate->inside, 1, __ATOMIC_SEQ_CST);
+    while (seen(&gate->shut))
+        usleep(100);
+    __atomic_fetch_sub(&gate->inside, 1, __ATOMIC_SEQ_CST);
+}
+
+static void shut(struct gate *gate)
+{
+    __atomic_store_n(&gate->shut, 1, __ATOMIC_SEQ_CST);
+    cuda_fixture.on_read = pass;
+    cuda_fixture.user = gate;
+}
+
+static void open_gate(struct gate *gate)
+{
+    __atomic_store_n(&gate->shut, 0, __ATOMIC_SEQ_CST);
+}
+
+static void a_gpu_that_does_not_answer_costs_its_rank_the_figures_alone(void **state)
+{
+    struct fixture *f = *state;
+    struct gate gate = { .f = f };
+    struct ep_executor *deaf;
+
+    shut(&gate);
+    start(f, 1);
+    deaf = f->executor;
+    state_of(f, 1)->counters[EP_DEVICE_DISPATCH].count = 3;
+    assert_false(ep_executor_refresh(deaf, ep_clock_ns()));
+    wait_for(f, &gate.inside, 1);
+    start(f, 0);
+    state_of(f, 0)->counters[EP_DEVICE_COMBINE].count = 5;
+    refresh(f);
+    assert_int_equal(f->counters.op[EP_CLASS_LL_COMBINE].count, 5);
+    assert_int_equal(f->counters.op[EP_CLASS_LL_DISPATCH].count, 0);
+    stop(f);
+    assert_false(ep_executor_refresh(deaf, ep_clock_ns()));
+    assert_int_equal(seen(&gate.looks), 1); /* no other one is begun meanwhile */
+    state_of(f, 1)->counters[EP_DEVICE_DISPATCH].count = 4;
+    open_gate(&gate);
+    f->executor = deaf;
+    refresh(f);
+    assert_int_equal(f->counters.op[EP_CLASS_LL_DISPATCH].count, 4);
+    assert_false(ep_team_stuck(f->team, -1));
+    stop(f);
+}
+
+static void a_look_that_does_not_come_back_is_given_up(void **state)
+{
+    struct fixture *f = *state;
+    struct gate gate = { .f = f };
+
+    shut(&gate);
+    start(f, 1);
+    state_of(f, 1)->counters[EP_DEVICE_DISPATCH].count = 3;
+    stop(f);
+    assert_int_equal(f->counters.op[EP_CLASS_LL_DISPATCH].count, 0);
+    assert_true(ep_team_stuck(f->team, -1)); /* it may still read what is there */
+    assert_false(ep_team_stuck(f->team, 1));
+    start(f, 1);
+    assert_false(ep_executor_refresh(f->executor, ep_clock_ns()));
+    assert_int_equal(seen(&gate.looks), 1); /* the next worker's watch waits for it */
+    state_of(f, 1)->counters[EP_DEVICE_DISPATCH].count = 8;
+    open_gate(&gate);
+    refresh(f);
+    assert_int_equal(f->counters.op[EP_CLASS_LL_DISPATCH].count, 8);
+    assert_false(ep_team_stuck(f->team, -1));
+    stop(f);
+}
+
+static void a_look_that_was_given_up_may_come_back_to_nobody(void **state)
+{
+    struct fixture *f = *state;
+    struct gate gate = { .f = f };
+
+    shut(&gate);
+    start_as(f, 1, false);
+    stop(f);
+    assert_true(ep_team_stuck(f->team, -1));
+    open_gate(&gate);
+    while (ep_team_stuck(f->team, -1))
+        usleep(100);
+}
+
+static void a_look_that_fails_counts_nothing_and_is_made_up_for(void **state)
+{
+    struct fixture *f = *state;
+
+    start(f, 1);
+    state_of(f, 1)->counters[EP_DEVICE_DISPATCH].count = 3;
+    cuda_fixture_fail("read", 1); /* counters could be read */
+    refresh(f);
+    assert_int_equal(f->counters.op[EP_CLASS_LL_DISPATCH].count, 0);
+    cuda_fixture_fail(NULL, 0);
+    refresh(f);
+    assert_int_equal(f->counters.op[EP_CLASS_LL_DISPATCH].count, 3);
     stop(f);
 }
 
@@ -665,18 +802,6 @@ static void who_gets_uncleared_memory_is_refused(void **state)
 }
 
 /* ---- executor server ------------------------------------------------------------------------ */
-
-static uint32_t seen(const uint32_t *counter)
-{
-    return __atomic_load_n(counter, __ATOMIC_SEQ_CST);
-}
-
-static void wait_for(struct fixture *f, const uint32_t *counter, uint32_t value)
-{
-    while (seen(counter) != value)
-        if (!uv_run(&f->loop, UV_RUN_NOWAIT))
-            usleep(100);
-}
 
 static void every_gpu_of_the_team_writes_every_window(void **state)
 {
@@ -732,7 +857,7 @@ static void what_it_counts_is_added_up_to_the_end(void **state)
 
     start_as(f, 1, false);
     c[EP_DEVICE_DISPATCH].count = 5;
-    ep_executor_refresh(f->executor);
+    refresh(f);
     assert_int_equal(f->counters.op[EP_CLASS_LL_DISPATCH].count, 5);
     report_of(f, 1)->failures = 1;
     report_of(f, 1)->failure = (struct ep_device_record){ .status = EP_TIMEOUT, .late_rank = 3, .sequence = 9 };
@@ -1231,6 +1356,10 @@ int main(void)
         TEST(loads_are_those_of_the_newest_batch),
         TEST(loads_that_cannot_be_are_left_out),
         TEST(a_late_rank_is_told_of_once),
+        TEST(a_gpu_that_does_not_answer_costs_its_rank_the_figures_alone),
+        TEST(a_look_that_does_not_come_back_is_given_up),
+        TEST(a_look_that_was_given_up_may_come_back_to_nobody),
+        TEST(a_look_that_fails_counts_nothing_and_is_made_up_for),
         TEST(the_next_worker_reads_nothing_of_the_last_one),
         TEST(who_gets_uncleared_memory_is_refused),
         TEST(every_gpu_of_the_team_writes_every_window),
