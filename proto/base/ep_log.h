@@ -4,7 +4,8 @@
  *     EP_INFO("attach", "rank claimed", EP_S("group", name), EP_I("rank", rank));
  *
  * Lower-case message, no values in it: values are fields.  An error is logged
- * once, where its cause is known.  Thread-safe; each line is one write(2).
+ * once, where its cause is known.  Thread-safe; a line of up to PIPE_BUF bytes is
+ * one write(2).
  * A line that finds no room for half a second, as nobody reads, is lost, and the
  * next one that does is preceded by how many were.  Not for the data path.
  */
