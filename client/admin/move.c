@@ -18,6 +18,7 @@ struct move {
     struct ep_admin *admin;
     const char *node, *reason; /* reason: NULL, there is none */
     uint64_t deadline_ns;
+    ProtobufCMessage **drained; /* the node, when that is done */
 };
 
 static int64_t left_ms(const struct move *move)
@@ -235,20 +236,30 @@ static ep_status check_all(const struct move *move, struct ep_error *error)
     return status;
 }
 
-static ep_status cordon(const struct move *move, struct ep_error *error)
+static ep_status drain(const struct move *move, bool workers_stay, ProtobufCMessage **reply, struct ep_error *error)
 {
     Ep__V1__DrainNodeRequest request = EP__V1__DRAIN_NODE_REQUEST__INIT;
-    ProtobufCMessage *reply;
-    ep_status status;
 
     request.name = (char *)(uintptr_t)move->node;
-    request.workers_stay = true;
+    request.workers_stay = workers_stay;
     if (move->reason)
         request.reason = (char *)(uintptr_t)move->reason;
-    status = ep_admin_call(move->admin, "DrainNode", &request.base, 0, &reply, error);
+    return ep_admin_call(move->admin, "DrainNode", &request.base, 0, reply, error);
+}
+
+static ep_status cordon(const struct move *move, struct ep_error *error)
+{
+    ProtobufCMessage *reply;
+    ep_status status = drain(move, true, &reply, error);
+
     if (status == EP_OK)
         ep_admin_free(reply);
     return status;
+}
+
+static ep_status ask_to_leave(const struct move *move, struct ep_error *error)
+{
+    return drain(move, false, move->drained, error);
 }
 
 /* A store that does not answer, or servers of which none leads, may do so soon.  Each step finds what it has done before. */
@@ -268,9 +279,9 @@ static ep_status keep_trying(const struct move *move, ep_status (*step)(const st
 }
 
 ep_status ep_node_move(struct ep_admin *admin, const char *node, const char *reason, int64_t wait_ms,
-                       struct ep_error *error)
+                       ProtobufCMessage **drained, struct ep_error *error)
 {
-    const struct move move = { admin, node, reason, ep_clock_ns() + (uint64_t)wait_ms * EP_NS_PER_MS };
+    const struct move move = { admin, node, reason, ep_clock_ns() + (uint64_t)wait_ms * EP_NS_PER_MS, drained };
     ep_status status = check_all(&move, error);
 
     if (status == EP_OK)
@@ -278,6 +289,8 @@ ep_status ep_node_move(struct ep_admin *admin, const char *node, const char *rea
     if (status != EP_OK)
         return status;
     status = keep_trying(&move, move_all, error);
+    if (status == EP_OK)
+        status = keep_trying(&move, ask_to_leave, error);
     if (status != EP_OK)
         ep_admin_note(admin, "%s takes no new workers, and those there were not asked to leave: the same again goes on, without "
                              "--move they are asked, 'node uncordon %s' takes it back", node, node);

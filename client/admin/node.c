@@ -313,30 +313,38 @@ static void note_ranks(struct ep_admin *admin, const char *node)
     ep_admin_free(reply);
 }
 
-int ep_node_drain(struct ep_admin *admin, const struct ep_invocation *invocation)
+static ep_status drain_in_place(struct ep_admin *admin, const char *node, const char *reason, ProtobufCMessage **reply,
+                                struct ep_error *error)
 {
     Ep__V1__DrainNodeRequest request = EP__V1__DRAIN_NODE_REQUEST__INIT;
-    const char *reason = ep_invocation_text(invocation, "reason");
+
+    request.name = (char *)(uintptr_t)node;
+    if (reason)
+        request.reason = (char *)(uintptr_t)reason;
+    return ep_admin_call(admin, "DrainNode", &request.base, 0, reply, error);
+}
+
+int ep_node_drain(struct ep_admin *admin, const struct ep_invocation *invocation)
+{
+    const char *node = invocation->argument, *reason = ep_invocation_text(invocation, "reason");
     const bool move = ep_invocation_given(invocation, "move");
     const int64_t wait_ms = ep_invocation_ms(invocation, "wait", move ? MOVE_WAIT_MS : 0);
     const uint64_t began_ns = ep_clock_ns();
     struct ep_error error;
     ProtobufCMessage *reply;
+    ep_status status;
     int code;
 
-    if (move && ep_node_move(admin, invocation->argument, reason, wait_ms, &error) != EP_OK)
-        return ep_admin_fail(admin, &error);
-    request.name = (char *)(uintptr_t)invocation->argument;
-    if (reason)
-        request.reason = (char *)(uintptr_t)reason;
-    if (ep_admin_call(admin, "DrainNode", &request.base, 0, &reply, &error) != EP_OK)
+    status = move ? ep_node_move(admin, node, reason, wait_ms, &reply, &error)
+                  : drain_in_place(admin, node, reason, &reply, &error);
+    if (status != EP_OK)
         return ep_admin_fail(admin, &error);
     if (wait_ms > 0 &&
-        wait_until_empty(admin, invocation->argument, began_ns + (uint64_t)wait_ms * EP_NS_PER_MS, &reply, &error) != EP_OK)
+        wait_until_empty(admin, node, began_ns + (uint64_t)wait_ms * EP_NS_PER_MS, &reply, &error) != EP_OK)
         code = ep_admin_fail(admin, &error);
     else
         code = show_change(admin, reply, "drained");
-    note_ranks(admin, request.name);
+    note_ranks(admin, node);
     ep_admin_free(reply);
     return code;
 }
