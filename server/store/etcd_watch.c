@@ -35,6 +35,7 @@ struct watcher {
     struct etcd_task task;
     struct ep_watch *watch;
     char *from, *end; /* the range */
+    uint64_t seen;    /* the newest revision of etcd that it has told: of a quiet range far beyond watch->since */
     uint64_t pause_ms;
     bool failing; /* told in the log */
     enum {
@@ -61,7 +62,7 @@ static ep_status tell_whole(struct watcher *w, struct ep_error *error)
 
     if (status)
         return status;
-    w->watch->since = revision;
+    w->watch->since = w->seen = revision;
     w->watch->needs_whole = false;
     store_tell_changes(w->watch, true, &list, revision);
     return EP_OK;
@@ -147,19 +148,19 @@ static ep_status take_events(struct watcher *w, const Etcdserverpb__WatchRespons
 static ep_status check_revision(struct watcher *w, const Etcdserverpb__WatchResponse *r,
                                 struct ep_error *error)
 {
+    const uint64_t was = w->seen > w->watch->since ? w->seen : w->watch->since;
     uint64_t revision;
     ep_status status;
 
-    if (!r->header || (uint64_t)r->header->revision >= w->watch->since)
+    if (!r->header || (uint64_t)r->header->revision >= was)
         return EP_OK;
     status = etcd_ask_revision(w->task.etcd, ep_clock_ns() + LIST_WITHIN_MS * EP_NS_PER_MS, &w->task.stop,
                                &revision, error);
-    if (status || revision >= w->watch->since)
+    if (status || revision >= was)
         return status;
     w->watch->needs_whole = true;
     return ep_error_set(error, EP_FAILED_PRECONDITION,
-                        "etcd is at revision %" PRIu64 ", and was at %" PRIu64 ": it was set back", revision,
-                        w->watch->since);
+                        "etcd is at revision %" PRIu64 ", and was at %" PRIu64 ": it was set back", revision, was);
 }
 
 /* Not that etcd ends it for a reason of its own. */
@@ -171,6 +172,8 @@ static bool is_farewell(const struct watcher *w, const Etcdserverpb__WatchRespon
 
 static ep_status take(struct watcher *w, const Etcdserverpb__WatchResponse *r, struct ep_error *error)
 {
+    ep_status status;
+
     if (is_farewell(w, r))
         return gather(w, error);
     if (r->canceled && r->compact_revision) {
@@ -188,7 +191,10 @@ static ep_status take(struct watcher *w, const Etcdserverpb__WatchResponse *r, s
         w->id = r->watch_id;
         w->place = PLACE_THERE;
     }
-    return r->created ? check_revision(w, r, error) : take_events(w, r, error);
+    status = r->created ? check_revision(w, r, error) : take_events(w, r, error);
+    if (!status && r->header && (uint64_t)r->header->revision > w->seen)
+        w->seen = (uint64_t)r->header->revision;
+    return status;
 }
 
 /* ---- the stream ---------------------------------------------------------------------- */

@@ -233,6 +233,7 @@ static void without_a_majority_nothing_is_taken_and_it_is_told(void **state)
 
 /* ---- the line ------------------------------------------------------------------------ */
 
+#define WORD_MS    12000 /* by then a watch that hears nothing has asked etcd for a word, and heard it */
 #define PATIENT_MS 60000 /* until the line is mended, however busy the machine is */
 
 static struct ep_store *open_through(struct fixture *f, struct proxy *p, uint32_t answer_within_ms)
@@ -661,6 +662,31 @@ static void a_store_that_was_set_back_brings_the_whole(void **state)
     ep_watch_close(watch);
 }
 
+/* Nothing has changed there, so the store is beyond the last change all the same; but not where it was. */
+static void a_quiet_watch_of_it_does_so_too(void **state)
+{
+    struct fixture *f = *state;
+    struct seen seen = { 0 };
+    struct ep_watch *watch;
+
+    assert_int_equal(fixture_open(f, NULL), EP_OK);
+    put_surely(f, "k/a", "old");
+    watch = ep_watch_open(f->store, "k/", EP_STORE_BEGIN, on_changes, &seen);
+    RUN_UNTIL(f, seen.calls == 1);
+    cluster_kill_member(&f->etcd, 0);
+    shell("cp -r %s/m0 %s/old", f->directory, f->directory);
+    cluster_start_member(&f->etcd, 0);
+    for (int i = 0; i < 100; i++)
+        put_surely(f, "other", "1");
+    fixture_run_ms(f, WORD_MS);
+    assert_int_equal(seen.wholes, 1);
+    cluster_kill_member(&f->etcd, 0);
+    shell("rm -rf %s/m0 && mv %s/old %s/m0", f->directory, f->directory, f->directory);
+    cluster_start_member(&f->etcd, 0);
+    RUN_UNTIL(f, seen.wholes == 2);
+    ep_watch_close(watch);
+}
+
 static void note_nothing(struct ep_election *election, bool leading, void *user)
 {
     (void)election, (void)leading, (void)user;
@@ -765,6 +791,7 @@ int main(int argc, char **argv)
         TEST(a_session_does_not_outlive_its_lease_in_suspend),
         TEST(a_lease_that_etcd_has_ended_is_told),
         TEST(a_store_that_was_set_back_brings_the_whole),
+        TEST(a_quiet_watch_of_it_does_so_too),
         TEST(who_led_a_store_that_was_set_back_leads_again),
         TEST(a_full_etcd_is_told_and_got_over),
         TEST(a_record_that_is_too_large_is_no_fault_of_the_store),
