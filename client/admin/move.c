@@ -236,21 +236,22 @@ static ep_status check_all(const struct move *move, struct ep_error *error)
     return status;
 }
 
-static ep_status drain(const struct move *move, bool workers_stay, ProtobufCMessage **reply, struct ep_error *error)
+ep_status ep_node_drain_call(struct ep_admin *admin, const char *node, const char *reason, bool workers_stay,
+                             ProtobufCMessage **drained, struct ep_error *error)
 {
     Ep__V1__DrainNodeRequest request = EP__V1__DRAIN_NODE_REQUEST__INIT;
 
-    request.name = (char *)(uintptr_t)move->node;
+    request.name = (char *)(uintptr_t)node;
     request.workers_stay = workers_stay;
-    if (move->reason)
-        request.reason = (char *)(uintptr_t)move->reason;
-    return ep_admin_call(move->admin, "DrainNode", &request.base, 0, reply, error);
+    if (reason)
+        request.reason = (char *)(uintptr_t)reason;
+    return ep_admin_call(admin, "DrainNode", &request.base, 0, drained, error);
 }
 
 static ep_status cordon(const struct move *move, struct ep_error *error)
 {
     ProtobufCMessage *reply;
-    ep_status status = drain(move, true, &reply, error);
+    ep_status status = ep_node_drain_call(move->admin, move->node, move->reason, true, &reply, error);
 
     if (status == EP_OK)
         ep_admin_free(reply);
@@ -259,7 +260,7 @@ static ep_status cordon(const struct move *move, struct ep_error *error)
 
 static ep_status ask_to_leave(const struct move *move, struct ep_error *error)
 {
-    return drain(move, false, move->drained, error);
+    return ep_node_drain_call(move->admin, move->node, move->reason, false, move->drained, error);
 }
 
 /* A store that does not answer, or servers of which none leads, may do so soon.  Each step finds what it has done before. */

@@ -313,17 +313,6 @@ static void note_ranks(struct ep_admin *admin, const char *node)
     ep_admin_free(reply);
 }
 
-static ep_status drain_in_place(struct ep_admin *admin, const char *node, const char *reason, ProtobufCMessage **reply,
-                                struct ep_error *error)
-{
-    Ep__V1__DrainNodeRequest request = EP__V1__DRAIN_NODE_REQUEST__INIT;
-
-    request.name = (char *)(uintptr_t)node;
-    if (reason)
-        request.reason = (char *)(uintptr_t)reason;
-    return ep_admin_call(admin, "DrainNode", &request.base, 0, reply, error);
-}
-
 int ep_node_drain(struct ep_admin *admin, const struct ep_invocation *invocation)
 {
     const char *node = invocation->argument, *reason = ep_invocation_text(invocation, "reason");
@@ -336,7 +325,7 @@ int ep_node_drain(struct ep_admin *admin, const struct ep_invocation *invocation
     int code;
 
     status = move ? ep_node_move(admin, node, reason, wait_ms, &reply, &error)
-                  : drain_in_place(admin, node, reason, &reply, &error);
+                  : ep_node_drain_call(admin, node, reason, false, &reply, &error);
     if (status != EP_OK)
         return ep_admin_fail(admin, &error);
     if (wait_ms > 0 &&
