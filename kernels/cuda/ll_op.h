@@ -22,7 +22,7 @@ struct ep_ll_desk {
     uint32_t closing; /* server: no op begins any more */
     uint32_t through; /* kernel: blocks of the running entry that are through */
     uint64_t found;   /* warp that polls: its entry << kFoundShift | enum Found of ll_serve.cuh */
-    uint64_t taken;   /* kernel: the last entry that found the op it expected */
+    uint64_t taken;   /* kernel: the last entry that expected an op and executed one */
     uint64_t looked;  /* kernel: the last one that looked at `region`; it may still run */
     uint32_t reserved[24];
     struct ep_forecast_log log;          /* kernel: ops that were executed or refused and are over */

@@ -2,7 +2,7 @@
  * Executor server: a warp that looks for the doorbell, in place of the server's stream, for an op that is expected
  * (forecast.h).  It is there before the op ahead is over, sees the bell sooner, and has the op's kernel come while it
  * compares the op.  That kernel (ll_expect.cu) waits for what is found here, not for the end of the warp, so all of its
- * blocks execute the op or none does, whatever the worker does to its mailbox meanwhile.
+ * blocks execute the op that is expected or none does, whatever the worker does to its mailbox meanwhile.
  *
  * For as long as it looks it has a place on a multiprocessor, and a kernel that wants a whole one for each of its blocks has
  * one less.  So an operator has to ask for it; it has no memory to share and takes the largest split of a multiprocessor's
