@@ -59,7 +59,7 @@ extern "C" {
 #endif
 
 #define EP_WINDOW_MAGIC 0x31574e4957534550ull /* "EPSWINW1" */
-#define EP_WINDOW_VERSION 9u
+#define EP_WINDOW_VERSION 10u
 #define EP_LINE 64u
 #define EP_REGION_ALIGN 4096u
 #define EP_RING_SLOTS 32u
@@ -363,7 +363,10 @@ EP_STATIC_ASSERT(offsetof(struct ep_device_report, records) == 320, "ep_device_r
  *              its stream can do so while the server's context stays where it is
  *   spins = 1: the client's kernel writes to op[0] and rings.  A block of the server's kernel sets bell = 0 and says in
  *              `blocks` how many of them add 1 each to `through` at their ends; the client's kernel waits for all, or
- *              for `closed`, and sets both to 0.  Nobody has to find out who was last: it is faster
+ *              for `closed`, and sets both to 0.  Nobody has to find out who was last: it is faster.
+ *              Blocks of an LL op add EP_MAILBOX_ARRIVED to `through` besides, once they have the op and wait for nobody
+ *              any more.  When all have, the client's next kernel may come: it writes its op, says so by bell =
+ *              EP_BELL_COMING, and rings when what is before it in its stream is over
  * A CUDA graph can replay the client's half: whatever the words were before, the next op finds what it needs.  When its
  * server is gone, libepclient sets `closed`, and all that waits or comes later goes on, also what still runs of that server's
  * (with MPS a process's kernels outlive it).
@@ -373,7 +376,10 @@ EP_STATIC_ASSERT(offsetof(struct ep_device_report, records) == 320, "ep_device_r
  */
 #define EP_MAILBOX_OPS 512u /* a power of two; graphs of many batch sizes have as many different ops */
 #define EP_BELL_DONE 1u
-#define EP_BELL_RUNG 0xfffffffeu /* any of these bits */
+#define EP_BELL_RUNG 0x7ffffffeu /* any of these bits */
+#define EP_BELL_COMING 0x80000000u
+#define EP_BELL_CLOSING EP_BELL_RUNG /* by the server, to whom it does not serve any more */
+#define EP_MAILBOX_ARRIVED 0x10000u
 struct ep_mailbox {
     uint32_t bell, closed; /* read at once */
     uint32_t reserved0[30];
@@ -389,7 +395,7 @@ EP_HD static inline uint32_t ep_bell_of(uint32_t op) { return (op + 1) << 1; }
 /* Which op it rings for, whatever its value; of a client that spins 0 at any time. */
 EP_HD static inline uint32_t ep_bell_op(uint32_t bell)
 {
-    return bell >> 1 ? ((bell >> 1) - 1) % EP_MAILBOX_OPS : 0;
+    return bell & EP_BELL_RUNG ? ((bell >> 1) - 1) % EP_MAILBOX_OPS : 0;
 }
 
 struct ep_device_control {

@@ -42,8 +42,7 @@ static __device__ __noinline__ void end_entry(const ep_ll_serve &s, const struct
     __syncthreads();
     if (threadIdx.x >= 32 || !pass(s, spins, true))
         return;
-    if (threadIdx.x == 0 && !spins)
-        store_u32(&s.mailbox->bell, EP_BELL_DONE);
+    tell_stream(s, !spins);
     log_op(s, op, op.kind, place, load_u64(&s.desk->log.ended));
 }
 

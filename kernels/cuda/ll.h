@@ -45,7 +45,7 @@ struct ep_ll_args {
     struct ep_bank_layout bank;
     uint32_t header_bytes, counts_bytes, places_bytes, scales_bytes, combine_row_bytes;
     uint32_t most_row_bytes; /* of the widest dtype: what regions of rows have room for */
-    uint32_t unused[2];
+    uint32_t *arrived;       /* executor server: `through` of the mailbox; else NULL */
 
     /* the op; spans as addresses, NULL: not given */
     uint32_t blocks;       /* that work on it */

@@ -478,8 +478,10 @@ __device__ inline void arrive(const ep_ll_args &a, const Op &op, bool told, Arri
         }
         if (outsiders)
             atomicAdd(&a.state->scratch.outsiders, outsiders);
-        if (told || outsiders || anybody(a, op.missed))
-            fence_gpu(); /* release; partner: count_acquire of the last block */
+        if (told || outsiders || anybody(a, op.missed) || (a.arrived && blockIdx.x == 0))
+            fence_gpu(); /* release; partner: count_acquire of the last block; of block 0's answer to the bell: the worker */
+        if (a.arrived)
+            atomicAdd(a.arrived, EP_MAILBOX_ARRIVED);
         arrival->before = count_acquire(&a.state->scratch.done);
     }
 }

@@ -48,11 +48,25 @@ __device__ inline void end(const ep_ll_expected &e, const struct ep_op &op, uint
         ended = load_u64(&e.serve.desk->log.ended);
     }
     set_right(e.args.state); /* its load is under way with these */
-    over = taken == e.serve.number;
-    if (over && !spins)
-        store_u32(&e.serve.mailbox->bell, EP_BELL_DONE);
-    if (__shfl_sync(kAll, over, 0))
+    over = __shfl_sync(kAll, taken == e.serve.number, 0);
+    tell_stream(e.serve, over && !spins);
+    if (e.serve.poll_ns)
+        say_over(e.serve);
+    if (over)
         log_op(e.serve, op, op.kind, place, __shfl_sync(kAll, ended, 0));
+}
+
+/* The same, where a warp has found out for all blocks: they have executed the same op. */
+__device__ inline void end_alike(const ep_ll_expected &e, bool spins)
+{
+    if (!pass(e.serve, spins, true))
+        return;
+    tell_stream(e.serve, !spins);
+    if (!spins)
+        say_over(e.serve);
+    else if (threadIdx.x == 0)
+        store_u64(&e.serve.desk->over, e.serve.number); /* released in pass() */
+    log_op(e.serve, e.at.op, e.at.op.kind, e.at.place, __shfl_sync(kAll, load_u64(&e.serve.desk->log.ended), 0));
 }
 
 /* All threads: takes the op that is there instead.  Is it of the same form, and good? */
@@ -107,7 +121,11 @@ __device__ __forceinline__ void expect(const ep_ll_expected &e, Run run, Other o
         begin(e.serve, e.at.op, e.args, found);
     run();
     __syncthreads();
-    if (threadIdx.x < 32)
+    if (threadIdx.x >= 32)
+        return;
+    if (e.serve.poll_ns)
+        end_alike(e, found & kSpins);
+    else
         end(e, e.at.op, e.at.place, found & kSpins, true);
 }
 

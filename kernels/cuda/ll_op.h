@@ -24,7 +24,8 @@ struct ep_ll_desk {
     uint64_t found;   /* warp that polls: its entry << kFoundShift | enum Found of ll_serve.cuh */
     uint64_t taken;   /* kernel: the last entry that expected an op and executed one */
     uint64_t looked;  /* kernel: the last one that looked at `region`; it may still run */
-    uint32_t reserved[24];
+    uint64_t over;    /* kernel: the last entry that a warp polled for and that is over, and all before are */
+    uint32_t reserved[22];
     struct ep_forecast_log log;          /* kernel: ops that were executed or refused and are over */
     struct ep_ll_rank rank;              /* server, once */
     struct ep_limits limits;             /* server, once; and `arena`: what ops are checked against */
@@ -47,6 +48,7 @@ struct ep_ll_serve {
     uint64_t number;    /* of the entry, counted from 1 */
     uint32_t ht_blocks; /* of its kernel for HT ops; 0: the group has none */
     uint32_t poll_ns;   /* a warp looks at the doorbell for so long; 0: the stream does, until it rings */
+    uint32_t ahead_polls, reserved; /* a warp does or did so for the entry ahead, which says that it is over */
 };
 
 /* And one for an op that is expected: the op, which passed check_op(), and the arguments that it makes. */

@@ -113,8 +113,7 @@ __device__ inline void end_entry(const ep_ll_serve &s, bool works)
     set_right(entry.args.state);
     if (load_u64(&s.desk->ht.number) == s.number)
         return;
-    if (threadIdx.x == 0 && !entry.spins)
-        store_u32(&s.mailbox->bell, EP_BELL_DONE);
+    tell_stream(s, !entry.spins);
     log_op(s, entry.op, entry.kind, entry.place, entry.ended);
 }
 
@@ -159,27 +158,35 @@ constexpr uint32_t kLooks = 64; /* some 50 us */
 __device__ inline void wait_until_done(struct ep_mailbox *mailbox)
 {
     for (uint32_t looks = 1; looks % kLooks != 0 || !load_u32(&mailbox->closed); looks++) {
-        const uint64_t v = load_u64((const uint64_t *)&mailbox->through);
-        const uint32_t through = (uint32_t)v, blocks = (uint32_t)(v >> 32);
+        /* Partner: pass().  What comes on the stream begins after it. */
+        const uint64_t v = acquire_u64((const uint64_t *)&mailbox->through);
+        const uint32_t blocks = (uint32_t)(v >> 32), arrived = (uint32_t)v / EP_MAILBOX_ARRIVED;
 
-        if (blocks != 0 && through >= blocks)
+        if (blocks == 0)
+            continue;
+        if (arrived >= blocks)
+            let_next_come(); /* it takes the place of no block of the op, and of none that a peer waits for */
+        if ((uint32_t)v % EP_MAILBOX_ARRIVED >= blocks)
             break;
     }
-    fence_gpu(); /* acquire; partner: pass().  What comes on the stream begins after it */
     store_u64((uint64_t *)&mailbox->through, 0); /* and blocks */
 }
 
+/* Before await_stream() the op ahead may run, but its blocks have taken it.  After it all that is before this in the stream has
+ * been performed, which needs no fence of ours. */
 __global__ void gate(const __grid_constant__ struct ep_op op, struct ep_mailbox *mailbox)
 {
-    await_stream();
     if (threadIdx.x < kOpVecs)
         store_vec((Vec *)&mailbox->op[0] + threadIdx.x, ((const Vec *)&op)[threadIdx.x]);
     __syncwarp();
     if (threadIdx.x == 0) {
         fence_gpu(); /* release; partner: the server's wait for the bell, on this GPU too */
+        store_u32(&mailbox->bell, EP_BELL_COMING);
+    }
+    await_stream();
+    if (threadIdx.x == 0) {
         store_u32(&mailbox->bell, ep_bell_of(0));
         wait_until_done(mailbox);
-        let_next_come(); /* no thread before: it could take the place of blocks of the op */
     }
 }
 

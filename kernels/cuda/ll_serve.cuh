@@ -56,25 +56,22 @@ __device__ inline bool same(Vec a, Vec b)
     return ((a.w[0] ^ b.w[0]) | (a.w[1] ^ b.w[1]) | (a.w[2] ^ b.w[2]) | (a.w[3] ^ b.w[3])) == 0;
 }
 
-/* One warp. */
+/* One warp: all at once, a round trip to memory. */
 __device__ inline uint32_t look(const ep_ll_serve &s, const struct ep_forecast_op &at)
 {
-    const uint32_t lane = threadIdx.x;
-    const struct ep_op *op = &s.mailbox->op[at.place];
-    bool differs = false;
-    uint32_t word = 0;
+    constexpr uint32_t kBell = kOpVecs, kSpinning = kOpVecs + 1, kClosing = kOpVecs + 2;
+    const uint32_t lane = threadIdx.x % 32;
+    const void *from = lane < kOpVecs       ? (const Vec *)&s.mailbox->op[at.place] + lane
+                       : lane == kBell      ? (const void *)&s.mailbox->bell
+                       : lane == kSpinning  ? (const void *)&s.mailbox->spins
+                                            : (const void *)&s.desk->closing;
+    const Vec v = load_vec(from);
+    const bool differs = lane < kOpVecs && !same(v, ((const Vec *)&at.op)[lane]);
+    const uint32_t bell = __shfl_sync(kAll, v.w[0], kBell), spins = __shfl_sync(kAll, v.w[0], kSpinning);
 
-    if (lane < kOpVecs)
-        differs = !same(load_vec((const Vec *)op + lane), ((const Vec *)&at.op)[lane]);
-    else if (lane == kOpVecs)
-        differs = ep_bell_op(load_u32(&s.mailbox->bell)) != at.place;
-    else if (lane == kOpVecs + 1)
-        word = load_u32(&s.mailbox->spins) ? kSpins : 0;
-    else if (lane == kOpVecs + 2)
-        word = load_u32(&s.desk->closing);
-    if (__shfl_sync(kAll, word, kOpVecs + 2))
+    if (__shfl_sync(kAll, v.w[0], kClosing))
         return kLeaves;
-    return (__any_sync(kAll, differs) ? 0 : kThere) | __shfl_sync(kAll, word, kOpVecs + 1);
+    return (__any_sync(kAll, differs) || ep_bell_op(bell) != at.place ? 0 : kThere) | (spins ? kSpins : 0);
 }
 
 /* All threads. */
@@ -115,6 +112,23 @@ __device__ inline void set_right(struct ep_device_state *state)
     empty_scratch(&state->scratch);
     if (threadIdx.x == 0)
         state->left_before = load_u64(&state->left);
+}
+
+/* The same, when nothing of the op is to come: the worker's stream may go on. */
+__device__ inline void tell_stream(const ep_ll_serve &s, bool waits)
+{
+    if (threadIdx.x == 0 && waits)
+        store_u32(&s.mailbox->bell, EP_BELL_DONE);
+}
+
+/* The same: the next entry may begin.  It is not to find this one's bell. */
+__device__ inline void say_over(const ep_ll_serve &s)
+{
+    __syncwarp();
+    if (threadIdx.x == 0) {
+        fence_gpu(); /* release; partner: ll_poll.cu */
+        store_u64(&s.desk->over, s.number);
+    }
 }
 
 /* Warp 0 of the last block: what the op was, as it was in the mailbox and where, and that `ended` ops were over before

@@ -271,6 +271,7 @@ static void describe(const struct ep_cuda_rank_options *o, struct ep_cuda_serve 
     ll->desk = desk;
     serve->bell = (CUdeviceptr)&ll->mailbox->bell;
     serve->closing = (CUdeviceptr)&desk->closing;
+    serve->rank.base.arrived = &ll->mailbox->through;
 }
 
 static ep_status lay_desk(const struct ep_cuda_rank_options *o, const struct ep_cuda_serve *serve,
@@ -443,6 +444,7 @@ static ep_status post_one(struct ep_cuda_serve *serve, struct ep_error *error)
 
     serve->ll.number++;
     at = expected(serve);
+    serve->ll.ahead_polls = serve->ll.poll_ns > 0;
     serve->ll.poll_ns = polls(serve, at) ? POLL_NS : 0;
     if (!serve->ll.poll_ns)
         result = cuStreamWaitValue32(stream, serve->bell, EP_BELL_RUNG, CU_STREAM_WAIT_VALUE_AND);
@@ -589,7 +591,7 @@ static ep_status ring_out(struct ep_cuda_serve *serve, uint64_t until_ns, struct
         if (ep_clock_ns() > until_ns)
             return ep_error_set(error, EP_DEADLINE_EXCEEDED, "rank %u on device %u: an op still runs",
                                 serve->rank.base.rank, serve->device);
-        result = cuStreamWriteValue32(own, serve->bell, ep_bell_of(0), CU_STREAM_WRITE_VALUE_DEFAULT);
+        result = cuStreamWriteValue32(own, serve->bell, EP_BELL_CLOSING, CU_STREAM_WRITE_VALUE_DEFAULT);
         usleep(RING_US);
     }
     return result == CUDA_SUCCESS ? EP_OK
