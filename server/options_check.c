@@ -23,6 +23,21 @@ static ep_status check_readable(const char *name, const char *path, struct ep_er
     return EP_OK;
 }
 
+/* What the server makes: the later one would replace the other. */
+static ep_status check_made(const struct ep_options *o, struct ep_error *error)
+{
+    const struct {
+        const char *name, *path;
+    } made[] = { { "socket", o->socket }, { "pid-file", o->pid_file }, { "port-file", o->port_file } };
+
+    for (size_t i = 1; i < sizeof made / sizeof *made; i++)
+        for (size_t j = 0; j < i; j++)
+            if (*made[i].path && strcmp(made[i].path, made[j].path) == 0)
+                return ep_error_set(error, EP_INVALID_ARGUMENT, "%s and %s are both %s: give each a path of its own",
+                                    made[j].name, made[i].name, made[i].path);
+    return EP_OK;
+}
+
 static ep_status check_paths(const struct ep_options *o, struct ep_error *error)
 {
     const size_t room = sizeof ((struct sockaddr_un *)NULL)->sun_path - sizeof EP_OPTION_SIDE_SOCKET;
@@ -176,6 +191,8 @@ ep_status ep_options_check(const struct ep_options *options, struct ep_error *er
 
     if (status == EP_OK)
         status = check_paths(options, error);
+    if (status == EP_OK)
+        status = check_made(options, error);
     if (status == EP_OK)
         status = check_admin(options, error);
     if (status == EP_OK)

@@ -501,6 +501,19 @@ static void other_machines_need_tls_or_insecure(void **state)
                                               "--tls-ca=/dev/null" } });
 }
 
+/* Each would be written over by the next. */
+static void what_is_made_has_paths_of_its_own(void **state)
+{
+    (void)state;
+    refuse_check((struct sources){ .flags = { "--pid-file=/run/ep", "--port-file=/run/ep" } },
+                 "pid-file and port-file are both /run/ep: give each a path of its own");
+    refuse_check((struct sources){ .flags = { "--socket=/run/ep.sock", "--pid-file=/run/ep.sock" } },
+                 "socket and pid-file are both /run/ep.sock");
+    refuse_check((struct sources){ .flags = { "--socket=/run/ep.sock", "--port-file=/run/ep.sock" } },
+                 "socket and port-file are both /run/ep.sock");
+    accept_check((struct sources){ .flags = { "--pid-file=/run/ep.pid", "--port-file=/run/ep.port" } });
+}
+
 static void tls_options_go_together(void **state)
 {
     (void)state;
@@ -716,6 +729,7 @@ int main(void)
         cmocka_unit_test(bytes_that_are_no_text_are_refused),
         cmocka_unit_test(what_is_no_file_is_refused),
         cmocka_unit_test(other_machines_need_tls_or_insecure),
+        cmocka_unit_test(what_is_made_has_paths_of_its_own),
         cmocka_unit_test(tls_options_go_together),
         cmocka_unit_test(paths_are_checked),
         cmocka_unit_test(mps_is_of_no_use_to_the_host),
