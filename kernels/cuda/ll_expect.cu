@@ -20,7 +20,7 @@ namespace {
 /* All threads. */
 __device__ inline uint32_t find(const ep_ll_expected &e)
 {
-    if (e.serve.poll_ns) /* it comes as soon as the bell rings, and does not wait for the warp's end */
+    if (e.serve.poll_ns) /* which has it come as soon as it hears of an op */
         return await_found(&e.serve.desk->found, e.serve.number);
     return look_once(e.serve, e.at);
 }

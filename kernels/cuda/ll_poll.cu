@@ -9,6 +9,9 @@
  * one less.  So an operator has to ask for it; it has no memory to share and takes the largest split of a multiprocessor's
  * memory, so that a kernel is kept off only if it wants all of that, or all registers; and it does not look for ever.  Who
  * rings for nothing comes to an entry that finds out what to do, which is the stream's to wait for.
+ *
+ * An op is announced before its time only if what is ahead of it in the worker's stream lets its next kernel come early, as our
+ * own does.  Until it is rung for, or given up, its blocks are on the GPU beside that, as those of executor direct are.
  */
 #include "launch.cuh"
 #include "ll_serve.cuh"
