@@ -377,8 +377,8 @@ again:
     atomic {
         assert(next == POLL || counted == 0 || closing);
         kind[e] = next;
+        kind[1 - e] = (next == POLL -> kind[1 - e] : 0); /* its blocks may still end */
         next = 0;
-        kind[1 - e] = (next == POLL -> kind[1 - e] : 0);
         ended[e] = 0;
         come[e] = 0;
         over[e] = false;

@@ -316,11 +316,11 @@ CASES = [
 
     mailbox("streams wait", "OPS=3"),
     mailbox("its kernel waits", "OPS=3 SPINS"),
-    mailbox("a warp polls", "OPS=2 SPINS POLLS", large=True),
+    mailbox("a warp polls", "OPS=3 SPINS POLLS", large=True),
     mailbox("a warp polls, 3 blocks", "OPS=1 SPINS POLLS BLOCKS=3", large=True),
     mailbox("a warp polls, the stream waits for the end", "OPS=2 POLLS", large=True),
     mailbox("the serve ends at any time", "OPS=2 CLOSES"),
-    mailbox("a warp polls, the serve ends at any time", "OPS=1 SPINS POLLS CLOSES"),
+    mailbox("a warp polls, the serve ends at any time", "OPS=2 SPINS POLLS CLOSES", large=True),
     mailbox("a worker that writes what it likes", "OPS=3 HOSTILE", large=True),
     mailbox("a warp polls, a worker that writes what it likes", "OPS=3 SPINS POLLS HOSTILE", large=True),
     mailbox("mutant, rings before the op is there", "OPS=2 MUTANT_RINGS_FIRST", "mutant"),
