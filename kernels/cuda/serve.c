@@ -577,7 +577,7 @@ ep_status ep_cuda_serve_forgotten(struct ep_cuda_serve *serve, uint64_t entry, s
 
 /*
  * Entries that see `closing` leave without a word.  The worker can clear the doorbell, so it is rung until the
- * stream is empty.  The module's own stream holds nothing that waits.
+ * stream is empty, in a way that is not taken for the worker's, which may have announced an op.  The module's own stream holds nothing that waits.
  */
 static ep_status ring_out(struct ep_cuda_serve *serve, uint64_t until_ns, struct ep_error *error)
 {
