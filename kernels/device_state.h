@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 #define EP_DEVICE_STATE_MAGIC 0x3154535645445045ull /* "EPDEVST1" */
-#define EP_DEVICE_STATE_VERSION 6u
+#define EP_DEVICE_STATE_VERSION 7u
 #define EP_DEVICE_MAX_RANKS 1024u
 #define EP_DEVICE_NODE_RANKS 32u /* of them, on one node: a lane of a warp each, and a bit of a word */
 
@@ -119,7 +119,8 @@ struct ep_device_state {
     uint64_t magic;
     uint32_t version, rank;
     uint64_t epoch;
-    uint64_t reserved0[12];
+    uint64_t whole_lines; /* 1: a line of 128 bytes that a warp stores comes to any rank of this node as a whole */
+    uint64_t reserved0[11];
     uint64_t net; /* address of struct ep_device_net; 0: all ranks are on one node */
 
     /* server: rank r takes part in number n when n >= from[r] */

@@ -21,7 +21,7 @@
 #include "device_state.h"
 #include "ep_kernels.h"
 
-#define EP_CUDA_API_VERSION 11u
+#define EP_CUDA_API_VERSION 12u
 #define EP_CUDA_UUID_BYTES 16u
 #define EP_CUDA_SERVE_OPS 128u /* entries that are posted and not over, at most: a stream holds no end of work */
 
@@ -33,6 +33,7 @@ struct ep_cuda_device {
     uint64_t memory_bytes, memory_free;
     uint32_t sms, major, minor;       /* multiprocessors, compute capability */
     uint64_t peers;                   /* bit d: loads and stores reach device d of this process */
+    uint64_t linked;                  /* bit d: over NVLink, or it is the same one */
     bool shareable;                   /* VMM memory can be exported as a file descriptor */
     bool mps;                         /* this process's work goes through an MPS server */
     uint32_t driver;                  /* the driver's CUDA version, 13000 is 13.0 */

@@ -111,6 +111,7 @@ static void lay_strides(struct ep_layout_map *map)
         if (has_dtype(l, (ep_dtype)d) && d != EP_FP8_E4M3 && bytes > map->combine_row_bytes)
             map->combine_row_bytes = bytes;
     }
+    map->partial_bytes = ep_packets(map->combine_row_bytes) * EP_PACKET_BYTES;
     map->ht_fanout = l->top_k < l->ranks ? l->top_k : l->ranks;
 }
 
@@ -132,12 +133,11 @@ static wide lay_bank(struct ep_layout_map *map)
     map->bank.combine_flags = region(&end, lines);
     map->bank.credits = region(&end, lines);
     map->bank.counts = region(&end, (wide)l->ranks * map->counts_bytes);
-    map->bank.combine_numbers = region(&end, slots * EP_COMBINE_PARTS * sizeof(uint32_t));
     map->bank.places = region(&end, slots * map->places_bytes);
     map->bank.headers = region(&end, slots * map->header_bytes);
     map->bank.scales = region(&end, slots * map->scales_bytes);
     map->bank.rows = region(&end, slots * map->row_bytes);
-    map->bank.combine_rows = region(&end, slots * map->combine_row_bytes);
+    map->bank.combine_rows = region(&end, slots * map->partial_bytes);
     region(&end, 0);
     return (end + EP_REGION_ALIGN - 1) / EP_REGION_ALIGN * EP_REGION_ALIGN;
 }

@@ -12,13 +12,12 @@
  *                                       only in bank 0, so that one look tells all
  *         counts            [R][1+L]    src s: rows it sends, and to each local expert; GPUs only, three
  *                                       in 16 bytes, with the number
- *         combine numbers   [R][T_ll]   peer d: the number whose partial is there, for each of its parts;
- *                                       GPUs only
  *         places            [R][T_ll]   the rows of `out` that a row went to; GPUs only, own use
  *         dispatch headers  [R][T_ll]   which local experts, with which weights
  *         dispatch scales   [R][T_ll]   fp8 only
  *         dispatch rows     [R][T_ll]
- *         combine rows      [R][T_ll]   partial sums, by the source's token number
+ *         combine rows      [R][T_ll]   partial sums, by the source's token number; GPUs: in packets, with the
+ *                                       number of the op
  *     HT region:
  *         notes             [2][R]      struct ep_ht_note: what this rank asks of peer r, and what it grants it; peers
  *                                       read it; GPUs only
@@ -59,14 +58,14 @@ extern "C" {
 #endif
 
 #define EP_WINDOW_MAGIC 0x31574e4957534550ull /* "EPSWINW1" */
-#define EP_WINDOW_VERSION 10u
+#define EP_WINDOW_VERSION 11u
 #define EP_LINE 64u
 #define EP_REGION_ALIGN 4096u
 #define EP_RING_SLOTS 32u
 #define EP_MAX_HANDLES 64u
 #define EP_MAX_LL_BANKS 4u
 #define EP_RESULT_TEXT 160u
-#define EP_COMBINE_PARTS 2u /* that GPUs cut a partial into, each announced for itself */
+#define EP_COMBINE_PARTS 2u /* that GPUs cut a partial into, for different blocks */
 
 /* ---- sizes ------------------------------------------------------------------ */
 
@@ -87,7 +86,7 @@ struct ep_limits {
 
 struct ep_bank_layout { /* offsets from the bank's start */
     uint64_t dispatch_flags, combine_flags, credits;
-    uint64_t counts, combine_numbers, places;
+    uint64_t counts, places;
     uint64_t headers, scales, rows, combine_rows;
 };
 
@@ -108,6 +107,7 @@ struct ep_layout_map { /* offsets from the window's start, bytes */
     uint32_t scales_bytes;      /* one row's scales in either format, multiple of 16; 0 without fp8 */
     uint32_t row_bytes;         /* widest dispatch row of the group's dtypes */
     uint32_t combine_row_bytes; /* widest combine row */
+    uint32_t partial_bytes;     /* the same in packets */
     uint32_t ht_fanout;         /* min(K, R): rows that one token can have in a combine */
 };
 
@@ -124,6 +124,17 @@ EP_HD static inline uint32_t ep_row_scales(uint32_t hidden)
 EP_HD static inline uint32_t ep_row_scale_bytes(uint32_t hidden, uint32_t scale_format)
 {
     return ep_row_scales(hidden) * (scale_format == EP_SCALE_UE8M0 ? 1u : 4u);
+}
+
+/*
+ * A packet: what a warp stores of a partial at once, 16 bytes a lane.  31 pieces of the row, of 16 bytes, and at the end of
+ * each of its four lines of 128 bytes the number of the op.
+ */
+#define EP_PACKET_BYTES 512u
+#define EP_PACKET_PIECES 31u
+EP_HD static inline uint32_t ep_packets(uint32_t row_bytes)
+{
+    return (row_bytes / 16 + EP_PACKET_PIECES - 1) / EP_PACKET_PIECES;
 }
 
 /* ---- what ranks write to each other ------------------------------------------- */

@@ -78,7 +78,7 @@ static ep_status check_state(struct ep_rank *rank, struct ep_error *error)
         uint32_t version, rank;
         uint64_t epoch;
     } head;
-    _Static_assert(sizeof head == offsetof(struct ep_device_state, reserved0), "the beginning of ep_device_state");
+    _Static_assert(sizeof head == offsetof(struct ep_device_state, whole_lines), "the beginning of ep_device_state");
 
     if (device_read(d, &head, d->state, sizeof head, error) != EP_OK)
         return ep_error_prefix(error, "the state of rank %u", rank->rank);

@@ -97,6 +97,23 @@ static uint64_t peers_of(struct query *query, uint32_t device)
     return peers;
 }
 
+/* Of these, those whose memory's atomics are done where it is: over NVLink they are, over PCIe not. */
+static uint64_t linked_of(struct query *query, uint64_t peers, uint32_t device)
+{
+    uint64_t linked = 1ull << device;
+    CUdevice peer;
+    int native;
+
+    for (uint32_t d = 0; d < 64; d++) {
+        if (d != device && peers >> d & 1 && asked(query, "cuDeviceGet", cuDeviceGet(&peer, (int)d)) &&
+            asked(query, "cuDeviceGetP2PAttribute",
+                  cuDeviceGetP2PAttribute(&native, CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, query->handle, peer)) &&
+            native)
+            linked |= 1ull << d;
+    }
+    return linked;
+}
+
 static void ask_identity(struct query *query, struct ep_cuda_device *info)
 {
     int driver = 0;
@@ -146,6 +163,7 @@ ep_status ep_cuda_device_info(uint32_t device, struct ep_cuda_device *info, stru
     ask_abilities(&query, &found);
     ask_memory(&query, &found);
     found.peers = peers_of(&query, device);
+    found.linked = linked_of(&query, found.peers, device);
     ep_cuda_leave();
     if (query.result != CUDA_SUCCESS)
         return ep_cuda_fail(error, query.result, "%s of device %u", query.call, device);

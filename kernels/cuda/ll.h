@@ -43,8 +43,9 @@ struct ep_ll_args {
     uint64_t per_share, per_larger; /* inverses of share and share + 1 */
     uint64_t ll, bank_bytes;
     struct ep_bank_layout bank;
-    uint32_t header_bytes, counts_bytes, places_bytes, scales_bytes, combine_row_bytes;
+    uint32_t header_bytes, counts_bytes, places_bytes, scales_bytes, partial_bytes;
     uint32_t most_row_bytes; /* of the widest dtype: what regions of rows have room for */
+    uint32_t reserved[2];
     uint32_t *arrived;       /* executor server: `through` of the mailbox; else NULL */
 
     /* the op; spans as addresses, NULL: not given */

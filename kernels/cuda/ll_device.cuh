@@ -6,7 +6,7 @@
  *
  * A row is announced by its own header.  The block that pushed the row runs a barrier, then each thread
  * that writes a part of the header fences (system scope) and stores 16 bytes that hold the number.  Who
- * sees the number sees the row.  Partials of a combine are announced likewise by combine_numbers[d][t].
+ * sees the number sees the row.  Each line of a partial bears the number itself (ll_packet.cuh).
  *
  * Bank b = n mod B.  Region [s] of a bank has one writer, s, and lies in the same bytes in all ops.  Before s
  * writes number n to d, it has seen d's credit for n - B, or d takes part in n and began to after n - B.  d gives
@@ -123,6 +123,7 @@ struct Op {
     uint64_t deadline; /* of its waits; 0 until one of them looks at the clock, which takes its time */
     uint32_t wire;    /* wire_number(number) */
     uint32_t valid;   /* the handle may be used */
+    uint32_t whole;   /* combine: whole_lines of the state */
     /* sets of ranks: */
     uint32_t members[kRankWords]; /* that take part */
     uint32_t missed[kRankWords];  /* of them, those that this block waits for no more */
@@ -202,20 +203,12 @@ __device__ inline uint8_t *row_at(const ep_ll_args &a, const Op &op, uint32_t s,
         return row_in(a, box_of(a, op, s, d), slot);
     return bank_row_at(a, d, op.bank, s, slot);
 }
-/* at: the token, or where nodes lie between the row's slot. */
+/* at: the token, or where nodes lie between the row's slot; a row then, else packets. */
 __device__ inline uint8_t *partial_at(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t d, uint32_t at)
 {
     if (are_far(a, s, d))
         return row_in(a, box_of(a, op, s, d), at);
-    return item_at(a, s, op.bank, a.bank.combine_rows, d, at, a.combine_row_bytes);
-}
-/* The number of a part of it. */
-__device__ inline uint32_t *number_at(const ep_ll_args &a, const Op &op, uint32_t s, uint32_t d, uint32_t at,
-                                      uint32_t part)
-{
-    if (are_far(a, s, d))
-        return numbers_in(a, box_of(a, op, s, d), at) + part;
-    return (uint32_t *)item_at(a, s, op.bank, a.bank.combine_numbers, d, at, EP_COMBINE_PARTS * 4) + part;
+    return item_at(a, s, op.bank, a.bank.combine_rows, d, at, a.partial_bytes);
 }
 
 /* Where d's credits are kept in `where`'s window, one for each bank. */

@@ -87,6 +87,9 @@ __device__ inline void store_row(void *p, Vec v)
                  : : "l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
 }
 
+/* Of the block's shared memory, that another warp changes. */
+__device__ inline uint32_t peek(const uint32_t *p) { return *(const volatile uint32_t *)p; }
+
 /* ---- counting, of the blocks of one op ------------------------------------------------- */
 
 /* Adds 1; returns what was there. */

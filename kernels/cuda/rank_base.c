@@ -68,7 +68,7 @@ void ep_cuda_rank_base(const struct ep_cuda_rank_options *o, struct ep_ll_rank *
     a->counts_bytes = m->counts_bytes;
     a->places_bytes = m->places_bytes;
     a->scales_bytes = m->scales_bytes;
-    a->combine_row_bytes = m->combine_row_bytes;
+    a->partial_bytes = m->partial_bytes;
     a->most_row_bytes = m->row_bytes;
 }
 

@@ -23,6 +23,18 @@ bool ep_node_gpus_reach(const struct ep_node *node, uint32_t a, uint32_t b)
     return reaches(x, y) && reaches(y, x);
 }
 
+static bool is_linked(const struct device *from, const struct device *to)
+{
+    return from == to || (to->ordinal < 64 && from->gpu.linked >> to->ordinal & 1);
+}
+
+bool ep_node_gpus_linked(const struct ep_node *node, uint32_t a, uint32_t b)
+{
+    const struct device *x = &node->devices[a], *y = &node->devices[b];
+
+    return is_linked(x, y) && is_linked(y, x);
+}
+
 /* ---- looking ----------------------------------------------------------------- */
 
 static void count_peers(struct ep_node *node)

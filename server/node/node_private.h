@@ -98,6 +98,8 @@ char *ep_node_gpu_detail(const struct ep_node *node, uint32_t device);
 
 /* Do loads and stores of each reach the other? */
 bool ep_node_gpus_reach(const struct ep_node *node, uint32_t a, uint32_t b);
+/* Over NVLink, or they are the same? */
+bool ep_node_gpus_linked(const struct ep_node *node, uint32_t a, uint32_t b);
 /* When the node has its GPUs: fills their links. */
 void ep_node_look_at_links(struct ep_node *node);
 

@@ -59,6 +59,7 @@ ep_status cuda_write_state(struct cuda_team *team, uint32_t rank, struct ep_erro
     image->begun = image->number = number;
     image->net = team->ranks[rank].net ? (uint64_t)(uintptr_t)team->api->memory_at(team->ranks[rank].net) : 0;
     image->held = cuda_span_held(team);
+    image->whole_lines = team->whole_lines;
     image->ht_begun = image->ht_number = team->ht_from[rank] - 1;
     for (uint32_t bank = 0; bank < EP_MAX_LL_BANKS; bank++)
         image->released[bank] = number;
@@ -467,6 +468,16 @@ static ep_status check_reach(const struct ep_team_options *options, struct ep_er
     return EP_OK;
 }
 
+/* So that a line which one stores comes to the other as a whole (kernels/cuda/ll_packet.cuh). */
+static bool are_linked(const struct ep_team_options *options)
+{
+    for (uint32_t a = 0; a < options->map->limits.ranks; a++)
+        for (uint32_t b = 0; is_here(options, a) && b < a; b++)
+            if (is_here(options, b) && !ep_node_gpus_linked(options->node, options->devices[a], options->devices[b]))
+                return false;
+    return true;
+}
+
 static const struct ep_team_ops cuda_ops = {
     .destroy = destroy,
     .set_timeout = set_timeout,
@@ -500,6 +511,7 @@ static void fill(struct cuda_team *team, const struct ep_team_options *options)
     team->epoch = options->epoch;
     team->timeout_ms = options->timeout_ms;
     team->region_bytes = options->node->region_bytes;
+    team->whole_lines = are_linked(options);
     team->n = options->map->limits.ranks;
     for (uint32_t i = 0; i < EP_DEVICE_MAX_RANKS; i++) {
         team->ht_from[i] = team->from[i] = i < team->n ? 1 : EP_DEVICE_NEVER;

@@ -29,6 +29,7 @@ struct cuda_team {
     uint64_t epoch;
     uint32_t timeout_ms;
     uint64_t region_bytes;              /* of workers' own memory that are mapped for a rank, at most */
+    bool whole_lines;                   /* of every state */
     uint64_t from[EP_DEVICE_MAX_RANKS]; /* as it is in every state: nobody else writes it */
     uint64_t ht_from[EP_DEVICE_MAX_RANKS];
     uint64_t never[EP_DEVICE_MAX_RANKS]; /* EP_DEVICE_NEVER: what is written when all are absent */

@@ -316,7 +316,7 @@ static void describe(const struct shape *s, char *text, size_t size)
 struct options {
     uint32_t ranks, gpus, sms; /* 0: as many as there are */
     const char *filter;
-    bool served, ht;
+    bool served, ht, pcie;
     uint32_t timeout_ms;
     uint64_t seed, soak;
 };
@@ -401,6 +401,7 @@ static void usage(FILE *to)
           "  --soak N        N random ops instead of the cases\n"
           "  --ht            HT ops among them\n"
           "  --sms N         multiprocessors that ops of a rank fill, at most (default: all, or its share of a GPU)\n"
+          "  --pcie          as where PCIe joins the GPUs: lines of partials may come in pieces\n"
           "  --timeout-ms N  bound of a wait for a rank (default 20000); more where kernels are slow\n",
           to);
 }
@@ -415,6 +416,7 @@ static bool parse(int argc, char **argv, struct options *o)
                                            { "soak", required_argument, NULL, 'o' },
                                            { "ht", no_argument, NULL, 'h' + 256 },
                                            { "sms", required_argument, NULL, 'm' },
+                                           { "pcie", no_argument, NULL, 'p' },
                                            { "timeout-ms", required_argument, NULL, 't' },
                                            { "help", no_argument, NULL, 'h' },
                                            { NULL, 0, NULL, 0 } };
@@ -435,6 +437,7 @@ static bool parse(int argc, char **argv, struct options *o)
         case 'o': o->soak = strtoull(optarg, NULL, 10); break;
         case 'h' + 256: o->ht = true; break;
         case 'm': o->sms = (uint32_t)strtoul(optarg, NULL, 10); break;
+        case 'p': o->pcie = true; break;
         case 't': o->timeout_ms = (uint32_t)strtoul(optarg, NULL, 10); break;
         case 'h': usage(stdout); exit(0);
         default: return false;
@@ -480,6 +483,7 @@ int main(int argc, char **argv)
     setting.seed = o.seed;
     setting.timeout_ms = o.timeout_ms;
     setting.served = o.served;
+    setting.pcie = o.pcie;
     setting.sms = o.sms;
     ep_cuda_ask_for_queues();
     if (ep_cuda_open(&setting.api, &error) != EP_OK) {

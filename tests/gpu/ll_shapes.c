@@ -46,6 +46,7 @@ ep_status ll_open(const struct ll_setting *setting, const struct shape *shape, u
     if (setting->sms)
         options.max_sms = setting->sms;
     options.served = setting->served;
+    options.pcie = setting->pcie;
     if (status == EP_OK)
         status = world_open(setting->api, &options, &passes->world, error);
     if (status == EP_OK)

@@ -579,7 +579,7 @@ static uint64_t lay_place(const struct ep_limits *l, uint64_t start, struct plac
 
 static ep_status open_soak(const struct ll_setting *setting, bool ht, struct soak *soak, struct ep_error *error)
 {
-    struct world_options options = { .gpus = setting->gpus, .served = setting->served,
+    struct world_options options = { .gpus = setting->gpus, .served = setting->served, .pcie = setting->pcie,
                                      .timeout_ms = setting->timeout_ms };
     struct ep_limits *l = &options.limits;
     ep_status status;

@@ -20,6 +20,7 @@ struct ll_setting {
     uint32_t ranks, gpus;
     uint32_t sms;        /* multiprocessors that ops of a rank fill, at most; 0: all, or its share */
     bool served;         /* executor server */
+    bool pcie;           /* as where PCIe joins the GPUs */
     uint32_t timeout_ms; /* of ops that nobody delays */
     uint64_t seed;
 };

@@ -73,6 +73,7 @@ run_cases() { # NAME SEED RANKS GPUS ARGUMENT...
 run_kernels() {
     run_cases "ranks-$ranks-gpus-$gpus" 1 "$ranks" "$gpus"
     run_cases "served-ranks-$ranks-gpus-$gpus" 5 "$ranks" "$gpus" --executor server
+    run_cases "pcie-ranks-$ranks-gpus-$gpus" 12 "$ranks" "$gpus" --pcie --filter major
     ((quick)) && return
     if ((gpus > 1)); then # several ranks on each GPU
         run_cases "ranks-$((2 * gpus))-gpus-$gpus" 2 $((2 * gpus)) "$gpus"

@@ -27,6 +27,21 @@ static ep_status share(struct world *world, struct ep_cuda_memory *memory, uint3
     return status;
 }
 
+/* As a server has it: all GPUs are joined by NVLink. */
+static ep_status ask_lines(struct world *world, bool pcie, struct ep_error *error)
+{
+    const uint64_t all = world->gpus < 64 ? (1ull << world->gpus) - 1 : UINT64_MAX;
+    struct ep_cuda_device info;
+
+    world->whole_lines = !pcie;
+    for (uint32_t d = 0; d < world->gpus; d++) {
+        if (world->api->device_info(d, &info, error) != EP_OK)
+            return error->status;
+        world->whole_lines &= (info.linked & all) == all;
+    }
+    return EP_OK;
+}
+
 static ep_status write_state(struct world_rank *rank, uint32_t timeout_ms, struct ep_error *error)
 {
     const struct world *world = rank->world;
@@ -37,6 +52,7 @@ static ep_status write_state(struct world_rank *rank, uint32_t timeout_ms, struc
     if (!image)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for the image of a state");
     ep_device_state_image(&world->map, &world->placement, rank->rank, 1, timeout_ms, image);
+    ((struct ep_device_state *)image)->whole_lines = world->whole_lines;
     status = world->api->write(rank->device, rank->state, image, bytes, rank->stream, error);
     free(image);
     return status;
@@ -172,7 +188,9 @@ ep_status world_open(const struct ep_cuda_api *api, const struct world_options *
     world->max_sms = options->max_sms;
     world->stuck_ns = STUCK_TIMEOUTS * options->timeout_ms * EP_NS_PER_MS;
     world->placement = options->placement;
-    status = ep_layout_compute(&options->limits, &world->map, error);
+    status = ask_lines(world, options->pcie, error);
+    if (status == EP_OK)
+        status = ep_layout_compute(&options->limits, &world->map, error);
     for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++) {
         world->rank[r] = (struct world_rank){ .world = world, .rank = r, .device = r % world->gpus };
         world->from[r] = world->ht_from[r] = 1;

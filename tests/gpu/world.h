@@ -39,6 +39,7 @@ struct world {
     const struct ep_cuda_api *api;
     uint32_t ranks, gpus;
     bool served;
+    bool whole_lines; /* of every state */
     enum world_waits waits;
     uint32_t max_sms;
     uint64_t stuck_ns; /* a stream that is not empty after so long never will be */
@@ -53,6 +54,7 @@ struct world_options {
     uint32_t gpus, timeout_ms;
     uint32_t max_sms; /* of a rank; 0: all, or its share of a GPU */
     bool served; /* executor server */
+    bool pcie;   /* as where PCIe joins the GPUs */
     enum world_waits waits;
     struct ep_limits limits;
     struct ep_placement placement; /* the world's from here on, also when opening fails */

@@ -122,7 +122,7 @@ bit chosen_before[N];
 
 /* A cell is the number of what was written last.  Of window w, bank n % B, region s. */
 byte counts[CELLS], row[CELLS], header[CELLS];
-byte partial[CELLS], announced[CELLS]; /* combine_rows and combine_numbers */
+byte partial[CELLS], announced[CELLS]; /* combine_rows: the pieces and the numbers of packets */
 byte credit[R * R * B];
 
 /* ep_device_state of each rank */

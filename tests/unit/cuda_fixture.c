@@ -132,6 +132,7 @@ static ep_status device_info(uint32_t device, struct ep_cuda_device *info, struc
         return status;
     *info = (struct ep_cuda_device){ .name = "Fixture", .memory_bytes = 1ull << 34, .memory_free = 1ull << 34,
                                      .sms = 8, .major = 9, .peers = (1u << CUDA_FIXTURE_DEVICES) - 1,
+                                     .linked = 1u << device, /* a line that CPUs store does not come as a whole */
                                      .shareable = true, .driver = 13000 };
     memcpy(info->uuid, uuids[device], EP_CUDA_UUID_BYTES);
     snprintf(info->uuid_text, sizeof info->uuid_text, "GPU-fixture-%u", device);

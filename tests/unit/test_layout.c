@@ -40,6 +40,7 @@ static void ll_window_is_small(void **state)
     assert_true(map.total_bytes <= 64u << 20);
     assert_int_equal(map.row_bytes, 14336);
     assert_int_equal(map.combine_row_bytes, 14336);
+    assert_int_equal(map.partial_bytes, 29 * EP_PACKET_BYTES);
     assert_int_equal(map.scales_bytes, 224);
     assert_int_equal(map.ht_bytes, 0);
 }
@@ -69,12 +70,11 @@ static void regions_of_a_bank_are_disjoint(void **state)
         { m.bank.combine_flags, m.bank.combine_flags + lines },
         { m.bank.credits, m.bank.credits + lines },
         { m.bank.counts, m.bank.counts + 8ull * m.counts_bytes },
-        { m.bank.combine_numbers, m.bank.combine_numbers + slots * EP_COMBINE_PARTS * 4 },
         { m.bank.places, m.bank.places + slots * m.places_bytes },
         { m.bank.headers, m.bank.headers + slots * m.header_bytes },
         { m.bank.scales, m.bank.scales + slots * m.scales_bytes },
         { m.bank.rows, m.bank.rows + slots * m.row_bytes },
-        { m.bank.combine_rows, m.bank.combine_rows + slots * m.combine_row_bytes },
+        { m.bank.combine_rows, m.bank.combine_rows + slots * m.partial_bytes },
     };
 
     check_disjoint(e, sizeof e / sizeof *e, m.bank_bytes);

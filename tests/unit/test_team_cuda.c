@@ -36,7 +36,7 @@ struct fixture {
     bool stopped;
 };
 
-static int setup(void **state)
+static int set_up(void **state, void (*on_info)(uint32_t device, struct ep_cuda_device *info))
 {
     const struct ep_limits limits = { .ranks = RANKS, .experts = 8, .local_experts = 2, .top_k = 2, .hidden = 64,
                                       .modes = 1u << EP_MODE_LL | 1u << EP_MODE_HT,
@@ -51,6 +51,7 @@ static int setup(void **state)
 
     ep_log_configure(EP_LOG_OFF, EP_LOG_LOGFMT);
     cuda_fixture_reset();
+    cuda_fixture.on_info = on_info;
     uv_loop_init(&f->loop);
     assert_int_equal(ep_node_open(&options, &f->node, NULL), EP_OK);
     assert_int_equal(ep_layout_compute(&limits, &f->map, NULL), EP_OK);
@@ -64,6 +65,32 @@ static int setup(void **state)
     }
     *state = f;
     return 0;
+}
+
+static int setup(void **state)
+{
+    return set_up(state, NULL);
+}
+
+static void link_all(uint32_t device, struct ep_cuda_device *info)
+{
+    (void)device;
+    info->linked = info->peers;
+}
+static int set_up_linked(void **state)
+{
+    return set_up(state, link_all);
+}
+
+/* Both are to say so. */
+static void link_first(uint32_t device, struct ep_cuda_device *info)
+{
+    if (device == 0)
+        info->linked = info->peers;
+}
+static int set_up_half_linked(void **state)
+{
+    return set_up(state, link_first);
 }
 
 static int teardown(void **state)
@@ -133,6 +160,18 @@ static void every_rank_is_expected_at_first(void **state)
         for (uint32_t peer = 0; peer < EP_DEVICE_MAX_RANKS; peer++)
             assert_int_equal(s->from[peer], peer < RANKS ? 1 : EP_DEVICE_NEVER);
     }
+}
+
+static void lines_of_gpus_that_nvlink_joins_come_as_a_whole(void **state)
+{
+    for (uint32_t r = 0; r < RANKS; r++)
+        assert_int_equal(state_of(*state, r)->whole_lines, 1);
+}
+
+static void others_may_not(void **state)
+{
+    for (uint32_t r = 0; r < RANKS; r++)
+        assert_int_equal(state_of(*state, r)->whole_lines, 0);
 }
 
 static void the_timeout_is_told_to_all(void **state)
@@ -1335,6 +1374,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         TEST(windows_say_whose_they_are),
         TEST(every_rank_is_expected_at_first),
+        cmocka_unit_test_setup_teardown(lines_of_gpus_that_nvlink_joins_come_as_a_whole, set_up_linked, teardown),
+        cmocka_unit_test_setup_teardown(others_may_not, set_up_half_linked, teardown),
         TEST(the_timeout_is_told_to_all),
         TEST(leaving_is_one_word_in_every_state),
         TEST(to_who_leaves_all_are_absent_until_it_joins),

@@ -74,6 +74,9 @@ inline Vec load_row(const void *p)
 }
 inline void store_row(void *p, Vec v) { memcpy(p, &v, sizeof v); }
 
+/* Of the block's shared memory. */
+inline uint32_t peek(const uint32_t *p) { return look(p); }
+
 /* ---- counting, the clock, streams -------------------------------------------------------------------- */
 
 inline uint32_t count_acquire(uint32_t *p) { return __atomic_fetch_add(p, 1, __ATOMIC_SEQ_CST); }
