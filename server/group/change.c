@@ -166,11 +166,21 @@ static void note_bytes(struct change *change, const struct ep_settled *settled)
     change->node_bytes = beside.node;
 }
 
+/* No epoch has had a higher number, as far as is known here: of a store that was set back, nodes may have workers in a later
+ * one than is agreed on. */
+static uint64_t last_number(const struct group *group)
+{
+    const uint64_t own = group->epoch_number > group->tried ? group->epoch_number : group->tried;
+    const uint64_t reported = report_highest(group);
+
+    return own > reported ? own : reported;
+}
+
 /* Both are taken over. */
 static void take_plan(struct change *change, struct ep_settled *settled, struct ep_plan *plan)
 {
     struct group *group = change->group;
-    const uint64_t last = group->epoch_number > group->tried ? group->epoch_number : group->tried;
+    const uint64_t last = last_number(group);
 
     change->plan = *plan;
     note_bytes(change, settled);

@@ -647,6 +647,8 @@ bool report_settled(const struct group *group, uint64_t epoch);
 bool report_follows(const struct group *group);
 /* Another node still has something of that older epoch. */
 bool report_drains(const struct group *group, uint64_t epoch);
+/* The highest number of an epoch that another node tells of, one that was replaced too; 0: of none. */
+uint64_t report_highest(const struct group *group);
 /* Some member is without its part, or not connected. */
 bool report_not_whole(const struct group *group);
 /* A rank on another node has left or joined; older news than what is known is dropped.  False: it was. */

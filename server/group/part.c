@@ -90,6 +90,32 @@ static ep_status check_release(const struct ep_groups *groups, const Ep__V1__Pre
                         request->leader, differs, nodes_self(groups));
 }
 
+/* Of those that are here, in service or with workers that have not left yet; 0: there is none.  The one in service is not
+ * the highest where the store was set back. */
+static uint64_t highest_here(const struct group *group)
+{
+    uint64_t highest = group->epoch ? group->epoch->number : 0;
+
+    for (const struct epoch *epoch = group->older; epoch; epoch = epoch->next)
+        highest = epoch->number > highest ? epoch->number : highest;
+    return highest;
+}
+
+/* Workers go over to a higher one only, and what nodes tell each other of ranks goes by its number. */
+static ep_status check_number(const struct ep_groups *groups, const struct group *group, uint64_t number,
+                              struct ep_error *error)
+{
+    const uint64_t highest = group ? highest_here(group) : 0;
+
+    if (number > highest)
+        return EP_OK;
+    if (!highest)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "status.epoch is 0: must be at least 1");
+    return ep_error_set(error, EP_FAILED_PRECONDITION, "status.epoch is %llu: node %s has epoch %llu of group %s, and the next "
+                        "one must be above it", (unsigned long long)number, nodes_self(groups),
+                        (unsigned long long)highest, group->name);
+}
+
 static ep_status check_prepare(struct ep_groups *groups, const Ep__V1__PrepareRequest *request, struct ep_error *error)
 {
     const struct group *group = group_find(groups, request->group);
@@ -107,10 +133,8 @@ static ep_status check_prepare(struct ep_groups *groups, const Ep__V1__PrepareRe
     if (!status && group && group->phase == EP_PHASE(DRAINING))
         status = ep_error_set(error, EP_UNAVAILABLE, "group %s is being deleted on node %s: its workers have to let go",
                               group->name, nodes_self(groups));
-    if (!status && group && group->epoch && group->epoch->number >= request->status->epoch)
-        status = ep_error_set(error, EP_FAILED_PRECONDITION, "epoch is %llu: group %s is at epoch %llu",
-                              (unsigned long long)request->status->epoch, group->name,
-                              (unsigned long long)group->epoch->number);
+    if (!status)
+        status = check_number(groups, group, request->status->epoch, error);
     if (!status && group && group->prepared && group->prepared->number == request->agreed)
         status = ep_error_set(error, EP_UNAVAILABLE, "node %s has not heard yet that epoch %llu of group %s was agreed on: "
                               "try again", nodes_self(groups), (unsigned long long)request->agreed, group->name);

@@ -553,6 +553,23 @@ bool report_drains(const struct group *group, uint64_t epoch)
     return false;
 }
 
+uint64_t report_highest(const struct group *group)
+{
+    uint64_t highest = 0;
+
+    for (size_t i = 0; i < group->n_reports; i++) {
+        const struct report *report = &group->reports[i];
+
+        if (!report_tells(report))
+            continue;
+        highest = report->epoch > highest ? report->epoch : highest;
+        for (size_t k = 0; k < report->status->n_draining_epochs; k++)
+            if (report->status->draining_epochs[k] > highest)
+                highest = report->status->draining_epochs[k];
+    }
+    return highest;
+}
+
 bool report_not_whole(const struct group *group)
 {
     if (!group->epoch || !epoch_whole(group->epoch))

@@ -13,6 +13,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "window.h"
+
 #define OLD   64u /* hidden */
 #define NEW   128u
 #define NEWER 256u
@@ -776,6 +778,159 @@ static void who_has_promised_and_missed_the_decision_does_not_wait(void **state)
     close_play(&p);
 }
 
+/* ---- a store that was set back ------------------------------------------------------------------------------------ */
+
+/* What the store has of the group at some time. */
+struct kept {
+    bool done;
+    Ep__V1__GroupStatus *status;
+    size_t spec_bytes;
+    uint8_t spec[512];
+};
+
+static void on_kept(const struct ep_error *error, const struct ep_record *records, size_t n, void *user)
+{
+    struct kept *kept = user;
+
+    assert_int_equal(error->status, EP_OK);
+    for (size_t i = 0; i < n; i++) {
+        if (!strcmp(records[i].key, "groups/moe/status"))
+            kept->status = ep__v1__group_status__unpack(NULL, records[i].size, records[i].value);
+        if (strcmp(records[i].key, "groups/moe/spec") != 0)
+            continue;
+        assert_true(records[i].size <= sizeof kept->spec);
+        kept->spec_bytes = records[i].size;
+        memcpy(kept->spec, records[i].value, records[i].size);
+    }
+    kept->done = true;
+}
+
+static struct kept keep(struct fixture *f)
+{
+    struct kept kept = { 0 };
+
+    ep_store_list(f->store, "groups/moe/", on_kept, &kept);
+    WAIT(f, kept.done);
+    assert_non_null(kept.status);
+    return kept;
+}
+
+static void on_set_back(const struct ep_error *error, uint64_t revision, void *user)
+{
+    (void)revision;
+    assert_int_equal(error->status, EP_OK);
+    *(bool *)user = true;
+}
+
+static void set_back(struct fixture *f, const struct kept *to)
+{
+    uint8_t status[1024];
+    const size_t bytes = ep__v1__group_status__get_packed_size(to->status);
+    const struct ep_store_write writes[] = {
+        { .key = "groups/moe/spec", .value = to->spec, .size = to->spec_bytes, .expected = EP_STORE_ANY },
+        { .key = "groups/moe/status", .value = status, .size = bytes, .expected = EP_STORE_ANY },
+    };
+    bool done = false;
+
+    assert_true(bytes <= sizeof status);
+    ep__v1__group_status__pack(to->status, status);
+    ep_store_commit(f->store, writes, 2, on_set_back, &done);
+    WAIT(f, done);
+}
+
+static uint64_t epoch_at(const struct play *p, uint32_t server)
+{
+    const Ep__V1__Group *group = seen_by(p, server);
+
+    return group ? group->status->epoch : 0;
+}
+
+static void lose_server(struct play *p, uint32_t victim);
+
+/* Ranks 4 and 5 are in epoch 2, and the store has epoch 1, which is all that the servers that are started then know of. */
+static struct kept set_back_under_workers(struct play *p, struct fixture *f)
+{
+    struct kept first;
+
+    open_play(p, f, RANKS);
+    first = keep(f);
+    update(p, NEW, RANKS);
+    PLAY(p, all_over(p, NEW));
+    p->workers[4].slow = p->workers[5].slow = true;
+    lose_server(p, 0);
+    lose_server(p, 1);
+    set_back(f, &first);
+    PLAY(p, epoch_at(p, 2) == 1);
+    world_lose_session(f->servers[2].cluster);
+    span_start(f, 0);
+    span_start(f, 1);
+    PLAY(p, f->servers[0].ready && f->servers[1].ready && span_leader(f) < 2);
+    return first;
+}
+
+static void after_the_store_was_set_back_workers_go_over_to_an_epoch_above_theirs(void **state)
+{
+    struct fixture *f = *state;
+    struct play p;
+    struct kept first = set_back_under_workers(&p, f);
+
+    ep__v1__group_status__free_unpacked(first.status, NULL);
+    world_regain_session(f->servers[2].cluster);
+    PLAY(&p, epoch_at(&p, 2) > 1);
+    assert_int_equal(epoch_at(&p, 2), 3);
+    p.workers[4].slow = p.workers[5].slow = false;
+    for (uint32_t r = 0; r < 4; r++)
+        PLAY(&p, claim(&p.workers[r]));
+    PLAY(&p, all_over(&p, OLD) && all_show(&p, PHASE(READY)));
+    assert_int_equal(p.workers[5].epoch, 3);
+    close_play(&p);
+}
+
+static void on_prepared(const struct ep_error *error, const ProtobufCMessage *reply, void *user)
+{
+    (void)reply;
+    *(struct answer *)user = (struct answer){ .done = true, .error = *error };
+}
+
+/* As of a leader that knows nothing of what was there before the store was set back. */
+static struct answer prepare(struct play *p, const struct kept *kept, uint64_t number)
+{
+    Ep__V1__PrepareRequest request = EP__V1__PREPARE_REQUEST__INIT;
+    Ep__V1__Version release = EP__V1__VERSION__INIT;
+    char group[] = "moe", leader[] = "a";
+    struct answer answer = { 0 };
+
+    release.version = (char *)(uintptr_t)ep_node_version();
+    release.window_version = EP_WINDOW_VERSION;
+    request.group = group;
+    request.leader = leader;
+    request.release = &release;
+    request.status = kept->status;
+    request.fence = ep_cluster_term(p->f->servers[span_leader(p->f)].cluster);
+    request.agreed = 1;
+    kept->status->epoch = number;
+    kept->status->term = request.fence;
+    ep_groups_prepare(p->f->servers[2].groups, &request, on_prepared, &answer);
+    PLAY(p, answer.done);
+    return answer;
+}
+
+static void an_epoch_is_prepared_above_all_that_a_node_has(void **state)
+{
+    struct play p;
+    struct kept first = set_back_under_workers(&p, *state);
+    struct answer answer = prepare(&p, &first, 2);
+
+    assert_int_equal(answer.error.status, EP_FAILED_PRECONDITION);
+    assert_string_equal(answer.error.text, "status.epoch is 2: node c has epoch 2 of group moe, and the next one must be above "
+                        "it");
+    assert_int_equal(prepare(&p, &first, 0).error.status, EP_FAILED_PRECONDITION);
+    assert_int_equal(prepare(&p, &first, 3).error.status, EP_OK);
+    ep__v1__group_status__free_unpacked(first.status, NULL);
+    world_regain_session(p.f->servers[2].cluster);
+    close_play(&p);
+}
+
 /* ---- walks ------------------------------------------------------------------------------------------------------- */
 
 struct walk {
@@ -934,7 +1089,7 @@ static void another_server_ends_at_a_step_of_a_turn(void **state)
 
 #define TEST(name) cmocka_unit_test_setup_teardown(name, span_setup, span_teardown)
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         TEST(all_go_over_at_one_boundary),
@@ -956,11 +1111,14 @@ int main(void)
         TEST(who_missed_a_turn_is_told_so),
         TEST(who_missed_two_turns_is_told_so),
         TEST(who_has_promised_and_missed_the_decision_does_not_wait),
+        TEST(after_the_store_was_set_back_workers_go_over_to_an_epoch_above_theirs),
+        TEST(an_epoch_is_prepared_above_all_that_a_node_has),
         TEST(whichever_message_of_a_turn_is_lost),
         TEST(whoever_dies_at_whatever_step_of_a_turn),
         TEST(whoever_leads_ends_at_whatever_step_of_a_turn),
         TEST(another_server_ends_at_a_step_of_a_turn),
     };
 
+    cmocka_set_test_filter(argc == 2 ? argv[1] : NULL);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
