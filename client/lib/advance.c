@@ -504,8 +504,11 @@ static ep_status go_over(struct ep_rank *rank, ep_rank **out, struct ep_error *e
         *out = next;
         return EP_OK;
     }
-    if (t->missed)
-        ep_error_set(&t->no_place, EP_DETACHED, "it heard of that when it had passed the boundary");
+    if (t->at == EP_ATTACH_MISSED)
+        ep_error_set(&t->no_place, EP_DETACHED, "the others went without it, as its server was away or it was too far from them: "
+                     "join again");
+    else if (t->missed)
+        ep_error_set(&t->no_place, EP_DETACHED, "it heard of that when it had passed the boundary: join again");
     else if (t->no_place.status == EP_OK)
         ep_error_set(&t->no_place, EP_DETACHED, "it is not attached there any more");
     return tell_no_place(rank, error);

@@ -38,6 +38,7 @@
 #define EP_ATTACH_TICKET_BYTES 16u
 #define EP_ATTACH_TEXT_BYTES 256u
 #define EP_ATTACH_NO_TURN UINT64_MAX /* ASK: promises nothing; what was promised is withdrawn */
+#define EP_ATTACH_MISSED 0ull /* TURN: the others have gone over, or will, at a position that is not for this rank */
 #define EP_ATTACH_FURTHEST (1ull << 56) /* no position is beyond: ops have no higher numbers */
 
 enum ep_attach_type {
@@ -82,7 +83,7 @@ struct ep_attach_frame {
                          * ANSWER: the worker's number of the request; ASK, PROMISE: the server's; else 0 */
     uint64_t epoch;     /* ASK, PROMISE, TURN: that to go over to, not 0; BYE */
     uint64_t value;     /* WELCOME: window bytes; MEMORY, REGISTER: its bytes; ASK: position, or EP_ATTACH_NO_TURN;
-                         * TURN: position; PROMISE: passed */
+                         * TURN: position, or EP_ATTACH_MISSED; PROMISE: passed */
     uint64_t offset;    /* REGISTER: where these begin in the memory of the descriptor; WELCOME: position at which the
                          * rank begins; PROMISE: position now; else 0 */
     uint64_t ht;        /* WELCOME: dispatches of the position that are HT; else 0 */

@@ -196,7 +196,7 @@ struct ep_group_turn {
     bool decided;    /* else it is asked */
     uint32_t number; /* of the ask */
     uint64_t to;     /* the epoch */
-    uint64_t at;     /* position; an ask: or EP_GROUP_NO_TURN; decided: or EP_GROUP_MISSED, it is not known any more */
+    uint64_t at;     /* position; an ask: or EP_GROUP_NO_TURN; decided: or EP_GROUP_MISSED, the others go without it */
 };
 typedef void (*ep_group_turn_fn)(const struct ep_group_turn *turn, void *user);
 

@@ -188,6 +188,32 @@ static void forget_asked(const struct epoch *epoch)
             rank->own->member->asked = 0;
 }
 
+static void fill_ranks(struct arena *arena, const struct epoch *from, Ep__V1__TurnReply *reply)
+{
+    const struct rank *rank;
+
+    reply->ranks = arena_alloc(arena, from->members * sizeof *reply->ranks + 1);
+    for (uint32_t i = 0; (rank = rank_here(from, i)); i++) {
+        Ep__V1__TurnRank *told;
+
+        if (!follows(rank) || !rank->own->member->far)
+            continue;
+        told = reply->ranks[reply->n_ranks++] = arena_alloc(arena, sizeof *told);
+        ep__v1__turn_rank__init(told);
+        told->rank = rank->number;
+        told->position = rank->own->member->far;
+    }
+}
+
+static uint64_t furthest_of(const Ep__V1__TurnReply *reply)
+{
+    uint64_t furthest = 0;
+
+    for (size_t i = 0; i < reply->n_ranks; i++)
+        furthest = reply->ranks[i]->position > furthest ? reply->ranks[i]->position : furthest;
+    return furthest;
+}
+
 /* NULL: all have answered. */
 static void finish(struct group *group, const struct ep_error *error)
 {
@@ -195,19 +221,19 @@ static void finish(struct group *group, const struct ep_error *error)
     struct ask *ask = &group->ask;
     const ep_cluster_done_fn done = ask->done;
     Ep__V1__TurnReply reply = EP__V1__TURN_REPLY__INIT;
+    struct arena arena = { 0 };
 
     if (!done)
         return;
     ask->done = NULL;
     forget_asked(ask->from);
-    reply.passed = ask->passed;
-    reply.position = ask->position;
+    fill_ranks(&arena, ask->from, &reply);
     reply.promised = ask->given;
-    reply.furthest = ask->fars.any ? 1 + ask->fars.most.rank : 0;
     EP_DEBUG("group", "workers were asked for a turn", EP_S("group", group->name), EP_U("from", ask->from->number),
-             EP_U("passed", reply.passed), EP_U("position", reply.position), EP_B("promised", reply.promised),
+             EP_U("ranks", reply.n_ranks), EP_U("furthest", furthest_of(&reply)), EP_B("promised", reply.promised),
              EP_S("error", error ? error->text : ""));
     done(error ? error : &none, error ? NULL : &reply.base, ask->user);
+    arena_clear(&arena);
 }
 
 static void fail(struct group *group, ep_status status, const char *why)
@@ -218,28 +244,12 @@ static void fail(struct group *group, ep_status status, const char *why)
     finish(group, &error);
 }
 
-static void refuse_apart(struct group *group)
-{
-    const struct ask *ask = &group->ask;
-    const struct how_far *most = &ask->fars.most, *least = &ask->fars.least;
-    char text[REASON_MAX];
-
-    snprintf(text, sizeof text, "rank %u on node %s (pid %d) says that it is at position %" PRIu64 ", and rank %u that it is "
-             "at %" PRIu64 ": they cannot be so far apart", most->rank, nodes_self(group->groups),
-             (int)rank_worker(&ask->from->ranks[most->rank])->pid, most->position, least->rank, least->position);
-    fail(group, EP_FAILED_PRECONDITION, text);
-}
-
 static void answered(struct ep_membership *member)
 {
     struct group *group = member->rank->epoch->group;
 
     member->asked = 0;
-    if (--group->ask.waiting != 0)
-        return;
-    if (group->ask.done && turn_apart(&group->ask.fars))
-        refuse_apart(group);
-    else
+    if (--group->ask.waiting == 0)
         finish(group, NULL);
 }
 
@@ -251,9 +261,7 @@ void ep_membership_promise(struct ep_membership *member, uint32_t number, bool g
         return; /* to an ask that is over */
     ask = &member->rank->epoch->group->ask;
     ask->given &= given;
-    ask->passed = passed > ask->passed ? passed : ask->passed;
-    ask->position = position > ask->position ? position : ask->position;
-    turn_note(&ask->fars, member->rank->number, passed > position ? passed : position);
+    member->far = passed > position ? passed : position;
     answered(member);
 }
 
@@ -288,6 +296,30 @@ static void withdraw_all(struct group *group)
             withdraw(epoch);
 }
 
+static bool is_left_out(const Ep__V1__TurnRequest *request, uint32_t rank)
+{
+    for (size_t i = 0; i < request->n_left_out; i++)
+        if (request->left_out[i] == rank)
+            return true;
+    return false;
+}
+
+/* How many are asked. */
+static uint32_t choose_asked(const struct epoch *from, const Ep__V1__TurnRequest *request)
+{
+    const struct rank *rank;
+    uint32_t n = 0;
+
+    for (uint32_t i = 0; (rank = rank_here(from, i)); i++) {
+        if (!follows(rank))
+            continue;
+        rank->own->member->far = 0;
+        rank->own->member->left_out = is_left_out(request, rank->number);
+        n += !rank->own->member->left_out;
+    }
+    return n;
+}
+
 static void ask_all(struct epoch *from, const Ep__V1__TurnRequest *request, ep_cluster_done_fn done, void *user)
 {
     struct ask *ask = &from->group->ask;
@@ -297,15 +329,15 @@ static void ask_all(struct epoch *from, const Ep__V1__TurnRequest *request, ep_c
     ask->user = user;
     ask->from = from;
     ask->at = request->at;
-    ask->waiting = from->attached;
+    ask->waiting = 1 + choose_asked(from, request); /* this function */
     ask->until = group_now(from->group->groups) + ANSWER_MS;
     ask->given = request->at != EP_GROUP_NO_TURN;
-    ask->passed = ask->position = 0;
-    ask->fars.any = false;
     from->promised = ask->given ? request->to : 0;
-    for (uint32_t i = 0; (rank = rank_here(from, i)); i++) /* the last answer may come before this is over */
-        if (follows(rank))
+    for (uint32_t i = 0; (rank = rank_here(from, i)); i++) /* answers may come before this is over */
+        if (follows(rank) && !rank->own->member->left_out)
             ask_rank(rank, request->to, request->at);
+    if (--ask->waiting == 0)
+        finish(from->group, NULL);
 }
 
 /* ---- Turn ---------------------------------------------------------------------------------------------- */
@@ -383,6 +415,16 @@ void ep_groups_turn(struct ep_groups *groups, const Ep__V1__TurnRequest *request
 
 /* ---- decided ------------------------------------------------------------------------------------------------ */
 
+static void leave_out(struct rank *rank, uint64_t to, uint64_t at)
+{
+    const struct ep_group_turn told = { .decided = true, .to = to, .at = EP_GROUP_MISSED };
+
+    EP_WARN("group", "a worker is too far from the others to go over with them", EP_S("group", rank->epoch->group->name),
+            EP_U("rank", rank->number), EP_I("pid", rank_worker(rank)->pid), EP_U("from", rank->epoch->number),
+            EP_U("to", to), EP_U("at", at));
+    tell(rank, &told);
+}
+
 static void go_over(struct epoch *from, uint64_t to, uint64_t at)
 {
     const struct ep_group_turn told = { .decided = true, .to = to, .at = at };
@@ -393,7 +435,10 @@ static void go_over(struct epoch *from, uint64_t to, uint64_t at)
     EP_INFO("group", "workers go over", EP_S("group", from->group->name), EP_U("from", from->number), EP_U("to", to),
             EP_U("at", at), EP_U("here", from->attached));
     for (uint32_t i = 0; (rank = rank_here(from, i)); i++)
-        tell(rank, &told);
+        if (at != EP_GROUP_MISSED && rank->own->member && rank->own->member->left_out)
+            leave_out(rank, to, at);
+        else
+            tell(rank, &told);
 }
 
 /* What was not promised here was decided without this server: it was away, and the others have lost its workers. */

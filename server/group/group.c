@@ -94,6 +94,7 @@ static void free_group(struct group *group)
     history_forget(group);
     share_close(group);
     free(group->retired);
+    free(group->turn.fars);
     free(group->name);
     free(group);
 }

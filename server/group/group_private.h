@@ -56,6 +56,8 @@ struct ep_membership {
     ep_group_turn_fn on_turn; /* it follows its group; NULL: it does not */
     uint64_t after;           /* the epoch whose rank of this number it succeeds; 0: of none */
     uint32_t asked;           /* number of the ask that it has not answered; 0: of none */
+    uint64_t far;             /* how far it is, in its last answer; 0: it has not answered the last ask */
+    bool left_out;            /* of that: it does not go over with the others */
     uint64_t welcome_by;      /* loop time, ms: it is attached, and told so by then; 0: it has been told */
     uint64_t turned_to;       /* it has gone over to that epoch, and finished what it began here; 0: it has not */
     bool tell_epoch;         /* it attached to an epoch that had been replaced meanwhile */
@@ -194,37 +196,6 @@ static inline bool report_tells(const struct report *report)
 }
 
 /* What the workers here were asked for the leader.  One at a time. */
-/*
- * How far a rank is, as its worker says: nobody else counts what a program has put on a GPU's streams.  Ranks wait for each
- * other, so they are no further apart than these streams hold dispatches: a stream takes some 1000 launches, of graphs
- * with 100 of them at most.  Who is further has not counted right, and a turn by its word would never come.
- */
-#define TURN_APART    (1ull << 17)
-#define TURN_FURTHEST (1ull << 56) /* as far as ops are numbered */
-struct how_far {
-    uint32_t rank;
-    uint64_t position; /* or one more than it has passed */
-};
-/* The two that are furthest apart. */
-struct how_fars {
-    struct how_far most, least;
-    bool any;
-};
-static inline void turn_note(struct how_fars *all, uint32_t rank, uint64_t position)
-{
-    const struct how_far far = { rank, position };
-
-    if (!all->any || position > all->most.position)
-        all->most = far;
-    if (!all->any || position < all->least.position)
-        all->least = far;
-    all->any = true;
-}
-static inline bool turn_apart(const struct how_fars *all)
-{
-    return all->any && (all->most.position > TURN_FURTHEST || all->most.position - all->least.position > TURN_APART);
-}
-
 struct ask {
     uint64_t fence, number;  /* of the last request about this group */
     ep_cluster_done_fn done; /* NULL: it is answered */
@@ -234,8 +205,6 @@ struct ask {
     uint32_t waiting;        /* answers that are missing */
     uint64_t until;          /* loop time, ms */
     bool given;              /* by all so far */
-    uint64_t passed, position; /* the highest so far */
-    struct how_fars fars;
 };
 
 /* No rank here is claimed, as the group is about to be deleted. */
@@ -243,6 +212,19 @@ struct closed {
     uint64_t fence;    /* of the leader that deletes it */
     uint64_t deletion; /* its number in the group's history */
     uint64_t until;    /* loop time, ms; 0: it is not closed */
+};
+
+/*
+ * How far a rank is, as its worker says: nobody else counts what a program has put on a GPU's streams.  Ranks wait for each
+ * other, so they are no further apart than these streams hold dispatches: a stream takes some 1000 launches, of graphs
+ * with 100 of them at most.  Who is further has not counted right, or has gone on where nodes had lost each other: a turn
+ * that waited for both would never come.
+ */
+#define TURN_APART    (1ull << 17)
+#define TURN_FURTHEST (1ull << 56) /* as far as ops are numbered */
+struct how_far {
+    uint32_t rank;
+    uint64_t position; /* or one more than it has passed */
 };
 
 enum turn_step { TURN_NONE, TURN_PROVE, TURN_WITHDRAW, TURN_LOOK, TURN_LOOK_AGAIN, TURN_ASK, TURN_DECIDE, TURN_SETTLE };
@@ -257,8 +239,10 @@ struct turn {
     uint64_t number;  /* of the last request */
     uint32_t waiting; /* answers that are missing; the group is not freed before */
     bool promised;    /* by all so far */
-    uint64_t passed, position, first; /* the highest; at the first look */
-    struct how_fars fars;             /* of the furthest of each node */
+    struct how_far *fars;     /* of all ranks that were asked; once all have answered, in the order of their positions */
+    uint32_t n_fars;
+    uint32_t together, n_together;    /* those of them that go over: the first, and how many; the others are left out */
+    uint64_t first;                   /* the furthest of these at the first look */
     struct ep_error failure;          /* the first of this step */
     uint32_t failures;                /* in a row */
     uint64_t until, since;            /* loop time, ms: when to look again; when it was begun */

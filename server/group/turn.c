@@ -7,7 +7,8 @@
  *   WITHDRAW     whoever may have promised is told that it is not bound
  *   LOOK         how far are the workers?  All nodes answer; one with workers that are not ready says what they wait for
  *   LOOK_AGAIN   a moment later: how fast are they?
- *   ASK          all promise to wait at a position that none will have reached by then
+ *   ASK          all promise to wait at a position that none will have reached by then; who is too far from most of the
+ *                others is left out, and hears of the decision that it missed it
  *   DECIDE       the record says so: that is the decision, whatever becomes of this server
  *   SETTLE       all nodes have heard of it; bounded
  *
@@ -18,6 +19,7 @@
  */
 #include <inttypes.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "ep_log.h"
@@ -176,11 +178,6 @@ static void drop(struct group *group)
     turn->failures = 0;
 }
 
-static uint64_t further_of(uint64_t passed, uint64_t position)
-{
-    return passed > position ? passed : position;
-}
-
 /* ---- asking all nodes -------------------------------------------------------------------------------------- */
 
 static void all_answered(struct group *group);
@@ -189,6 +186,15 @@ static void end_answer(struct group *group)
 {
     if (--group->turn.waiting == 0)
         all_answered(group);
+}
+
+static void add_fars(struct turn *turn, const Ep__V1__TurnReply *reply)
+{
+    turn->fars = realloc(turn->fars, (turn->n_fars + reply->n_ranks + 1) * sizeof *turn->fars);
+    if (!turn->fars)
+        abort();
+    for (size_t i = 0; i < reply->n_ranks; i++)
+        turn->fars[turn->n_fars++] = (struct how_far){ reply->ranks[i]->rank, reply->ranks[i]->position };
 }
 
 static void on_answer(const struct ep_error *error, const ProtobufCMessage *message, void *user)
@@ -201,10 +207,8 @@ static void on_answer(const struct ep_error *error, const ProtobufCMessage *mess
         turn->failure = *error;
     if (!error->status) {
         turn->promised &= reply->promised;
-        turn->passed = reply->passed > turn->passed ? reply->passed : turn->passed;
-        turn->position = reply->position > turn->position ? reply->position : turn->position;
-        if (reply->furthest)
-            turn_note(&turn->fars, reply->furthest - 1, further_of(reply->passed, reply->position));
+        if (turn->step != TURN_ASK)
+            add_fars(turn, reply);
     }
     end_answer(group);
 }
@@ -231,6 +235,16 @@ static void call(struct group *group, const char *node, const Ep__V1__TurnReques
     ep_cluster_call(groups->cluster, node, &ep__v1__node__descriptor, "Turn", &request->base, CALL_MS, on_called, group);
 }
 
+static size_t list_left_out(const struct turn *turn, uint32_t *left_out)
+{
+    size_t n = 0;
+
+    for (uint32_t i = 0; i < turn->n_fars; i++)
+        if (i < turn->together || i >= turn->together + turn->n_together)
+            left_out[n++] = turn->fars[i].rank;
+    return n;
+}
+
 /* Not only those that are known to have workers: who says nothing may not have been heard. */
 static void ask_all(struct group *group, enum turn_step step, uint64_t at)
 {
@@ -241,8 +255,11 @@ static void ask_all(struct group *group, enum turn_step step, uint64_t at)
     enter(group, step);
     turn->failure = (struct ep_error)EP_ERROR_INIT;
     turn->promised = true;
-    turn->passed = turn->position = 0;
-    turn->fars.any = false;
+    request.left_out = group_allocate(turn->n_fars + 1, sizeof *request.left_out);
+    if (step == TURN_ASK)
+        request.n_left_out = list_left_out(turn, request.left_out);
+    else
+        turn->n_fars = 0;
     request.group = group->name;
     request.from = step == TURN_WITHDRAW ? 0 : turn->from;
     request.to = turn->to;
@@ -253,6 +270,7 @@ static void ask_all(struct group *group, enum turn_step step, uint64_t at)
     for (size_t i = 0; i < ep_cluster_count(cluster); i++)
         if (ep_cluster_at(cluster, i)->alive)
             call(group, ep_cluster_at(cluster, i)->name, &request);
+    free(request.left_out);
     end_answer(group);
 }
 
@@ -325,27 +343,45 @@ static uint64_t lesser(uint64_t a, uint64_t b)
     return a < b ? a : b;
 }
 
+static int by_position(const void *a, const void *b)
+{
+    const struct how_far *one = a, *other = b;
+
+    return one->position < other->position ? -1 : one->position > other->position;
+}
+
+/* The most that are no further apart than they can be; of as many, those that are less far.  One that says what is not so
+ * leaves out itself, unless most say the same. */
+static void find_together(struct turn *turn)
+{
+    const struct how_far *fars = turn->fars;
+
+    turn->together = turn->n_together = 0;
+    if (turn->n_fars)
+        qsort(turn->fars, turn->n_fars, sizeof *turn->fars, by_position);
+    for (uint32_t i = 0, end = 0; i < turn->n_fars && fars[i].position <= TURN_FURTHEST; i++) {
+        while (end < turn->n_fars && fars[end].position <= lesser(fars[i].position + TURN_APART, TURN_FURTHEST))
+            end++;
+        if (end - i > turn->n_together) {
+            turn->together = i;
+            turn->n_together = end - i;
+        }
+    }
+}
+
+static uint64_t furthest_of(const struct turn *turn)
+{
+    return turn->n_together ? turn->fars[turn->together + turn->n_together - 1].position : 0;
+}
+
 /* Nobody is to come to it before the decision is there: as far ahead as they go between two looks, twice. */
 static uint64_t choose(const struct turn *turn)
 {
-    const uint64_t now = lesser(further_of(turn->passed, turn->position), TURN_FURTHEST);
+    const uint64_t now = furthest_of(turn);
     const uint64_t growth = lesser(now > turn->first ? now - turn->first : 0, TURN_APART);
     const uint32_t more = turn->failures < 8 ? turn->failures : 8;
 
     return now + lesser((2 * growth) << more, 2 * TURN_APART) + (more ? 1u << more : 0);
-}
-
-/* Those of one node are no further apart: that node has seen to it. */
-static bool are_together(struct turn *turn)
-{
-    const struct how_far *most = &turn->fars.most, *least = &turn->fars.least;
-
-    if (!turn_apart(&turn->fars))
-        return true;
-    (void)ep_error_set(&turn->failure, EP_FAILED_PRECONDITION, "rank %u says that it is at position %" PRIu64 ", and rank %u "
-                       "that it is at %" PRIu64 ": they cannot be so far apart", most->rank, most->position, least->rank,
-                       least->position);
-    return false;
 }
 
 static bool may_go_on(struct group *group)
@@ -372,12 +408,13 @@ static void all_looked(struct group *group)
 {
     struct turn *turn = &group->turn;
 
-    if (!may_go_on(group) || !are_together(turn)) {
+    if (!may_go_on(group)) {
         fail(group);
         return;
     }
+    find_together(turn);
     if (turn->step == TURN_LOOK) {
-        turn->first = further_of(turn->passed, turn->position);
+        turn->first = furthest_of(turn);
         turn->until = group_now(group->groups) + BETWEEN_MS;
         enter(group, TURN_LOOK_AGAIN);
         group_after(group->groups, BETWEEN_MS);

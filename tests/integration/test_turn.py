@@ -309,6 +309,32 @@ class SpanTest(TurnCase):
         report = self.check_soak(bench, [moved, back])
         self.assertGreaterEqual(report["turns"]["workers_removed"], 1)
 
+    # ---- a node that stands still
+
+    def test_who_went_on_without_a_node_that_stood_still_is_left_out(self):
+        self.etcd = harness.Etcd(self.box)
+        self.servers = {name: self.start_server("--store=" + self.etcd.url("/turn"), "--name=" + name, "--host-ranks=1",
+                                                "--lost-after=2s", name=name) for name in "ab"}
+        self.create("--modes=ll", "--placement=spread", "--timeout-ms=2000", ranks=2)
+        flags = ["--follow", "--mode=ll", "--tokens=1", "--pause-ms=0"]
+        workers = [self.worker(rank, *flags, node=node) for rank, node in enumerate("ab")]
+        self.wait_attached(2)
+        for process in (self.servers["b"], workers[1]):
+            process.signal(signal.SIGSTOP)
+        self.wait_line(workers[0], r"absent 1, ")
+        ops = self.status()["ranks"][0]["ops"]
+        harness.wait_until(lambda: self.status()["ranks"][0]["ops"] > ops + 2 * (3 << 16),
+                           lambda: self.status(), interval=0.2)  # dispatch and combine each
+        for process in (self.servers["b"], workers[1]):
+            process.signal(signal.SIGCONT)
+        self.assertEqual(workers[0].wait(), 0, workers[0].log())
+        self.assertRegex(workers[0].out(), r"has gone over to epoch 2, .* too far from them: join again")
+        self.wait_line(workers[1], r"epoch 2: absent 1, ")
+        self.assertIn("a worker is too far from the others to go over with them", self.servers["a"].log())
+        workers[0] = self.worker(0, *flags, tag="again")
+        self.wait_line(workers[1], r"epoch 2: absent 0, ")
+        self.wait_turned(2)
+
     # ---- node drain --move
 
     def homes(self, group="moe"):
