@@ -122,13 +122,18 @@ ep_status ep_admin_init(struct ep_admin *admin, const struct ep_invocation *invo
 
 /* ---- calls ----------------------------------------------------------------------- */
 
-static ep_status connect_once(struct ep_admin *admin, struct ep_error *error)
+/* timeout_ms: of the first call. */
+static ep_status connect_once(struct ep_admin *admin, int64_t timeout_ms, struct ep_error *error)
 {
     ep_status status = EP_OK;
 
+    if (admin->channel)
+        return EP_OK;
     if (!admin->rpc)
         status = ep_rpc_open(NULL, &admin->rpc, error);
-    if (status == EP_OK && !admin->channel)
+    if (status == EP_OK)
+        ep_rpc_connect_within(admin->rpc, timeout_ms);
+    if (status == EP_OK)
         status = ep_rpc_channel_open(admin->rpc, admin->server, admin->use_tls ? &admin->tls : NULL,
                                      MAX_MESSAGE_BYTES, &admin->channel, error);
     return status;
@@ -222,12 +227,12 @@ ep_status ep_admin_call_service(struct ep_admin *admin, const ProtobufCServiceDe
                                 const char *method, const ProtobufCMessage *request, int64_t timeout_ms,
                                 ProtobufCMessage **reply, struct ep_error *error)
 {
-    ep_status status = connect_once(admin, error);
+    const int64_t bound_ms = timeout_ms != 0 ? timeout_ms : admin->timeout_ms;
+    ep_status status = connect_once(admin, bound_ms, error);
 
     *reply = NULL;
     if (status == EP_OK)
-        status = ep_rpc_unary(admin->channel, service, method, NULL, 0, request,
-                              timeout_ms != 0 ? timeout_ms : admin->timeout_ms, reply, error);
+        status = ep_rpc_unary(admin->channel, service, method, NULL, 0, request, bound_ms, reply, error);
     return explain(admin, status, error);
 }
 
@@ -248,7 +253,7 @@ ep_status ep_admin_call(struct ep_admin *admin, const char *method, const Protob
 ep_status ep_admin_stream(struct ep_admin *admin, const char *method, const ProtobufCMessage *request,
                           int64_t timeout_ms, struct ep_rpc_stream **stream, struct ep_error *error)
 {
-    ep_status status = connect_once(admin, error);
+    ep_status status = connect_once(admin, timeout_ms, error);
 
     if (status == EP_OK)
         status = ep_rpc_stream_open(admin->channel, &ep__v1__admin__descriptor, method, NULL, 0, request,

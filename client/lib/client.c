@@ -90,8 +90,10 @@ static ep_status connect_server(struct ep_client *client, struct ep_error *error
     char target[sizeof UNIX_PREFIX + SOCKET_PATH_BYTES];
 
     snprintf(target, sizeof target, UNIX_PREFIX "%s", client->path);
-    if (ep_rpc_open(NULL, &client->rpc, error) != EP_OK
-        || ep_rpc_channel_open(client->rpc, target, NULL, 0, &client->channel, error) != EP_OK)
+    if (ep_rpc_open(NULL, &client->rpc, error) != EP_OK)
+        return error->status;
+    ep_rpc_connect_within(client->rpc, client->timeout_ms);
+    if (ep_rpc_channel_open(client->rpc, target, NULL, 0, &client->channel, error) != EP_OK)
         return error->status;
     return greet(client, error);
 }

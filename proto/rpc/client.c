@@ -12,8 +12,7 @@ static grpc_channel *new_grpc_channel(const struct ep_rpc_channel *ch, const str
 {
     grpc_arg args[] = {
         rpc_arg_int(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, (int)ch->max_message_bytes),
-        /* Also what gRPC gives a connection to get through its handshake: TLS on a busy machine takes a while. */
-        rpc_arg_int(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 20000),
+        rpc_arg_int(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, ch->connect_ms),
         rpc_arg_int(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 200),
         rpc_arg_int(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000),
         rpc_arg_int(GRPC_ARG_KEEPALIVE_TIME_MS, RPC_CLIENT_KEEPALIVE_MS),
@@ -86,6 +85,7 @@ static struct ep_rpc_channel *new_channel(struct ep_rpc *rpc, const char *target
         return NULL;
     }
     ch->rpc = rpc;
+    ch->connect_ms = rpc->connect_ms;
     ch->max_message_bytes = max_message_bytes ? max_message_bytes : RPC_DEFAULT_MESSAGE_BYTES;
     if (ch->max_message_bytes > INT32_MAX)
         ch->max_message_bytes = INT32_MAX;

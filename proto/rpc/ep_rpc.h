@@ -40,6 +40,13 @@ struct ep_rpc;
 ep_status ep_rpc_open(uv_loop_t *loop, struct ep_rpc **out, struct ep_error *error);
 
 /*
+ * Channels that are opened from now on are for calls of this timeout, as these have it (< 0: none): an attempt to connect ends
+ * soon after that, or after 20 s.  Nothing else ends one whose server accepts and then says nothing, a stopped one say, and
+ * ep_rpc_close() waits for it, 2 s at most.
+ */
+void ep_rpc_connect_within(struct ep_rpc *rpc, int64_t timeout_ms);
+
+/*
  * Everything made from the runtime must be closed before.  Joins the thread and
  * leaves nothing behind.  With a loop: called on its thread after the loop ran
  * dry of RPC work; run the loop once more afterwards for the closing handles.

@@ -20,6 +20,9 @@
 #define RPC_DEFAULT_CONNECTIONS      1024u
 #define RPC_DEFAULT_WATCHES          1024u
 #define RPC_DEFAULT_HANDSHAKE_MS     10000u
+/* Also what gRPC gives a connection to get through its handshake: TLS on a busy machine takes a while. */
+#define RPC_CONNECT_MS               20000
+#define RPC_CONNECT_SLACK_MS         100 /* so that a call's own bound comes first, and is what its error names */
 #define RPC_STATUS_KEY               "ep-status"
 
 /*
@@ -55,6 +58,7 @@ struct ep_rpc {
     _Atomic(struct rpc_tag *) inbox; /* newest first; pushed by the CQ thread */
     struct rpc_tag *ready;           /* oldest first; the loop's own */
     uint32_t users;                  /* loop's: servers and calls, which keep the loop alive */
+    int connect_ms;                  /* of channels to come */
     struct rpc_server_tls *tls;      /* loop's: credential sources, they outlive their servers */
     _Atomic(uintptr_t) dispatcher;   /* thread that runs a callback now, 0: none */
     Google__Protobuf__FileDescriptorSet *schema;
@@ -245,6 +249,7 @@ struct ep_rpc_channel {
     char *target; /* as the caller wrote it: for messages */
     char *uri;    /* as gRPC wants it */
     uint32_t max_message_bytes;
+    int connect_ms;        /* an attempt's bound */
     struct ep_rpc_tls tls; /* owned copies */
     bool secure;
     atomic_bool spoken;    /* the server has answered something */

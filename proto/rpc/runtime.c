@@ -184,7 +184,8 @@ static bool runtime_is_open(void)
  * Each of gRPC's channels, those of a server's connections among them, holds gRPC up until one of
  * its threads has destroyed it.  When that comes after our own shutdown, the latter returns at once
  * and a detached thread does the work.  A process that exits meanwhile runs OpenSSL's exit
- * handlers under threads that still use it, and what those had is never freed.
+ * handlers under threads that still use it, and what those had is never freed.  A connection that is being made, and
+ * whose server does not speak, goes when the attempt is over, and not sooner (ep_rpc_connect_within()).
  *
  * gRPC offers nothing to wait on.  Whoever else uses it in this process may keep it for good: the
  * wait is bounded, and left out when they were there first.
@@ -221,6 +222,7 @@ ep_status ep_rpc_open(uv_loop_t *loop, struct ep_rpc **out, struct ep_error *err
 
     if (!rpc)
         return ep_error_set(error, EP_NO_MEMORY, "cannot open the RPC runtime: out of memory");
+    rpc->connect_ms = RPC_CONNECT_MS;
     if (rpc_schema_load(&rpc->schema, error) != EP_OK)
         goto free_rpc;
     if (loop && (result = uv_async_init(loop, &rpc->async, on_async)) != 0) {
@@ -254,6 +256,13 @@ shut_grpc:
 free_rpc:
     free_runtime(rpc);
     return error ? error->status : EP_INTERNAL;
+}
+
+void ep_rpc_connect_within(struct ep_rpc *rpc, int64_t timeout_ms)
+{
+    const bool bounded = timeout_ms >= 0 && timeout_ms < RPC_CONNECT_MS - RPC_CONNECT_SLACK_MS;
+
+    rpc->connect_ms = bounded ? (int)timeout_ms + RPC_CONNECT_SLACK_MS : RPC_CONNECT_MS;
 }
 
 void ep_rpc_close(struct ep_rpc *rpc)

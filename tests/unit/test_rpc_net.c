@@ -801,6 +801,43 @@ static void close_waits_for_channels_that_grpc_still_has(void **state)
     uv_thread_join(&thread);
 }
 
+/* As a server's that is stopped. */
+static int listen_in_silence(const char *path)
+{
+    struct sockaddr_un address = { .sun_family = AF_UNIX };
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+
+    snprintf(address.sun_path, sizeof address.sun_path, "%s", path);
+    assert_int_equal(bind(fd, (struct sockaddr *)&address, sizeof address), 0);
+    assert_int_equal(listen(fd, 8), 0);
+    return fd;
+}
+
+static void close_ends_what_connects_to_a_server_that_says_nothing(void **state)
+{
+    char folder[] = "/tmp/ep-rpc-XXXXXX", path[64], target[80];
+    struct ep_rpc_channel *channel;
+    struct ep_error error;
+    struct ep_rpc *rpc;
+    int fd;
+
+    (void)state;
+    assert_non_null(mkdtemp(folder));
+    snprintf(path, sizeof path, "%s/s", folder);
+    snprintf(target, sizeof target, "unix:%s", path);
+    fd = listen_in_silence(path);
+    assert_ok(ep_rpc_open(NULL, &rpc, &error), &error);
+    ep_rpc_connect_within(rpc, 200);
+    assert_ok(ep_rpc_channel_open(rpc, target, NULL, 0, &channel, &error), &error);
+    assert_int_equal(ping(channel, "x", 200, NULL, &error), EP_DEADLINE_EXCEEDED);
+    ep_rpc_channel_close(channel);
+    ep_rpc_close(rpc);
+    assert_false(grpc_is_initialized());
+    close(fd);
+    unlink(path);
+    rmdir(folder);
+}
+
 static void close_waits_for_nobody_who_had_grpc_before(void **state)
 {
     struct ep_error error;
@@ -858,6 +895,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(max_connections_refuses_with_tls_too, prepare_tls, down),
         S(unix_target_takes_no_tls),
         cmocka_unit_test(close_waits_for_channels_that_grpc_still_has),
+        cmocka_unit_test(close_ends_what_connects_to_a_server_that_says_nothing),
         cmocka_unit_test(close_waits_for_nobody_who_had_grpc_before),
     };
 
