@@ -7,6 +7,7 @@
 #include <grpc/support/log.h>
 
 #include "ep_clock.h"
+#include "ep_thread.h"
 #include "rpc_private.h"
 
 /* ---- thread sanitizer ---------------------------------------------------------------- */
@@ -151,13 +152,64 @@ static pthread_mutex_t runtimes_mutex = PTHREAD_MUTEX_INITIALIZER;
 static unsigned runtimes;   /* open in this process; mutex */
 static bool grpc_is_shared; /* somebody had gRPC running before the first of them; mutex */
 
-static void start_grpc(void)
+/* What gRPC makes when it begins and with the first channel or server: some, and as many as there are cores, within bounds. */
+#define GRPC_THREADS_FEW  8
+#define GRPC_THREADS_MOST (GRPC_THREADS_FEW + 32)
+
+static int grpc_threads(void)
 {
+    const long cores = sysconf(_SC_NPROCESSORS_ONLN), most = GRPC_THREADS_MOST - GRPC_THREADS_FEW;
+
+    return GRPC_THREADS_FEW + (int)(cores < 2 ? 2 : cores > most ? most : cores);
+}
+
+static void *wait_at(void *gate)
+{
+    void *volatile some = malloc(1); /* a thread's first has address space set aside, as of gRPC's threads */
+
+    free(some);
+    pthread_mutex_lock(gate);
+    pthread_mutex_unlock(gate);
+    return NULL;
+}
+
+/* gRPC goes on without a thread that it cannot make: then no deadline passes, and its shutdown waits for that thread for
+ * ever.  It says nothing of it, so it is tried before. */
+static ep_status try_threads(struct ep_error *error)
+{
+    pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+    pthread_t threads[GRPC_THREADS_MOST];
+    const int wanted = grpc_threads();
+    int n = 0, result = 0;
+
+    pthread_mutex_lock(&gate);
+    while (n < wanted && (result = ep_thread_start(&threads[n], "ep-try", wait_at, &gate)) == 0)
+        n++;
+    pthread_mutex_unlock(&gate);
+    for (int i = 0; i < n; i++)
+        pthread_join(threads[i], NULL);
+    if (result == 0)
+        return EP_OK;
+    return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "cannot open the RPC runtime: %d of the %d threads that it needs can be "
+                        "started: %s: see the limits of threads (ulimit -u, the cgroup's pids.max) and of address space "
+                        "(ulimit -v)", n, wanted, uv_strerror(-result));
+}
+
+static ep_status start_grpc(struct ep_error *error)
+{
+    ep_status status = EP_OK;
+
     pthread_mutex_lock(&runtimes_mutex);
-    if (runtimes++ == 0)
+    if (runtimes == 0) {
         grpc_is_shared = grpc_is_initialized();
-    grpc_init();
+        status = grpc_is_shared ? EP_OK : try_threads(error);
+    }
+    if (status == EP_OK) {
+        runtimes++;
+        grpc_init();
+    }
     pthread_mutex_unlock(&runtimes_mutex);
+    return status;
 }
 
 static bool leave_grpc(void)
@@ -235,7 +287,8 @@ ep_status ep_rpc_open(uv_loop_t *loop, struct ep_rpc **out, struct ep_error *err
         uv_unref((uv_handle_t *)&rpc->async); /* servers and calls keep the loop alive, a runtime does not */
     }
     pthread_once(&once, route_log);
-    start_grpc();
+    if (start_grpc(error) != EP_OK)
+        goto close_async;
     rpc->cq = grpc_completion_queue_create_for_next(NULL);
     result = uv_thread_create(&rpc->thread, cq_main, rpc);
     if (result != 0) {
@@ -249,6 +302,7 @@ shut_grpc:
     grpc_completion_queue_shutdown(rpc->cq);
     grpc_completion_queue_destroy(rpc->cq);
     stop_grpc();
+close_async:
     if (loop) {
         uv_close((uv_handle_t *)&rpc->async, on_async_closed);
         return error ? error->status : EP_INTERNAL;

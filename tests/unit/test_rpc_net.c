@@ -3,6 +3,7 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <stdio.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -771,6 +772,38 @@ static void unix_target_takes_no_tls(void **state)
                      EP_INVALID_ARGUMENT);
 }
 
+/* ---- the beginning of gRPC ----------------------------------------------------------- */
+
+static unsigned threads_left = UINT_MAX;
+
+int __real_ep_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), void *arg);
+int __wrap_ep_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), void *arg);
+
+int __wrap_ep_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), void *arg)
+{
+    if (threads_left == 0)
+        return EAGAIN;
+    threads_left--;
+    return __real_ep_thread_start(thread, name, run, arg);
+}
+
+/* It would go on without those that it cannot make, and wait for them for ever. */
+static void too_few_threads_are_said_before_grpc_begins(void **state)
+{
+    struct ep_error error;
+    struct ep_rpc *rpc;
+
+    (void)state;
+    threads_left = 3;
+    assert_int_equal(ep_rpc_open(NULL, &rpc, &error), EP_RESOURCE_EXHAUSTED);
+    threads_left = UINT_MAX;
+    assert_text(error.text, "cannot open the RPC runtime: 3 of the ");
+    assert_text(error.text, "pids.max");
+    assert_false(grpc_is_initialized());
+    assert_ok(ep_rpc_open(NULL, &rpc, &error), &error);
+    ep_rpc_close(rpc);
+}
+
 /* ---- the end of gRPC ----------------------------------------------------------------- */
 
 static atomic_bool let_go;
@@ -894,6 +927,7 @@ int main(void)
         S(out_of_descriptors_does_not_kill_tls),
         cmocka_unit_test_setup_teardown(max_connections_refuses_with_tls_too, prepare_tls, down),
         S(unix_target_takes_no_tls),
+        cmocka_unit_test(too_few_threads_are_said_before_grpc_begins),
         cmocka_unit_test(close_waits_for_channels_that_grpc_still_has),
         cmocka_unit_test(close_ends_what_connects_to_a_server_that_says_nothing),
         cmocka_unit_test(close_waits_for_nobody_who_had_grpc_before),
