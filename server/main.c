@@ -1,7 +1,9 @@
 /* ep-server: reads its configuration and runs. */
 #include <argp.h>
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "daemon.h"
@@ -39,6 +41,16 @@ static void size_pool(void)
     (void)setenv("UV_THREADPOOL_SIZE", threads, 0); /* without it things are slower, no more */
 }
 
+/* At exit, as --help and --version end in argp. */
+static void check_output(void)
+{
+    errno = 0;
+    if (fflush(stdout) == 0 && !ferror(stdout))
+        return;
+    fprintf(stderr, "ep-server: cannot write to standard output: %s\n", strerror(errno ? errno : EIO));
+    _exit(ep_status_exit_code(EP_IO));
+}
+
 int main(int argc, char **argv)
 {
     struct ep_options *options = NULL;
@@ -46,6 +58,7 @@ int main(int argc, char **argv)
     ep_status status;
 
     size_pool();
+    (void)atexit(check_output);
     /* Threads that run ops say so themselves.  Where they may not, they would stand behind with this one, which makes them. */
     if (ep_thread_runs_ops())
         ep_thread_controls();
@@ -54,7 +67,7 @@ int main(int argc, char **argv)
         status = act(options, argc, argv, &error);
     ep_options_free(options);
     if (status == EP_OK)
-        return fflush(stdout) == 0 ? 0 : ep_status_exit_code(EP_IO);
+        return 0;
     fprintf(stderr, "ep-server: %s\n", error.text);
     return ep_status_exit_code(status);
 }

@@ -111,6 +111,15 @@ class ConfigTest(harness.TestCase):
             self.assertIn(word, text.out)
         self.assertRegex(self.run_cmd(["ep-server", "--version"]).out, r"^ep-server \d+\.\d+\.\d+ \(\S+\)\n$")
 
+    def test_what_cannot_be_written_to_standard_output_is_an_error(self):
+        for flag in ("--help", "--version", "--print-config"):
+            for output, why in ((">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")):
+                with self.subTest(flag=flag, output=output):
+                    done = subprocess.run(["bash", "-c", 'exec "$0" "$1" ' + output, harness.binary("ep-server"), flag],
+                                          stderr=subprocess.PIPE, text=True, env=harness.environment())
+                    self.assertEqual((done.returncode, done.stderr),
+                                     (1, "ep-server: cannot write to standard output: %s\n" % why), done)
+
 
 class StartTest(harness.TestCase):
     def test_ready_writes_the_port_file_and_stop_removes_everything(self):
