@@ -182,11 +182,23 @@ static ep_status write_file(const char *path, const char *text, struct ep_error 
     return ok ? EP_OK : EP_IO;
 }
 
+/* What takes its place would be a file where others have a device, /dev/null say, or a link. */
+static ep_status check_replaceable(const char *path, struct ep_error *error)
+{
+    struct stat there;
+
+    if (lstat(path, &there) != 0 || S_ISREG(there.st_mode))
+        return EP_OK;
+    return ep_error_set(error, EP_IO, "%s exists and is not a regular file", path);
+}
+
 ep_status ep_files_write_atomically(const char *path, const char *text, struct ep_error *error)
 {
     char *temporary = NULL;
-    ep_status status;
+    ep_status status = check_replaceable(path, error);
 
+    if (status != EP_OK)
+        return status;
     if (asprintf(&temporary, "%s.%ld", path, (long)getpid()) < 0)
         return ep_error_set(error, EP_NO_MEMORY, "out of memory");
     status = write_file(temporary, text, error);

@@ -120,6 +120,16 @@ class ConfigTest(harness.TestCase):
                     self.assertEqual((done.returncode, done.stderr),
                                      (1, "ep-server: cannot write to standard output: %s\n" % why), done)
 
+    def test_a_port_file_replaces_nothing_but_a_file(self):
+        """/dev/null would be gone, for a server that root starts."""
+        path = self.path("ports")
+        os.mkfifo(path)
+        text = self.refused("--backend=host", "--socket=" + self.path("s"), "--state-dir=" + self.path("state"),
+                            "--port-file=" + path, code=1)
+        self.assertEqual(text, "ep-server: %s exists and is not a regular file" % path)
+        self.assertTrue(stat.S_ISFIFO(os.stat(path).st_mode))
+        self.assertFalse(os.path.exists(self.path("s")))
+
 
 class StartTest(harness.TestCase):
     def test_ready_writes_the_port_file_and_stop_removes_everything(self):
