@@ -176,6 +176,13 @@ static int try_unix(const char *path)
     return cause;
 }
 
+static bool is_socket(const char *path)
+{
+    struct stat there;
+
+    return stat(path, &there) != 0 || S_ISSOCK(there.st_mode);
+}
+
 /*
  * Why a unix socket cannot be used, from the system itself; EP_OK when that knows no reason.  A server
  * that has answered before lets us in: when it closes connections now, it is ending.
@@ -190,6 +197,8 @@ static ep_status probe_unix(const char *path, bool answered, struct ep_error *er
                             "with this --socket?",
                             path);
     case ECONNREFUSED:
+        if (!is_socket(path))
+            return ep_error_set(error, EP_UNAVAILABLE, "cannot reach unix:%s: it is not a socket", path);
         return ep_error_set(error, EP_UNAVAILABLE,
                             "cannot reach unix:%s: connection refused: the socket is there, "
                             "but no ep-server listens on it",

@@ -619,6 +619,10 @@ class ConnectionTest(AdminTest):
             s.bind(path)
         self.refused("group", "list", "--server", path, says="cannot reach unix:%s: connection refused" % path, code=4)
 
+    def test_what_is_no_socket_says_so(self):
+        for path in (self.dir, self.write("file", "")):
+            self.refused("group", "list", "--server", path, says="cannot reach unix:%s: it is not a socket" % path, code=4)
+
     def test_a_closed_port_says_so(self):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
