@@ -94,8 +94,8 @@ EP_STATIC_ASSERT(EP_NET_WAYS * sizeof(struct ep_ht_flags) <= EP_HT_FLAGS_BYTES, 
 
 /* A head: what stands beside a row of LL.  Then its header and its scales. */
 struct ep_net_head {
-    uint32_t number[EP_COMBINE_PARTS]; /* whose partial is in place of the row, of each part */
-    uint32_t reserved[2];
+    uint32_t number; /* whose partial is in place of the row */
+    uint32_t reserved[3];
 };
 /* A record: one token for a node.  Then the row and its scales. */
 struct ep_net_choice {

@@ -97,8 +97,6 @@ __device__ inline Range packets_of(const ep_ll_args &a, uint32_t part)
 
     return { min(part * each, packets), min((part + 1) * each, packets) };
 }
-/* The part that a packet is in. */
-__device__ inline uint32_t part_of(const ep_ll_args &a, uint32_t packet) { return packet / packets_of(a, 0).to; }
 __device__ inline Range pieces_of(const ep_ll_args &a, Range packets)
 {
     const uint32_t pieces = a.row_bytes / 16;
@@ -207,25 +205,6 @@ __device__ inline uint32_t rows_here(const ep_ll_args &a, const Op &op, uint32_t
     return has(op.members, s) && !out && rows_of(a, op, s, &n) ? n : 0;
 }
 
-/* Partials for other nodes that a block has written and not announced. */
-constexpr uint32_t kUnannounced = 8;
-struct Pushed {
-    uint32_t n;
-    uint32_t *number[kUnannounced];
-};
-
-/* A warp, when all have written: the partials are announced, after one fence. */
-__device__ inline void announce(const Op &op, const Pushed &pushed)
-{
-    const uint32_t lane = threadIdx.x % 32;
-
-    if (lane < pushed.n) {
-        fence_sys(); /* release; partner: find_partials */
-        store_u32(pushed.number[lane], op.wire);
-    }
-    __syncwarp();
-}
-
 /* A block's share of the partials: the parts of a row together, all sources of a slot together, the next rank
  * first, so that not all push to the same one. */
 struct Item {
@@ -268,9 +247,9 @@ template <class T> __device__ inline void push_row(const Terms &terms, Range ran
     }
 }
 
+/* What goes to another node is put there when all have pushed. */
 template <class T>
-__device__ inline void push_partial(const ep_ll_args &a, const Op &op, const Item &item, const Terms &terms,
-                             Pushed *pushed)
+__device__ inline void push_partial(const ep_ll_args &a, const Op &op, const Item &item, const Terms &terms)
 {
     const Range range = packets_of(a, item.part);
 
@@ -278,8 +257,8 @@ __device__ inline void push_partial(const ep_ll_args &a, const Op &op, const Ite
         return;
     if (is_far(a, item.s)) {
         push_row<T>(terms, pieces_of(a, range), partial_at(a, op, item.s, a.rank, item.slot));
-        if (threadIdx.x == 0)
-            pushed->number[pushed->n++] = numbers_in(a, box_of(a, op, item.s, a.rank), item.slot) + item.part;
+        if (item.part == 0 && threadIdx.x == 0)
+            store_u32(number_in(a, box_of(a, op, item.s, a.rank), item.slot), op.wire);
     } else {
         push_packets<T>(a, op, terms, range, partial_at(a, op, item.s, a.rank, terms.token));
     }
@@ -287,12 +266,10 @@ __device__ inline void push_partial(const ep_ll_args &a, const Op &op, const Ite
 
 /* The clerk, when all have pushed: the others look for peers' partials already.  The last block's gives the credit,
  * which for ranks on other nodes says that the partials are there. */
-__device__ inline void end_push(const ep_ll_args &a, const Op &op, const Pushed &pushed, const uint32_t *rows)
+__device__ inline void end_push(const ep_ll_args &a, const Op &op, const uint32_t *rows)
 {
     uint32_t before = 0;
 
-    if (kNet)
-        announce(op, pushed);
     if (threadIdx.x % 32 == 0)
         before = count_acq_rel(&a.state->scratch.pushed);
     if (__shfl_sync(kAll, before, 0) != a.blocks - 1)
@@ -324,15 +301,12 @@ __device__ inline uint32_t rows_sent(const ep_ll_args &a, const uint32_t *rows)
 template <class T>
 __device__ inline void push_partials(const ep_ll_args &a, const Op &op, uint32_t excluded, Terms *terms)
 {
-    __shared__ Pushed pushed;
     uint32_t *rows = rows_of_ranks();
-    uint32_t under_way = 0;
 
     if (threadIdx.x < 32) {
         const Item item = item_of(a, blockIdx.x);
         Header header;
 
-        pushed.n = 0;
         if (item.slot < a.max_tokens) /* at once with the counts, which tell whether there is such a row */
             header = load_header(a, op, item.s, item.slot);
         each_rank(a, [&](uint32_t s) { rows[s] = rows_here(a, op, excluded, s); });
@@ -356,19 +330,11 @@ __device__ inline void push_partials(const ep_ll_args &a, const Op &op, uint32_t
                 find_terms(a, op, load_header(a, op, item.s, item.slot), item.s, item.slot, terms);
             __syncthreads();
         }
-        push_partial<T>(a, op, item, *terms, &pushed);
-        if (kNet && ++under_way % kUnannounced == 0) {
-            __syncthreads();
-            if (threadIdx.x < 32) {
-                announce(op, pushed);
-                if (threadIdx.x == 0)
-                    pushed.n = 0;
-            }
-        }
+        push_partial<T>(a, op, item, *terms);
     }
     __syncthreads();
     if (is_clerk())
-        end_push(a, op, pushed, rows);
+        end_push(a, op, rows);
 }
 
 /* ---- summing them up -------------------------------------------------------------------- */
@@ -416,13 +382,13 @@ __device__ inline uint32_t term_of_lane(uint32_t peer, uint32_t all)
     return __popc(all & ((1u << lane) - 1));
 }
 
-/* A lane: until a part of a partial from another node is there. */
-__device__ inline bool await_row(const ep_ll_args &a, Op *op, uint32_t peer, uint32_t place, uint32_t part)
+/* A lane: until a partial from another node is there. */
+__device__ inline bool await_row(const ep_ll_args &a, Op *op, uint32_t peer, uint32_t place)
 {
-    const uint32_t *number = numbers_in(a, box_of(a, *op, a.rank, peer), place) + part;
+    const uint32_t *number = number_in(a, box_of(a, *op, a.rank, peer), place);
     const auto released = [&] { return has_released(a, *op, peer); };
     const Wait end = wait_for(
-        a, *op, peer, [&] { return released() && acquire_u32(number) == op->wire; }, /* partner: announce */
+        a, *op, peer, [&] { return released() && acquire_u32(number) == op->wire; }, /* partner: end_push */
         [&] { return looks_back(a, peer, tells(a)) || released(); });
 
     if (end != Wait::there) {
@@ -433,7 +399,7 @@ __device__ inline bool await_row(const ep_ll_args &a, Op *op, uint32_t peer, uin
 }
 
 /* A warp: the partials of token t are the terms, in the order of ranks.  Those that come in packets are still to be awaited. */
-__device__ inline void find_partials(const ep_ll_args &a, Op *op, uint32_t t, uint32_t packet, int32_t route, Terms *terms)
+__device__ inline void find_partials(const ep_ll_args &a, Op *op, uint32_t t, int32_t route, Terms *terms)
 {
     const uint32_t peer = peer_of_lane(route);
     bool comes = peer != kNobody && has(op->members, peer) && !has(op->missed, peer);
@@ -441,7 +407,7 @@ __device__ inline void find_partials(const ep_ll_args &a, Op *op, uint32_t t, ui
     const uint32_t place = far ? kept_slot(a, t * a.top_k + threadIdx.x % 32) : t;
 
     if (far)
-        comes = await_row(a, op, peer, place, part_of(a, packet));
+        comes = await_row(a, op, peer, place);
     const uint32_t all = __ballot_sync(kAll, comes), at = term_of_lane(peer, all);
 
     if (comes) {
@@ -629,11 +595,11 @@ __device__ inline void sum_partials(const ep_ll_args &a, Op *op, int32_t route, 
         const uint32_t t = i / packets, packet = i % packets;
         const uint64_t row = (uint64_t)t * a.row_bytes;
 
-        if (i == first || packet == 0 || (kNet && part_of(a, packet) != part_of(a, packet - 1))) {
+        if (i == first || packet == 0) {
             if (i != first)
                 route = load_route(a, t);
-            __syncwarp(); /* the terms are done with */
-            find_partials(a, op, t, packet, route, terms);
+            __syncwarp(); /* the terms before are done with */
+            find_partials(a, op, t, route, terms);
         }
         sum_packet<T>(a, op, *terms, packet, a.bias ? a.bias + row : nullptr, a.out + row, [&] {
             if (i + 1 == end)

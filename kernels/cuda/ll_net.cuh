@@ -151,13 +151,13 @@ __device__ inline uint8_t *box_at(const ep_ll_args &a, uint32_t bank, uint32_t s
 
     return (uint8_t *)net->at[a.rank] + box_offset(a, out ? net->map.ll_out : net->map.ll_in, bank, out ? d : s);
 }
-__device__ inline uint32_t *numbers_in(const ep_ll_args &a, uint8_t *box, uint32_t slot)
+__device__ inline uint32_t *number_in(const ep_ll_args &a, uint8_t *box, uint32_t slot)
 {
-    return ((struct ep_net_head *)(box - (uint64_t)(slot + 1) * net_of(a)->map.ll_head_bytes))->number;
+    return &((struct ep_net_head *)(box - (uint64_t)(slot + 1) * net_of(a)->map.ll_head_bytes))->number;
 }
 __device__ inline uint8_t *header_in(const ep_ll_args &a, uint8_t *box, uint32_t slot)
 {
-    return (uint8_t *)numbers_in(a, box, slot) + sizeof(struct ep_net_head);
+    return (uint8_t *)number_in(a, box, slot) + sizeof(struct ep_net_head);
 }
 __device__ inline uint8_t *scales_in(const ep_ll_args &a, uint8_t *box, uint32_t slot)
 {
@@ -226,7 +226,7 @@ __device__ inline bool has_room(const ep_ll_args &, uint64_t, uint32_t, uint32_t
 __device__ inline void release_to(const ep_ll_args &, uint32_t, uint32_t, uint64_t) {}
 __device__ inline void catch_up(const ep_ll_args &, uint32_t) {}
 __device__ inline uint8_t *box_at(const ep_ll_args &, uint32_t, uint32_t, uint32_t) { return nullptr; }
-__device__ inline uint32_t *numbers_in(const ep_ll_args &, uint8_t *, uint32_t) { return nullptr; }
+__device__ inline uint32_t *number_in(const ep_ll_args &, uint8_t *, uint32_t) { return nullptr; }
 __device__ inline uint8_t *header_in(const ep_ll_args &, uint8_t *, uint32_t) { return nullptr; }
 __device__ inline uint8_t *scales_in(const ep_ll_args &, uint8_t *, uint32_t) { return nullptr; }
 __device__ inline uint8_t *row_in(const ep_ll_args &, uint8_t *, uint32_t) { return nullptr; }
