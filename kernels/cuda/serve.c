@@ -577,7 +577,9 @@ ep_status ep_cuda_serve_forgotten(struct ep_cuda_serve *serve, uint64_t entry, s
 
 /*
  * Entries that see `closing` leave without a word.  The worker can clear the doorbell, so it is rung until the
- * stream is empty, in a way that is not taken for the worker's, which may have announced an op.  The module's own stream holds nothing that waits.
+ * stream is empty, in a way that is not taken for the worker's, which may have announced an op.  The module's own stream
+ * holds nothing that waits.  What it has still to write of this is waited for: the doorbell may be another serve's next, or
+ * not be mapped any more.
  */
 static ep_status ring_out(struct ep_cuda_serve *serve, uint64_t until_ns, struct ep_error *error)
 {
@@ -594,6 +596,8 @@ static ep_status ring_out(struct ep_cuda_serve *serve, uint64_t until_ns, struct
         result = cuStreamWriteValue32(own, serve->bell, EP_BELL_CLOSING, CU_STREAM_WRITE_VALUE_DEFAULT);
         usleep(RING_US);
     }
+    if (result == CUDA_SUCCESS)
+        result = cuStreamSynchronize(own);
     return result == CUDA_SUCCESS ? EP_OK
                                   : ep_cuda_fail(error, result, "the end of serving rank %u on device %u",
                                                  serve->rank.base.rank, serve->device);

@@ -48,6 +48,9 @@ static struct ep_mailbox *const mailbox = &control.gpu.mailbox;
 static uint32_t places, streams, executed, left; /* memories and streams there are; ops, and entries that left theirs */
 static struct ep_op last;
 static bool out_of_patience; /* warps that poll */
+static struct {
+    uint32_t *at, value; /* NULL: nothing is to be written any more */
+} written;
 
 /* What the kernels say of themselves, and were asked. */
 static struct {
@@ -150,13 +153,29 @@ CUresult cuStreamWaitValue32(CUstream stream, CUdeviceptr at, cuuint32_t value, 
     return wait_result;
 }
 
-/* Of the module's own stream. */
+/* Of the module's own stream: done when the next one is asked for, or when somebody waits for it. */
+static void write_now(void)
+{
+    if (written.at)
+        *written.at = written.value;
+    written.at = NULL;
+    go_on();
+}
+
 CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr at, cuuint32_t value, unsigned int flags)
 {
     (void)stream;
     assert_int_equal(flags, CU_STREAM_WRITE_VALUE_DEFAULT);
-    memcpy((void *)at, &value, sizeof value);
-    go_on();
+    write_now();
+    written.at = (uint32_t *)at;
+    written.value = value;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamSynchronize(CUstream stream)
+{
+    (void)stream;
+    write_now();
     return CUDA_SUCCESS;
 }
 
@@ -841,6 +860,7 @@ static void what_polls_ends(void **state)
     ring_pairs(&rank, EP_MODE_LL, 4 * POST, 7);
     assert_int_equal(items[next].kind, POLL);
     end(&rank);
+    assert_null(written.at); /* the mailbox may be another serve's next */
     assert_int_equal(mailbox->bell, EP_BELL_CLOSING); /* not to be taken for the worker's, who may have announced an op */
     assert_int_equal(next, n_items);
     assert_int_equal(executed, 8 * POST);
