@@ -11,7 +11,7 @@
 
 #include "ep_kernels.h"
 
-#ifdef __CUDACC__
+#ifdef __device__ /* device code, on CPUs too */
 #define RULE static __device__ inline
 #define BAD(c, ...) EP_INVALID_ARGUMENT
 #else
@@ -24,7 +24,7 @@ struct check {
     uint64_t arena; /* where it begins */
     const struct ep_op *op;
     const struct ep_regions *regions; /* NULL: none */
-#ifndef __CUDACC__
+#ifndef __device__
     struct ep_error *error;
 #endif
 };

@@ -10,7 +10,7 @@ namespace {
 template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks) combine_op(const __grid_constant__ ep_ht_expected e)
 {
-    extern __shared__ __align__(128) uint32_t shared[]; /* bulk copies to and from odd places are a third slower */
+    EP_LAUNCHED_SHARED(128, shared); /* bulk copies to and from odd places are a third slower */
 
     run_expected(e, [&] { combine::run<T>(e.args, shared); });
 }

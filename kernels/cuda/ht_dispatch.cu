@@ -11,7 +11,7 @@ namespace {
 template <Cast C>
 __global__ void __launch_bounds__(kThreads, kBlocks) dispatch_op(const __grid_constant__ ep_ht_expected e)
 {
-    extern __shared__ uint32_t shared[];
+    EP_LAUNCHED_SHARED(4, shared);
 
     run_expected(e, [&] { dispatch::run<C>(e.args, shared); });
 }

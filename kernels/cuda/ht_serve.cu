@@ -16,7 +16,7 @@ namespace ht {
 namespace {
 
 __shared__ struct ep_ht_args args;
-extern __shared__ __align__(128) uint32_t shared[]; /* for both kinds of op; aligned as in ht_combine.cu */
+EP_LAUNCHED_SHARED(128, shared); /* for both kinds of op; aligned as in ht_combine.cu */
 
 /* Functions of their own, as in ll_serve.cu. */
 template <Cast C> __device__ __noinline__ void dispatch_op() { dispatch::run<C>(args, shared); }

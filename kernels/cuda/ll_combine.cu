@@ -49,8 +49,7 @@ extern "C" int ep_ll_combine(const struct ep_ll_args *args, uint32_t shared_byte
 
 extern "C" int ep_ll_release(const struct ep_ll_args *args, void *stream)
 {
-    ep::release_op<<<1, 32, 0, (cudaStream_t)stream>>>(*args);
-    return cudaGetLastError();
+    return ep::launch(ep::release_op, 1, 32, 0, false, stream, *args);
 }
 
 extern "C" int ep_ll_prepare(uint32_t shared_bytes, bool shares, uint32_t *dispatch_blocks, uint32_t *combine_blocks)

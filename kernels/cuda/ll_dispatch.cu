@@ -8,7 +8,7 @@ namespace {
 template <Cast C>
 __global__ void __launch_bounds__(kThreads, kBlocks) dispatch_op(const __grid_constant__ ep_ll_args a)
 {
-    extern __shared__ uint32_t shared[];
+    EP_LAUNCHED_SHARED(4, shared);
 
     await_stream();
     dispatch::run<C>(a, shared);

@@ -33,7 +33,7 @@ struct Entry {
     int32_t status; /* of the op before it is executed */
 };
 __shared__ Entry entry;
-extern __shared__ uint32_t shared[]; /* ep_device_shared_bytes() */
+EP_LAUNCHED_SHARED(4, shared); /* ep_device_shared_bytes() */
 
 constexpr uint32_t kFirstSpan = offsetof(struct ep_op, x) / sizeof(Vec);
 constexpr uint32_t kLastSpan = offsetof(struct ep_op, topk_grads) / sizeof(Vec);

@@ -11,6 +11,10 @@
 #include "ll_quantise.cuh"
 
 #ifdef __CUDACC__ /* else whoever compiles this has them already */
+
+/* Words of a block's shared memory, as many as its kernel is launched with; `align` in bytes. */
+#define EP_LAUNCHED_SHARED(align, name) extern __shared__ __align__(align) uint32_t name[]
+
 namespace ep {
 
 /* ---- memory order ---------------------------------------------------------------- */
