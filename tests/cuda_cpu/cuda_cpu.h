@@ -3,11 +3,8 @@
  * whose ops run on threads of the process.  Server, library and tools work with it as they do with GPUs
  * (EP_CUDA_MODULE=.../libep_cuda_cpu.so), and whoever follows an address of GPU memory dies of SIGSEGV.
  *
- * Who runs ops is one of two:
- *   libep_cuda_cpu.so      ll.c: computes what the LL kernels compute, by a protocol of its own in the same windows.
- *                          It says nothing about kernels/cuda, and is fast enough for programs.
- *   libep_cuda_kernels.so  tests/cuda_kernels: the kernels of kernels/cuda themselves, compiled for CPUs.
- * Both have
+ *     ll.c       computes what the LL kernels compute, by a protocol of its own in the same windows.  It says nothing about
+ *                kernels/cuda, and is fast enough for programs; tests/cuda_kernels has the kernels themselves
  *     module.c   the table: cuda_fixture's memory; streams, events and graphs as queues of ops and copies;
  *                both halves of a mailbox
  *     record.c   what is told of ops
@@ -38,7 +35,6 @@ struct cpu_handle {
 /* One rank, as its thread sees it: all pointers are the host's. */
 struct cpu_rank {
     uint32_t rank, ranks;
-    uint32_t max_ht_sms; /* of struct ep_cuda_rank_options */
     struct ep_layout_map map;
     struct ep_placement placement;
     uint8_t *window[EP_DEVICE_MAX_RANKS];
@@ -46,15 +42,12 @@ struct cpu_rank {
     uint64_t sequence;
     struct cpu_handle handle[EP_MAX_HANDLES];
     struct ep_op half[EP_MAX_HANDLES]; /* the send-only op that a complete finishes */
-    struct cpu_kernels *kernels;       /* libep_cuda_kernels.so's */
 };
 
 /* After a failure too it is to be ended. */
 ep_status cpu_rank_init(struct cpu_rank *rank, const struct ep_placement *placement, struct ep_error *error);
 void cpu_rank_fini(struct cpu_rank *rank);
 
-/* Does it run ops of this mode? */
-bool cpu_has_mode(uint32_t mode);
 /* Runs an op to its end and writes its record. */
 void cpu_execute(struct cpu_rank *rank, const struct ep_op *op);
 /* Does not run it, and writes that. */

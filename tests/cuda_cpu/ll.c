@@ -728,11 +728,6 @@ static void run(struct cpu_rank *r, const struct ep_op *op, bool sends, bool rec
     write_record(&c, dispatch ? EP_DEVICE_DISPATCH : EP_DEVICE_COMBINE, receives && !sends);
 }
 
-bool cpu_has_mode(uint32_t mode)
-{
-    return mode == EP_MODE_LL;
-}
-
 void cpu_execute(struct cpu_rank *r, const struct ep_op *op)
 {
     if (op->kind == EP_OP_COMPLETE) {

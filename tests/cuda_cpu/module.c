@@ -194,7 +194,6 @@ static ep_status fill(const struct ep_cuda_rank_options *options, struct cpu_ran
         return ep_error_set(error, EP_UNIMPLEMENTED, "this module reaches no other node");
     r->rank = options->rank;
     r->ranks = options->map->limits.ranks;
-    r->max_ht_sms = options->max_ht_sms;
     r->map = *options->map;
     r->state = cuda_fixture_host(options->state);
     for (uint32_t i = 0; i < r->ranks; i++)
@@ -266,7 +265,7 @@ static ep_status rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, voi
 {
     struct ep_op resolved = *op;
 
-    if (op->kind <= EP_OP_COMBINE && !cpu_has_mode(op->mode))
+    if (op->kind <= EP_OP_COMBINE && op->mode != EP_MODE_LL)
         return ep_error_set(error, EP_UNIMPLEMENTED, "mode is %u: this module has no such ops", op->mode);
     resolve(&rank->rank, rank->regions, &resolved);
     pthread_mutex_lock(&lock);
@@ -362,7 +361,7 @@ static ep_status judge(const struct ep_cuda_serve *serve, const struct ep_region
 
     if (ep_op_check_own(&serve->rank.map, regions, op, &why) != EP_OK)
         return EP_INVALID_ARGUMENT;
-    if (op->kind <= EP_OP_COMBINE && !cpu_has_mode(op->mode))
+    if (op->kind <= EP_OP_COMBINE && op->mode != EP_MODE_LL)
         return EP_UNIMPLEMENTED;
     if (!sent->kind)
         return EP_FAILED_PRECONDITION;

@@ -35,19 +35,21 @@ struct fiber {
 };
 
 struct block {
-    void (*body)(const void *args, uint32_t *shared);
-    const void *args;
+    struct fibers_grid *grid;
     uint32_t index, threads, current;
     uint32_t *ready, n_ready; /* who can go on */
     uint32_t chance, looks;
     struct meeting all, warp[MAX_WARPS];
     uint64_t given[MAX_WARPS][2][LANES]; /* of this exchange and the next one */
+    bool any[2];                         /* the same, of the block */
+    bool lets;                           /* the next grid come */
     uint32_t *shared;
     struct fiber home; /* of the thread of the process */
     struct fiber fiber[];
 };
 
-__thread struct fiber_index fiber_thread, fiber_block;
+__thread struct fiber_index fiber_thread, fiber_block, fiber_blocks;
+__thread uint32_t *fiber_shared;
 static __thread struct block *block;
 
 /* ---- from one to the next --------------------------------------------------------------------- */
@@ -164,6 +166,11 @@ void fibers_look(void)
         take_turn();
 }
 
+void fibers_wrote(void)
+{
+    block->looks = 0;
+}
+
 /* ---- meetings ----------------------------------------------------------------------------------------- */
 
 static void open_meeting(struct meeting *meeting)
@@ -172,7 +179,10 @@ static void open_meeting(struct meeting *meeting)
 
     meeting->here = 0;
     meeting->opened++;
-    b->looks = 0;
+    if (meeting == &b->all) { /* warps that look for something meet all the time */
+        b->looks = 0;
+        b->any[meeting->opened % 2] = false;
+    }
     for (uint32_t i = meeting->first; i < meeting->first + meeting->threads; i++)
         if (b->fiber[i].waits == meeting) {
             b->fiber[i].waits = NULL;
@@ -220,6 +230,33 @@ const uint64_t *fibers_exchange(uint64_t value)
     return given;
 }
 
+/* As an exchange of the block: what was given for the meeting before this one all have read. */
+bool fibers_any_of_block(bool value)
+{
+    bool *any = &block->any[block->all.opened % 2];
+
+    *any = *any || value;
+    fibers_meet_block();
+    return *any;
+}
+
+/* ---- between grids ------------------------------------------------------------------------------------ */
+
+void fibers_await_stream(void)
+{
+    const struct fibers_grid *ahead = block->grid->ahead;
+
+    while (ahead && !__atomic_load_n(&ahead->over, __ATOMIC_SEQ_CST))
+        fibers_look();
+}
+
+void fibers_let_next_come(void)
+{
+    if (!block->lets)
+        __atomic_add_fetch(&block->grid->letting, 1, __ATOMIC_SEQ_CST);
+    block->lets = true;
+}
+
 /* ---- a block -------------------------------------------------------------------------------------------- */
 
 static void enter(void)
@@ -228,7 +265,7 @@ static void enter(void)
     const uint32_t own = b->current;
 
     fiber_thread.x = own;
-    b->body(b->args, b->shared);
+    b->grid->body(b->grid->args);
     remove_ready(b, own);
     part(&b->warp[own / LANES]);
     part(&b->all);
@@ -247,8 +284,11 @@ static void *run_block(void *arg)
 
     block = b;
     fiber_block.x = b->index;
+    fiber_blocks.x = b->grid->blocks;
+    fiber_shared = b->shared;
     b->current = choose(b);
     go_to(&b->home, &b->fiber[b->current]);
+    fibers_let_next_come();
     return NULL;
 }
 
@@ -319,29 +359,34 @@ static struct block *new_block(uint32_t threads, uint32_t shared_bytes)
     return b;
 }
 
-void fibers_run(uint32_t blocks, uint32_t threads, uint32_t shared_bytes,
-                void (*body)(const void *args, uint32_t *shared), const void *args)
+static struct block *block_of(struct fibers_grid *grid, uint32_t index, uint32_t run)
+{
+    struct block *b = new_block(grid->threads, grid->shared_bytes);
+
+    b->grid = grid;
+    b->index = index;
+    b->chance = run * 0x9e3779b9u + index * 0x85ebca6bu + 1;
+    b->chance += !b->chance;
+    return b;
+}
+
+void fibers_run(struct fibers_grid *grid)
 {
     static uint32_t runs;
     const uint32_t run = __atomic_add_fetch(&runs, 1, __ATOMIC_RELAXED);
-    pthread_t *thread = allocated(calloc(blocks, sizeof *thread));
-    struct block **b = allocated(calloc(blocks, sizeof(struct block *)));
+    pthread_t *thread = allocated(calloc(grid->blocks, sizeof *thread));
+    struct block **b = allocated(calloc(grid->blocks, sizeof(struct block *)));
 
-    for (uint32_t i = 0; i < blocks; i++) {
-        b[i] = new_block(threads, shared_bytes);
-        b[i]->body = body;
-        b[i]->args = args;
-        b[i]->index = i;
-        b[i]->chance = run * 0x9e3779b9u + i * 0x85ebca6bu + 1;
-        b[i]->chance += !b[i]->chance;
-    }
-    for (uint32_t i = 0; i < blocks; i++)
+    for (uint32_t i = 0; i < grid->blocks; i++)
+        b[i] = block_of(grid, i, run);
+    for (uint32_t i = 0; i < grid->blocks; i++)
         if (pthread_create(&thread[i], NULL, run_block, b[i]))
             abort();
-    for (uint32_t i = 0; i < blocks; i++) {
+    for (uint32_t i = 0; i < grid->blocks; i++) {
         (void)pthread_join(thread[i], NULL);
         free_block(b[i]);
     }
     free(b);
     free(thread);
+    __atomic_store_n(&grid->over, 1, __ATOMIC_SEQ_CST);
 }

@@ -1,6 +1,7 @@
 #include "wire.h"
 
 #include <pthread.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -227,11 +228,6 @@ const uint64_t *wire_signal(const struct ep_device_net *net, uint32_t signal)
 }
 
 /* ---- ends ------------------------------------------------------------------------------------------------ */
-
-bool wire_is_there(uint32_t ranks)
-{
-    return wire_node_of(ranks - 1, ranks) > 0;
-}
 
 /* Under the lock. */
 static struct place *take_place(const uint8_t *window, uint32_t ranks, uint64_t beside)

@@ -10,7 +10,6 @@
 #ifndef CUDA_KERNELS_WIRE_H
 #define CUDA_KERNELS_WIRE_H
 
-#include <stdbool.h>
 #include <stdint.h>
 
 #include "device_net.h"
@@ -21,8 +20,6 @@ extern "C" {
 
 struct wire;
 
-/* Are ranks on several nodes? */
-bool wire_is_there(uint32_t ranks);
 /* The end of a rank, whose peers have these windows. */
 ep_status wire_open(uint8_t *const *windows, uint32_t rank, const struct ep_layout_map *map, struct wire **out,
                     struct ep_error *error);

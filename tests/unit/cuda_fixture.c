@@ -17,7 +17,7 @@ struct ep_cuda_memory {
     int fd;
     uint32_t device;
     uint64_t bytes;
-    uint8_t *gpu;  /* reserved, not accessible */
+    uint8_t *gpu;  /* reserved, not accessible unless addresses are to be followed */
     uint8_t *host; /* the same bytes */
 };
 
@@ -167,7 +167,7 @@ static ep_status device_current(uint32_t *device, struct ep_error *error)
 
 static void close_memory(struct ep_cuda_memory *m)
 {
-    if (m->host && m->host != MAP_FAILED)
+    if (m->host && m->host != MAP_FAILED && m->host != m->gpu)
         munmap(m->host, m->bytes);
     if (m->gpu && m->gpu != MAP_FAILED)
         munmap(m->gpu, m->bytes + PAGE);
@@ -198,9 +198,11 @@ static ep_status open_memory(uint32_t device, int fd, uint64_t bytes, struct ep_
     m->fd = fd;
     m->device = device;
     m->bytes = (bytes + PAGE - 1) / PAGE * PAGE;
-    m->host = mmap(NULL, m->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     /* No other one follows at once. */
     m->gpu = mmap(NULL, m->bytes + PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (m->gpu != MAP_FAILED)
+        m->host = mmap(cuda_fixture.followed ? m->gpu : NULL, m->bytes, PROT_READ | PROT_WRITE,
+                       MAP_SHARED | (cuda_fixture.followed ? MAP_FIXED : 0), fd, 0);
     if (fd < 0 || m->host == MAP_FAILED || m->gpu == MAP_FAILED || !keep(m)) {
         close_memory(m);
         return ep_error_set(error, EP_NO_MEMORY, "no memory of %llu bytes", (unsigned long long)bytes);

@@ -4,8 +4,8 @@
  * here runs nothing: a test that looks at the server's half plays the worker, and says with `passed` how many
  * ops are over.
  *
- * Addresses of "GPU" memory cannot be followed: whoever does so dies of SIGSEGV.  cuda_fixture_host() is
- * where a test looks at the bytes.
+ * Addresses of "GPU" memory cannot be followed, unless `followed` says so: whoever does so dies of SIGSEGV.
+ * cuda_fixture_host() is where a test looks at the bytes.
  */
 #ifndef CUDA_FIXTURE_H
 #define CUDA_FIXTURE_H
@@ -26,6 +26,7 @@ struct cuda_fixture {
     uint32_t stuck;      /* serve_end says that something still runs; atomic */
     uint32_t looking;    /* serve_forgotten says that an op still runs; atomic */
     uint64_t piece;      /* memory_range tells so much of a memory at a time; 0: all of it */
+    bool followed;       /* addresses of memory that is made from here on are the host's too */
     bool legacy;         /* memory is like cudaMalloc()'s: nothing exports it by an address */
     uint32_t lost;       /* bit d: whatever is asked of device d fails with EP_IO; atomic */
     void (*on_info)(uint32_t device, struct ep_cuda_device *info); /* what else a device is */

@@ -17,16 +17,21 @@ using std::min;
 
 #define __device__
 #define __host__
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __shared__ static thread_local /* a block is a thread */
 
 #define threadIdx fiber_thread
 #define blockIdx fiber_block
+#define gridDim fiber_blocks
 
 /* ---- threads ------------------------------------------------------------------------------- */
 
 inline void __syncthreads() { fibers_meet_block(); }
+inline int __syncthreads_or(int v) { return fibers_any_of_block(v != 0); }
 inline void __syncwarp() { fibers_meet_warp(); }
 
 template <class T> inline uint64_t bits_of(T value)
@@ -97,23 +102,46 @@ inline uint32_t __match_any_sync(uint32_t, uint32_t v)
 
 /* ---- words of memory ----------------------------------------------------------------------------- */
 
-template <class T, class U> inline T atomicAdd(T *p, U v) { return __atomic_fetch_add(p, (T)v, __ATOMIC_SEQ_CST); }
-template <class T, class U> inline T atomicOr(T *p, U v) { return __atomic_fetch_or(p, (T)v, __ATOMIC_SEQ_CST); }
-template <class T, class U> inline T atomicAnd(T *p, U v) { return __atomic_fetch_and(p, (T)v, __ATOMIC_SEQ_CST); }
+template <class T, class U> inline T atomicAdd(T *p, U v)
+{
+    fibers_wrote();
+    return __atomic_fetch_add(p, (T)v, __ATOMIC_SEQ_CST);
+}
+template <class T, class U> inline T atomicOr(T *p, U v)
+{
+    fibers_wrote();
+    return __atomic_fetch_or(p, (T)v, __ATOMIC_SEQ_CST);
+}
+template <class T, class U> inline T atomicAnd(T *p, U v)
+{
+    fibers_wrote();
+    return __atomic_fetch_and(p, (T)v, __ATOMIC_SEQ_CST);
+}
 template <class T, class U, class V> inline T atomicCAS(T *p, U expected, V v)
 {
     T was = (T)expected;
 
-    __atomic_compare_exchange_n(p, &was, (T)v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    if (__atomic_compare_exchange_n(p, &was, (T)v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        fibers_wrote();
+    return was;
+}
+/* What is there becomes `next` of it. */
+template <class T, class Next> inline T change(T *p, Next next)
+{
+    T was = __atomic_load_n(p, __ATOMIC_SEQ_CST);
+
+    while (!__atomic_compare_exchange_n(p, &was, next(was), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        ;
+    fibers_wrote();
     return was;
 }
 template <class T, class U> inline T atomicMax(T *p, U v)
 {
-    T was = __atomic_load_n(p, __ATOMIC_SEQ_CST);
-
-    while (was < (T)v && !__atomic_compare_exchange_n(p, &was, (T)v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
-        ;
-    return was;
+    return change(p, [v](T was) { return max(was, (T)v); });
+}
+inline uint32_t atomicInc(uint32_t *p, uint32_t last)
+{
+    return change(p, [last](uint32_t was) { return was >= last ? 0 : was + 1; });
 }
 template <class T> inline T __ldcg(const T *p)
 {

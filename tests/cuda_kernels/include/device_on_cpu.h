@@ -4,8 +4,15 @@
 
 #include <ctime>
 
+#include "cuda_launch.h"
 #include "ll_quantise.cuh"
 #include "wire.h"
+
+/* Who asks for it has a pointer to it. */
+struct launched_shared {
+    operator uint32_t *() const { return fiber_shared; }
+};
+#define EP_LAUNCHED_SHARED(align, name) const launched_shared name
 
 namespace ep {
 
@@ -21,8 +28,16 @@ inline uint64_t load_u64(const uint64_t *p) { return look(p); }
 inline uint32_t acquire_u32(const uint32_t *p) { return look(p); }
 inline uint64_t acquire_u64(const uint64_t *p) { return look(p); }
 inline uint32_t acquire_count(const uint32_t *p) { return look(p); }
-inline void store_u32(uint32_t *p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }
-inline void store_u64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }
+inline void store_u32(uint32_t *p, uint32_t v)
+{
+    fibers_wrote();
+    __atomic_store_n(p, v, __ATOMIC_SEQ_CST);
+}
+inline void store_u64(uint64_t *p, uint64_t v)
+{
+    fibers_wrote();
+    __atomic_store_n(p, v, __ATOMIC_SEQ_CST);
+}
 
 /* 16 bytes at once. */
 #ifdef __x86_64__
@@ -33,6 +48,7 @@ inline void store_vec(void *p, Vec v)
     vec_words words;
 
     memcpy(&words, &v, sizeof words);
+    fibers_wrote();
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     *(volatile vec_words *)p = words;
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
@@ -72,17 +88,21 @@ inline Vec load_row(const void *p)
     memcpy(&v, p, sizeof v);
     return v;
 }
-inline void store_row(void *p, Vec v) { memcpy(p, &v, sizeof v); }
+inline void store_row(void *p, Vec v)
+{
+    fibers_wrote();
+    memcpy(p, &v, sizeof v);
+}
 
 /* Of the block's shared memory. */
 inline uint32_t peek(const uint32_t *p) { return look(p); }
 
 /* ---- counting, the clock, streams -------------------------------------------------------------------- */
 
-inline uint32_t count_acquire(uint32_t *p) { return __atomic_fetch_add(p, 1, __ATOMIC_SEQ_CST); }
-inline uint32_t count_acq_rel(uint32_t *p) { return __atomic_fetch_add(p, 1, __ATOMIC_SEQ_CST); }
-inline void count_release(uint32_t *p) { __atomic_fetch_add(p, 1, __ATOMIC_SEQ_CST); }
-inline void count_release(uint64_t *p) { __atomic_fetch_add(p, 1, __ATOMIC_SEQ_CST); }
+inline uint32_t count_acquire(uint32_t *p) { return atomicAdd(p, 1); }
+inline uint32_t count_acq_rel(uint32_t *p) { return atomicAdd(p, 1); }
+inline void count_release(uint32_t *p) { (void)atomicAdd(p, 1); }
+inline void count_release(uint64_t *p) { (void)atomicAdd(p, 1); }
 
 inline uint64_t now_ns()
 {
@@ -93,8 +113,8 @@ inline uint64_t now_ns()
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-inline void await_stream() {} /* ops of a rank run one by one */
-inline void let_next_come() {}
+inline void await_stream() { fibers_await_stream(); }
+inline void let_next_come() { fibers_let_next_come(); }
 
 /* ---- bulk copies: there when they return.  A barrier counts them. -------------------------------------- */
 
