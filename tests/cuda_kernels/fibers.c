@@ -14,6 +14,8 @@ enum {
     LOOKS = 8,        /* a thread looks so often before another has its turn */
     IDLE_LOOKS = 256, /* of a block, in which nothing has happened: it sleeps, others may want the processor */
     NAP_NS = 50000,
+    LATE_STARTS = 8, LATE_COUNTS = 64, /* one block in so many begins late, or is late after it has counted something */
+    LATE_NS = 200000,
 };
 
 /* Where threads wait for each other: the last one opens it for all. */
@@ -171,6 +173,18 @@ void fibers_wrote(void)
     block->looks = 0;
 }
 
+static void be_late(struct block *b, uint32_t one_in)
+{
+    if (by_chance(b) % one_in == 0)
+        nanosleep(&(struct timespec){ .tv_nsec = by_chance(b) % LATE_NS }, NULL);
+}
+
+void fibers_counted(void)
+{
+    fibers_wrote();
+    be_late(block, LATE_COUNTS);
+}
+
 /* ---- meetings ----------------------------------------------------------------------------------------- */
 
 static void open_meeting(struct meeting *meeting)
@@ -286,6 +300,7 @@ static void *run_block(void *arg)
     fiber_block.x = b->index;
     fiber_blocks.x = b->grid->blocks;
     fiber_shared = b->shared;
+    be_late(b, LATE_STARTS);
     b->current = choose(b);
     go_to(&b->home, &b->fiber[b->current]);
     fibers_let_next_come();

@@ -43,8 +43,9 @@ void fibers_run(struct fibers_grid *grid);
 
 /* Somebody looks at memory, and may do so until another has written it. */
 void fibers_look(void);
-/* And somebody has written it: the block does something. */
+/* And somebody has written it: the block does something.  Or has counted: others may be further than this block from now on. */
 void fibers_wrote(void);
+void fibers_counted(void);
 /* Until all threads of the block, or of the warp, are there, but those that are over. */
 void fibers_meet_block(void);
 void fibers_meet_warp(void);

@@ -102,28 +102,28 @@ inline uint32_t __match_any_sync(uint32_t, uint32_t v)
 
 /* ---- words of memory ----------------------------------------------------------------------------- */
 
+template <class T> inline T counted(T was)
+{
+    fibers_counted();
+    return was;
+}
 template <class T, class U> inline T atomicAdd(T *p, U v)
 {
-    fibers_wrote();
-    return __atomic_fetch_add(p, (T)v, __ATOMIC_SEQ_CST);
+    return counted(__atomic_fetch_add(p, (T)v, __ATOMIC_SEQ_CST));
 }
 template <class T, class U> inline T atomicOr(T *p, U v)
 {
-    fibers_wrote();
-    return __atomic_fetch_or(p, (T)v, __ATOMIC_SEQ_CST);
+    return counted(__atomic_fetch_or(p, (T)v, __ATOMIC_SEQ_CST));
 }
 template <class T, class U> inline T atomicAnd(T *p, U v)
 {
-    fibers_wrote();
-    return __atomic_fetch_and(p, (T)v, __ATOMIC_SEQ_CST);
+    return counted(__atomic_fetch_and(p, (T)v, __ATOMIC_SEQ_CST));
 }
 template <class T, class U, class V> inline T atomicCAS(T *p, U expected, V v)
 {
     T was = (T)expected;
 
-    if (__atomic_compare_exchange_n(p, &was, (T)v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
-        fibers_wrote();
-    return was;
+    return __atomic_compare_exchange_n(p, &was, (T)v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) ? counted(was) : was;
 }
 /* What is there becomes `next` of it. */
 template <class T, class Next> inline T change(T *p, Next next)
@@ -132,8 +132,7 @@ template <class T, class Next> inline T change(T *p, Next next)
 
     while (!__atomic_compare_exchange_n(p, &was, next(was), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
         ;
-    fibers_wrote();
-    return was;
+    return counted(was);
 }
 template <class T, class U> inline T atomicMax(T *p, U v)
 {
