@@ -410,6 +410,21 @@ LONG_KERNEL_RUNS = (
     ("-of-nodes-leaves", "6", "2", "a rank leaves while"),
     ("-of-nodes-uneven-leaves-amid", "5", "2", "HT: a rank leaves in the middle of a dispatch, packed"),
 )
+# Executor server.  By turns ranks ring by their streams, by kernels that wait, and have a warp look for the doorbell.
+SERVED_KERNEL_RUNS = (
+    ("", "2", "1", "T=33"),
+    # Many ops alike, for which entries are told what to expect, and then others; ops that are none, and that change meanwhile.
+    ("-ops", "2", "1", "ops that "),
+    ("-memory", "2", "1", "memory "),
+    ("-closed", "2", "1", "a mailbox that is closed"),
+    ("-orders", "2", "1", "interleaved"),
+    ("-halves", "2", "1", "in halves"),
+    ("-overflow", "2", "1", "rows do not fit"),
+    ("-behind", "3", "1", "others dispatch"),
+    ("-absent", "3", "1", "a rank is absent"),
+    ("-of-nodes", "4", "2", "packed bf16 T=33"),
+)
+SERVED_KERNEL_SOAK_OPS = "300"
 # Random ops.  This seed has rank 0 away in the middle; of the four on two nodes it has it away from the beginning, then all of
 # its node, and for the last hundred ops they are back.
 KERNEL_SOAK_SEED, KERNEL_SOAK_OPS = "22", "900"
@@ -439,6 +454,11 @@ def gpu_tasks(quick):
 
     for name, ranks, nodes, cases in KERNEL_RUNS + (() if quick else LONG_KERNEL_RUNS):
         yield kernels(name, ranks, nodes, "--filter", cases)
+    for name, ranks, nodes, cases in SERVED_KERNEL_RUNS:
+        yield kernels("-served" + name, ranks, nodes, "--executor", "server", "--filter", cases)
+    for name, ranks, nodes, *flags in () if quick else KERNEL_SOAKS:
+        yield kernels("-served" + name, ranks, nodes, "--executor", "server", "--seed", KERNEL_SOAK_SEED, "--soak",
+                      SERVED_KERNEL_SOAK_OPS, *flags)
     for name, ranks, nodes, *flags in () if quick else KERNEL_SOAKS:
         yield kernels(name, ranks, nodes, "--seed", KERNEL_SOAK_SEED, "--soak", KERNEL_SOAK_OPS, *flags)
     for name, *flags in () if quick else KERNEL_LATE_SOAKS:
