@@ -132,8 +132,8 @@ __device__ inline void add_terms(const Terms &terms, uint32_t j, uint32_t at, ui
     }
 }
 
-/* All terms, weighted, of a thread's pieces at, at + kBy, ... below `end`, as they travel.  One term with weight 1 is a copy, bit for
- * bit. */
+/* All terms, weighted, of a thread's pieces at, at + kBy, ... below `end`, as they travel.  One term with weight 1 is a copy,
+ * bit for bit. */
 template <class T, uint32_t kBy>
 __device__ inline void sum_rows(const Terms &terms, uint32_t at, uint32_t end, Vec *sums)
 {
@@ -557,8 +557,8 @@ __device__ inline void sum_packet(const ep_ll_args &a, Op *op, const Terms &term
 }
 
 /*
- * Packets of the tokens' sums, a warp's each.  They are counted from the last block, as rows are from the first: with small
- * batches no block has both.
+ * Packets of the tokens' sums, a warp's each, or as many as come to it one after the other: so it finds the terms of a token
+ * once.  They are counted from the last block, as rows are from the first: with small batches no block has both.
  */
 __device__ inline uint32_t sums_of_warp(const ep_ll_args &a)
 {
