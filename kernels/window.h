@@ -65,7 +65,6 @@ extern "C" {
 #define EP_MAX_HANDLES 64u
 #define EP_MAX_LL_BANKS 4u
 #define EP_RESULT_TEXT 160u
-#define EP_COMBINE_PARTS 2u /* that GPUs cut a partial into, for different blocks */
 
 /* ---- sizes ------------------------------------------------------------------ */
 

@@ -241,7 +241,8 @@ EP_API void ep_leave(ep_rank *rank);
  *
  * EP_DETACHED: the others go over, and this rank has no place there on this node, or they go without it, as it has gone on
  * alone for long (its node had lost the others); the message says why.  What began is finished in the same way, and
- * ep_leave(); in the second case a further ep_join() gives the rank in the group's next epoch.  (When the rank itself was taken away, ep_sync() says EP_DETACHED too.)
+ * ep_leave(); in the second case a further ep_join() gives the rank in the group's next epoch.  (When the rank itself was
+ * taken away, ep_sync() says EP_DETACHED too.)
  *
  * It waits only where going over has been agreed on but not confirmed: rarely, for milliseconds, and for the group's
  * timeout at most.  EP_TIMEOUT then, and EP_CANCELLED after ep_rank_interrupt(): the boundary has not been passed, and

@@ -19,6 +19,8 @@ extern "C" {
 
 /* Threads of a block. */
 #define EP_LL_THREADS 256u
+/* That a combine cuts a partial into, for different blocks to push. */
+#define EP_COMBINE_PARTS 2u
 
 enum { EP_LL_SEND = 1, EP_LL_RECEIVE = 2 };
 

@@ -45,7 +45,7 @@
  *   - When it is not, or somebody was missed, the last block of a dispatch receives it all again, without all
  *     that were missed or outside.  Who remains has sent everything: each block counted him in and found it.
  *   - The sums of a combine stay as they are.  Whom `arrived` names is in every sum that he has a part in, as
- *     nobody missed him or left him out; whom it does not name may be in some of them.
+ *     nobody missed him or left him out; whom it does not name may be in some of them, or in parts of them.
  *   - A block that sees this rank itself outside leaves out all: the op ends with EP_DETACHED.
  *
  * ## What a worker can write
@@ -82,7 +82,7 @@ namespace ep {
 constexpr uint32_t kThreads = EP_LL_THREADS;
 constexpr uint32_t kWarps = kThreads / 32;
 /*
- * Threads that move a block's last row to where it stays.  The last warp, the clerk, has no part in that: it arrives
+ * Threads that move a block's last row of a dispatch to where it stays.  The last warp, the clerk, has no part in that: it arrives
  * meanwhile, and finishes the op when its block is the last one.  A row of 896 pieces (H 7168, bf16) is four for a thread
  * with it as without.
  */
@@ -451,8 +451,8 @@ struct Arrival {
 };
 
 /*
- * The clerk of a block that waits for nothing more, after a barrier.  The block may still have rows to write: only what it
- * has told in the scratch is there for the last one to arrive, if `told`, or if it is about ranks.
+ * The clerk of a block that waits for nothing more, after a barrier or when all warps have said so.  The block may still have
+ * rows to write: only what it has told in the scratch is there for the last one to arrive, if `told`, or if it is about ranks.
  */
 __device__ inline void arrive(const ep_ll_args &a, const Op &op, bool told, Arrival *arrival)
 {

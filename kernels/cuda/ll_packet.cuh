@@ -70,7 +70,7 @@ __device__ inline void store_packet(uint8_t *packet, const Vec &v, bool whole)
         return;
     __syncwarp();
     if (has_number) {
-        fence_sys(); /* release; partner: reload */
+        fence_sys(); /* release; partner: await_packets */
         store_vec(packet + lane * sizeof(Vec), v);
     }
 }

@@ -1,7 +1,7 @@
 /*
- * How the GPUs of a node reach each other.  That they do is the driver's word, by which groups are placed; over NVLink or
- * PCIe, through how many links, and what the fabric manager has made of them, is NVML's, and for operators to read.  It
- * is looked at once, when the server starts.
+ * How the GPUs of a node reach each other.  That they do is the driver's word, by which groups are placed, and whether over
+ * NVLink, which kernels are told.  What operators read of that, through how many links, and what the fabric manager has made
+ * of them, is NVML's.  It is looked at once, when the server starts.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,28 +11,24 @@
 
 /* ---- the driver's word ----------------------------------------------------------- */
 
-static bool reaches(const struct device *from, const struct device *to)
+/* devices: a bit for each, of `from`'s. */
+static bool has(uint64_t devices, const struct device *from, const struct device *to)
 {
-    return from == to || (to->ordinal < 64 && from->gpu.peers >> to->ordinal & 1);
+    return from == to || (to->ordinal < 64 && devices >> to->ordinal & 1);
 }
 
 bool ep_node_gpus_reach(const struct ep_node *node, uint32_t a, uint32_t b)
 {
     const struct device *x = &node->devices[a], *y = &node->devices[b];
 
-    return reaches(x, y) && reaches(y, x);
-}
-
-static bool is_linked(const struct device *from, const struct device *to)
-{
-    return from == to || (to->ordinal < 64 && from->gpu.linked >> to->ordinal & 1);
+    return has(x->gpu.peers, x, y) && has(y->gpu.peers, y, x);
 }
 
 bool ep_node_gpus_linked(const struct ep_node *node, uint32_t a, uint32_t b)
 {
     const struct device *x = &node->devices[a], *y = &node->devices[b];
 
-    return is_linked(x, y) && is_linked(y, x);
+    return has(x->gpu.linked, x, y) && has(y->gpu.linked, y, x);
 }
 
 /* ---- looking ----------------------------------------------------------------- */
