@@ -6,7 +6,7 @@
 #include "ep_clock.h"
 #include "ll_tests.h"
 
-enum { STORM_OPS = 100, STORM_MS = 50, CHURN = 20, SHORT_MS = 200, LONG_MS = 5000, MEMORY_BYTES = 1 << 22,
+enum { STORM_OPS = 100, STORM_MS = 50, CHURN = 20, SHORT_MS = 200, MEMORY_BYTES = 1 << 22,
        PLACES = 16 };
 
 static struct ep_mailbox *mailbox_of(const struct world_rank *rank)
@@ -323,7 +323,7 @@ ep_status ll_case_storm(const struct ll_setting *setting, const struct shape *sh
 
 ep_status ll_wait_begun(struct world_rank *rank, struct ep_error *error)
 {
-    const uint64_t end = ep_clock_ns() + LONG_MS / 2 * EP_NS_PER_MS;
+    const uint64_t end = ep_clock_ns() + rank->world->stuck_ns;
     uint64_t begun = 0;
     ep_status status = EP_OK;
 
@@ -356,16 +356,17 @@ static ep_status run_closed(struct ll_passes *passes, uint32_t rank, struct ep_e
         status = world_ring(own, &op, error);
     if (status == EP_OK)
         status = world_wait(own, error);
-    if (status == EP_OK && (ep_clock_ns() - start) / EP_NS_PER_MS > LONG_MS / 2)
+    if (status == EP_OK && (ep_clock_ns() - start) / EP_NS_PER_MS > passes->timeout_ms / 2)
         return ep_error_set(error, EP_VERIFY_FAILED, "a stream went on after %llu ms only",
                             (unsigned long long)((ep_clock_ns() - start) / EP_NS_PER_MS));
     return status;
 }
 
-/* The op waits no more than its worker does. */
-static ep_status end_at_once(struct world *world, struct ep_error *error)
+/* The op waits no more than its worker does, and not until its time is over. */
+static ep_status end_soon(const struct ll_passes *passes, struct ep_error *error)
 {
-    const ep_status status = world->api->serve_end(world->rank[0].serve, SHORT_MS, error);
+    const struct world *world = passes->world;
+    const ep_status status = world->api->serve_end(world->rank[0].serve, passes->timeout_ms / 2, error);
 
     return status == EP_OK ? status : ep_error_prefix(error, "the end of a serve whose worker has gone on");
 }
@@ -376,11 +377,9 @@ ep_status ll_case_closed(const struct ll_setting *setting, const struct shape *s
     ep_status status = ll_open(setting, shape, 1, &passes, error);
 
     if (status == EP_OK)
-        status = world_set_timeout(passes.world, LONG_MS, error);
-    if (status == EP_OK)
         status = ll_each(&passes, world_all(passes.world), run_closed, error);
     if (status == EP_OK)
-        status = end_at_once(passes.world, error);
+        status = end_soon(&passes, error);
     ll_close(&passes);
     return status;
 }
@@ -400,8 +399,9 @@ static ep_status run_waiting(struct ll_passes *passes, uint32_t rank, struct ep_
 }
 
 /* Not over, then over. */
-static ep_status end_twice(struct world *world, struct ep_error *error)
+static ep_status end_twice(const struct ll_passes *passes, struct ep_error *error)
 {
+    struct world *world = passes->world;
     const struct ep_cuda_api *api = world->api;
     struct world_rank *rank = &world->rank[0];
     ep_status status = api->serve_end(rank->serve, SHORT_MS, error);
@@ -410,7 +410,7 @@ static ep_status end_twice(struct world *world, struct ep_error *error)
         return ep_error_set(error, EP_VERIFY_FAILED, "the end of a serve whose op runs says %s",
                             ep_status_name(status));
     status = world_leave(world, 0, error);
-    return status == EP_OK ? api->serve_end(rank->serve, LONG_MS, error) : status;
+    return status == EP_OK ? api->serve_end(rank->serve, passes->timeout_ms / 2, error) : status;
 }
 
 ep_status ll_case_end(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
@@ -419,11 +419,9 @@ ep_status ll_case_end(const struct ll_setting *setting, const struct shape *shap
     ep_status status = ll_open(setting, shape, 1, &passes, error);
 
     if (status == EP_OK)
-        status = world_set_timeout(passes.world, LONG_MS, error);
-    if (status == EP_OK)
         status = ll_each(&passes, world_all(passes.world), run_waiting, error);
     if (status == EP_OK)
-        status = end_twice(passes.world, error);
+        status = end_twice(&passes, error);
     ll_close(&passes);
     return status;
 }

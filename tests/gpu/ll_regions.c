@@ -10,7 +10,7 @@
 #include "ep_clock.h"
 #include "ll_tests.h"
 
-enum { ARENA = 5, LOST = 9, OWN_BYTES = 1 << 22, ROUNDS = 40, SHORT_MS = 50, LONG_MS = 5000, LOOK_US = 100 };
+enum { ARENA = 5, LOST = 9, OWN_BYTES = 1 << 22, ROUNDS = 40, SHORT_MS = 50, LOOK_US = 100 };
 
 static ep_status list(struct world_rank *rank, uint32_t number, void *start, uint64_t bytes, struct ep_error *error)
 {
@@ -30,7 +30,7 @@ static ep_status list_arena(struct world_rank *rank, struct ep_error *error)
 static ep_status forget(struct world_rank *rank, uint32_t number, struct ep_error *error)
 {
     const struct ep_cuda_api *api = rank->world->api;
-    const uint64_t end = ep_clock_ns() + 2 * LONG_MS * EP_NS_PER_MS;
+    const uint64_t end = ep_clock_ns() + rank->world->stuck_ns;
     uint64_t entry;
     ep_status status = api->serve_forget(rank->serve, number, &entry, error);
 
@@ -250,7 +250,9 @@ static ep_status run_held(struct ll_passes *passes, uint32_t rank, struct ep_err
         return status;
     if (api->serve_forgotten(own->serve, entry, error) != EP_UNAVAILABLE)
         return ep_error_set(error, EP_VERIFY_FAILED, "what an op uses that runs may be unmapped");
-    status = world_wait(own, error);
+    status = world_leave(own->world, rank, error);
+    if (status == EP_OK)
+        status = world_wait(own, error);
     return status == EP_OK ? forget(own, ARENA, error) : status;
 }
 
@@ -259,8 +261,6 @@ ep_status ll_case_held_regions(const struct ll_setting *setting, const struct sh
     struct ll_passes passes;
     ep_status status = ll_open(setting, shape, 1, &passes, error);
 
-    if (status == EP_OK)
-        status = world_set_timeout(passes.world, 10 * SHORT_MS, error);
     if (status == EP_OK)
         status = ll_each(&passes, world_all(passes.world), run_held, error);
     ll_close(&passes);
