@@ -16,6 +16,7 @@ enum {
     NAP_NS = 50000,
     LATE_STARTS = 8, LATE_COUNTS = 64, /* one block in so many begins late, or is late after it has counted something */
     LATE_NS = 200000,
+    STORES = 32, /* of a block that are not there yet */
 };
 
 /* Where threads wait for each other: the last one opens it for all. */
@@ -36,6 +37,15 @@ struct fiber {
     uint32_t place;              /* among those that can go on */
 };
 
+/* 16 bytes, aligned ones of which are written and read at once where there is AVX. */
+#ifdef __x86_64__
+typedef long long piece __attribute__((vector_size(16)));
+#else
+typedef struct {
+    uint64_t half[2];
+} piece;
+#endif
+
 struct block {
     struct fibers_grid *grid;
     uint32_t index, threads, current;
@@ -45,6 +55,10 @@ struct block {
     uint64_t given[MAX_WARPS][2][LANES]; /* of this exchange and the next one */
     bool any[2];                         /* the same, of the block */
     bool lets;                           /* the next grid come */
+    struct {
+        piece *to, v;
+    } store[STORES]; /* that others do not see yet */
+    uint32_t stores;
     uint32_t *shared;
     struct fiber home; /* of the thread of the process */
     struct fiber fiber[];
@@ -113,7 +127,7 @@ static void prepare(struct fiber *fiber, void (*entry)(void))
 
 #endif
 
-/* ---- turns ------------------------------------------------------------------------------------------ */
+/* ---- stores ------------------------------------------------------------------------------------- */
 
 static uint32_t by_chance(struct block *b)
 {
@@ -122,6 +136,85 @@ static uint32_t by_chance(struct block *b)
     b->chance ^= b->chance << 5;
     return b->chance;
 }
+
+#ifdef __x86_64__
+static void write_piece(piece *to, piece v)
+{
+    *(volatile piece *)to = v;
+}
+
+static piece read_piece(const piece *from)
+{
+    return *(const volatile piece *)from;
+}
+#else /* halves: the number, by which a reader knows most of them, is in the second one */
+static void write_piece(piece *to, piece v)
+{
+    __atomic_store_n(&to->half[0], v.half[0], __ATOMIC_SEQ_CST);
+    __atomic_store_n(&to->half[1], v.half[1], __ATOMIC_SEQ_CST);
+}
+
+static piece read_piece(const piece *from)
+{
+    piece v;
+
+    v.half[1] = __atomic_load_n(&from->half[1], __ATOMIC_SEQ_CST);
+    v.half[0] = __atomic_load_n(&from->half[0], __ATOMIC_SEQ_CST);
+    return v;
+}
+#endif
+
+/* Store i is seen. */
+static void let_see(struct block *b, uint32_t i)
+{
+    write_piece(b->store[i].to, b->store[i].v);
+    b->store[i] = b->store[--b->stores];
+}
+
+static uint32_t find_store(const struct block *b, const void *at)
+{
+    uint32_t i = 0;
+
+    while (i < b->stores && b->store[i].to != at)
+        i++;
+    return i;
+}
+
+void fibers_store(void *to, const void *from)
+{
+    struct block *b = block;
+    const uint32_t i = find_store(b, to);
+
+    b->looks = 0;
+    if (i < b->stores) {
+        memcpy(&b->store[i].v, from, sizeof(piece));
+        return;
+    }
+    if (b->stores == STORES)
+        let_see(b, by_chance(b) % STORES);
+    b->store[b->stores].to = to;
+    memcpy(&b->store[b->stores++].v, from, sizeof(piece));
+}
+
+void fibers_load(void *to, const void *from)
+{
+    struct block *b = block;
+    const uint32_t i = find_store(b, from);
+    const piece v = i < b->stores ? b->store[i].v : read_piece(from);
+
+    memcpy(to, &v, sizeof v);
+}
+
+void fibers_fence(void)
+{
+    struct block *b = block;
+
+    while (b->stores)
+        let_see(b, by_chance(b) % b->stores);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+/* ---- turns ------------------------------------------------------------------------------------------ */
 
 static void add_ready(struct block *b, uint32_t thread)
 {
@@ -162,6 +255,8 @@ void fibers_look(void)
     struct block *b = block;
 
     b->looks++;
+    if (b->stores && by_chance(b) % LOOKS == 0)
+        let_see(b, by_chance(b) % b->stores);
     if (b->looks % IDLE_LOOKS == 0)
         nanosleep(&(struct timespec){ .tv_nsec = NAP_NS }, NULL);
     if (b->looks % LOOKS == 0)
@@ -303,6 +398,7 @@ static void *run_block(void *arg)
     be_late(b, LATE_STARTS);
     b->current = choose(b);
     go_to(&b->home, &b->fiber[b->current]);
+    fibers_fence();
     fibers_let_next_come();
     return NULL;
 }

@@ -3,7 +3,7 @@
  *
  * A block is a thread of the process, and its own threads take turns on it: each runs until it waits for others or
  * looks at memory that another may write, and who comes next is left to chance, so that what may happen in any order
- * does.  Threads are in warps of 32.
+ * does.  Threads are in warps of 32.  Stores of 16 bytes may be seen by others later than what the block stores after them.
  *
  * What a grid waits for before it begins, and in which order others come, is its stream's (streams.c).
  */
@@ -46,6 +46,11 @@ void fibers_look(void);
 /* And somebody has written it: the block does something.  Or has counted: others may be further than this block from now on. */
 void fibers_wrote(void);
 void fibers_counted(void);
+/* 16 bytes at a multiple of 16, as a whole: for others some time before the block's next fence, or its end, and later than what
+ * it stores meanwhile; for the block at once. */
+void fibers_store(void *to, const void *from);
+void fibers_load(void *to, const void *from);
+void fibers_fence(void);
 /* Until all threads of the block, or of the warp, are there, but those that are over. */
 void fibers_meet_block(void);
 void fibers_meet_warp(void);

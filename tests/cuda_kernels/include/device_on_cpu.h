@@ -16,7 +16,7 @@ struct launched_shared {
 
 namespace ep {
 
-/* ---- memory order: the strongest there is.  Whoever looks lets others go on. ------------------------ */
+/* ---- memory order: the strongest there is, but for 16 bytes (fibers.h).  Whoever looks lets others go on. --------- */
 
 template <class T> inline T look(const T *p)
 {
@@ -39,60 +39,30 @@ inline void store_u64(uint64_t *p, uint64_t v)
     __atomic_store_n(p, v, __ATOMIC_SEQ_CST);
 }
 
-/* 16 bytes at once. */
-#ifdef __x86_64__
-typedef long long vec_words __attribute__((vector_size(16))); /* aligned accesses of it are atomic where there is AVX */
-
-inline void store_vec(void *p, Vec v)
-{
-    vec_words words;
-
-    memcpy(&words, &v, sizeof words);
-    fibers_wrote();
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    *(volatile vec_words *)p = words;
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
-}
+/* 16 bytes at once.  Others may see them later than what comes after, until there is a fence. */
+inline void store_vec(void *p, Vec v) { fibers_store(p, &v); }
 inline Vec load_vec(const void *p)
 {
     Vec v;
 
     fibers_look();
-    const vec_words words = *(const volatile vec_words *)p;
+    fibers_load(&v, p);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    memcpy(&v, &words, sizeof v);
     return v;
 }
-#else /* halves: the number, by which a reader knows them, is in the second one */
-inline void store_vec(void *p, Vec v)
-{
-    store_u64((uint64_t *)p, (uint64_t)v.w[1] << 32 | v.w[0]);
-    store_u64((uint64_t *)p + 1, (uint64_t)v.w[3] << 32 | v.w[2]);
-}
-inline Vec load_vec(const void *p)
-{
-    const uint64_t high = load_u64((const uint64_t *)p + 1), low = load_u64((const uint64_t *)p);
-
-    return Vec{ { (uint32_t)low, (uint32_t)(low >> 32), (uint32_t)high, (uint32_t)(high >> 32) } };
-}
-#endif
 inline Vec acquire_vec(const void *p) { return load_vec(p); }
-inline void fence_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void fence_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void fence_total() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void fence_gpu() { fibers_fence(); }
+inline void fence_sys() { fibers_fence(); }
+inline void fence_total() { fibers_fence(); }
 
 inline Vec load_row(const void *p)
 {
     Vec v;
 
-    memcpy(&v, p, sizeof v);
+    fibers_load(&v, p);
     return v;
 }
-inline void store_row(void *p, Vec v)
-{
-    fibers_wrote();
-    memcpy(p, &v, sizeof v);
-}
+inline void store_row(void *p, Vec v) { fibers_store(p, &v); }
 
 /* Of the block's shared memory. */
 inline uint32_t peek(const uint32_t *p) { return look(p); }
@@ -100,9 +70,17 @@ inline uint32_t peek(const uint32_t *p) { return look(p); }
 /* ---- counting, the clock, streams -------------------------------------------------------------------- */
 
 inline uint32_t count_acquire(uint32_t *p) { return atomicAdd(p, 1); }
-inline uint32_t count_acq_rel(uint32_t *p) { return atomicAdd(p, 1); }
-inline void count_release(uint32_t *p) { (void)atomicAdd(p, 1); }
-inline void count_release(uint64_t *p) { (void)atomicAdd(p, 1); }
+inline uint32_t count_acq_rel(uint32_t *p)
+{
+    fibers_fence();
+    return atomicAdd(p, 1);
+}
+inline void count_release(uint32_t *p) { (void)count_acq_rel(p); }
+inline void count_release(uint64_t *p)
+{
+    fibers_fence();
+    (void)atomicAdd(p, 1);
+}
 
 inline uint64_t now_ns()
 {
