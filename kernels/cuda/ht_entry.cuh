@@ -43,7 +43,10 @@ static __device__ __noinline__ void end_entry(const ep_ll_serve &s, const struct
     if (threadIdx.x >= 32 || !pass(s, spins, true))
         return;
     tell_stream(s, !spins);
-    log_op(s, op, op.kind, place, load_u64(&s.desk->log.ended));
+
+    const uint64_t ended = __shfl_sync(kAll, load_u64(&s.desk->log.ended), 0); /* before a lane adds to it */
+
+    log_op(s, op, op.kind, place, ended);
 }
 
 /* All threads: run(), if it is for this kernel. */

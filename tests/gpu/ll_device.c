@@ -271,6 +271,7 @@ static const struct ll_case cases[] = {
     SERVED("ops that are not the expected ones, packed fp8", ll_case_unexpected, 1, .tokens = 40, .layout = PACKED,
            .dtype = BENCH_FP8),
     SERVED("HT: ops that are not the expected ones", ll_case_unexpected, 1, .ht = true, .tokens = 40, .layout = PACKED),
+    SERVED("HT: ops that repeat themselves are expected", ll_case_expected, 2, .ht = true, .tokens = 40, .layout = PACKED),
     SERVED("ops that change while they run", ll_case_storm, 1, .tokens = 40),
     SERVED("ops that change while they run, packed fp8", ll_case_storm, 1, .tokens = 40, .layout = PACKED,
            .dtype = BENCH_FP8),

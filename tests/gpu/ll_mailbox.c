@@ -6,7 +6,7 @@
 #include "ep_clock.h"
 #include "ll_tests.h"
 
-enum { STORM_OPS = 100, STORM_MS = 50, CHURN = 20, SHORT_MS = 200, MEMORY_BYTES = 1 << 22,
+enum { STORM_OPS = 100, EXPECT_TRIES = 4, STORM_MS = 50, CHURN = 20, SHORT_MS = 200, MEMORY_BYTES = 1 << 22,
        PLACES = 16 };
 
 static struct ep_mailbox *mailbox_of(const struct world_rank *rank)
@@ -203,6 +203,95 @@ ep_status ll_case_unexpected(const struct ll_setting *setting, const struct shap
 
     if (status == EP_OK)
         status = ll_each(&passes, world_all(passes.world), run_unexpected, error);
+    ll_close(&passes);
+    return status;
+}
+
+/* ---- ops that are expected ------------------------------------------------------------ */
+
+/* A rank whose own kernel waits for ends of ops.  Of two that follow each other one does (world.h). */
+static ep_status find_spinning(const struct ll_passes *passes, struct world_rank **out, struct ep_error *error)
+{
+    for (uint32_t r = 0; r < passes->world->ranks; r++) {
+        struct world_rank *rank = &passes->world->rank[r];
+        uint32_t spins = 0;
+        ep_status status =
+            passes->world->api->read(rank->device, &spins, &mailbox_of(rank)->spins, sizeof spins, NULL, error);
+
+        *out = rank;
+        if (status != EP_OK || spins)
+            return status;
+    }
+    return ep_error_set(error, EP_INTERNAL, "no rank has a kernel that waits");
+}
+
+/* The dispatch of a rank, which waits for others then: so many blocks say that they execute it. */
+static ep_status begin_alone(struct world_rank *rank, const struct ep_op *op, uint32_t *blocks, struct ep_error *error)
+{
+    const uint64_t end = ep_clock_ns() + rank->world->stuck_ns;
+    ep_status status = world_run(rank, op, error);
+
+    *blocks = 0;
+    while (status == EP_OK && *blocks == 0) {
+        if (ep_clock_ns() > end)
+            return ep_error_set(error, EP_VERIFY_FAILED, "rank %u's op does not begin", rank->rank);
+        status = rank->world->api->read(rank->device, blocks, &mailbox_of(rank)->blocks, sizeof *blocks, NULL, error);
+    }
+    return status;
+}
+
+/* A pair as of repeat(), begun by that rank. */
+static ep_status run_begun(struct ll_passes *passes, struct world_rank *first, uint32_t *blocks,
+                           struct ep_error *error)
+{
+    struct ep_op dispatch = pass_dispatch_op(passes->pass[first->rank][0], 0);
+    ep_status status;
+
+    dispatch.tokens = 1;
+    status = begin_alone(first, &dispatch, blocks, error);
+    for (uint32_t r = 0; status == EP_OK && r < passes->world->ranks; r++) {
+        struct pass *pass = passes->pass[r][0];
+        struct ep_op combine = pass_combine_op(pass, 0, true);
+
+        dispatch = pass_dispatch_op(pass, 0);
+        dispatch.tokens = combine.tokens = 1;
+        if (r != first->rank)
+            status = world_run(pass->rank, &dispatch, error);
+        if (status == EP_OK)
+            status = world_run(pass->rank, &combine, error);
+    }
+    for (uint32_t r = 0; status == EP_OK && r < passes->world->ranks; r++)
+        status = world_wait(&passes->world->rank[r], error);
+    return status;
+}
+
+static ep_status repeat_first(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    return repeat(passes->pass[rank][0], 1, error);
+}
+
+/* An entry that finds out has the blocks of a kernel for LL besides.  Now and then one finds out that could expect the op:
+ * then another try will tell. */
+ep_status ll_case_expected(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    struct ll_passes passes;
+    struct world_rank *rank = NULL;
+    uint32_t first = 0, blocks = 0;
+    ep_status status = ll_open(setting, shape, 1, &passes, error);
+
+    if (status == EP_OK)
+        status = find_spinning(&passes, &rank, error);
+    if (status == EP_OK)
+        status = run_begun(&passes, rank, &first, error);
+    blocks = first;
+    for (uint32_t i = 0; status == EP_OK && blocks >= first && i < EXPECT_TRIES; i++) {
+        status = ll_each(&passes, world_all(passes.world), repeat_first, error);
+        if (status == EP_OK)
+            status = run_begun(&passes, rank, &blocks, error);
+    }
+    if (status == EP_OK && blocks >= first)
+        status = ep_error_set(error, EP_VERIFY_FAILED, "ops repeat themselves, and %u blocks execute one as %u did the first",
+                              blocks, first);
     ll_close(&passes);
     return status;
 }

@@ -102,6 +102,7 @@ ll_case_fn ll_case_graph;
 
 ll_case_fn ll_case_wrong_ops;
 ll_case_fn ll_case_unexpected;
+ll_case_fn ll_case_expected;
 ll_case_fn ll_case_storm;
 ll_case_fn ll_case_closed;
 ll_case_fn ll_case_end;
