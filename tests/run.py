@@ -424,9 +424,10 @@ SERVED_KERNEL_RUNS = (
     ("-absent", "3", "1", "a rank is absent"),
     ("-of-nodes", "4", "2", "packed bf16 T=33"),
 )
+# Twice such as repeat themselves, and others before them: this seed has both modes among them.
 SERVED_KERNEL_SOAK_OPS = "300"
 # Random ops.  This seed has rank 0 away in the middle; of the four on two nodes it has it away from the beginning, then all of
-# its node, and for the last hundred ops they are back.
+# its node, then they are back, and for the last hundred ops it is away again.
 KERNEL_SOAK_SEED, KERNEL_SOAK_OPS = "22", "900"
 KERNEL_SOAKS = (("-soak", "3", "1"), ("-soak-ht", "3", "1", "--ht"),
                 ("-of-nodes-soak", "4", "2"), ("-of-nodes-soak-ht", "4", "2", "--ht"))

@@ -3,8 +3,12 @@
  *
  * What every op is like follows from the seed and its number, so all ranks know it of all ranks: layout,
  * number of tokens (each rank its own), choices (none, wrong and repeated ones among them), whether the
- * routing is a cached one, whether the op comes in halves, whether its combine follows at once, after the
- * next dispatch or never.  Between chapters of some hundred ops ranks leave and return.
+ * routing is a cached one, whether the op comes in halves, whether its combine follows before anybody has looked, after
+ * that, after the next dispatch or never.  Between chapters of some hundred ops ranks leave and return.
+ *
+ * Ops come in stretches: random ones first, and then such as repeat themselves after a few, with other data each time.
+ * So an executor server expects ops (kernels/cuda/forecast.h), many of which come.  Others come instead of the rest:
+ * when numbers of tokens begin to differ by one in the middle, when members change, and in the next stretch.
  *
  * Tokens are small integers and weights smaller ones, so that every sum is exact in bf16, and a result is
  * compared bit for bit with token times sum of the weights that reached somebody (rank-major: times the
@@ -24,7 +28,10 @@ enum {
     MOST_TOKENS = 64,
     TOP_K = 4,
     HANDLES = 8,
-    CHAPTER = 400,  /* ops between two changes of membership */
+    CHAPTER = 200,  /* ops between two changes of membership */
+    STRETCH = 150,  /* of one to four of a worker: what its last 64 say is for those that come 64 later */
+    MOST_RANDOM = 40, /* of a stretch */
+    MOST_PERIOD = HANDLES / 2,
     LOOK_EVERY = 8, /* at a dispatch's rows */
     VALUES = 16,    /* tokens consist of -8 .. 7 */
     PLACES = 2,     /* a delayed combine's buffers stay while the next op uses others */
@@ -65,10 +72,18 @@ struct worker {
 
 struct step {
     uint64_t number, routes; /* the op whose routing it has */
+    uint64_t like;           /* and the one whose numbers of tokens, */
+    bool wavers;             /* or one more or less at some ranks */
     ep_mode mode;
     ep_layout layout;
-    bool cached, skipped, delayed, halves;
-    uint32_t handle;
+    bool cached, skipped, delayed, prompt, halves;
+    uint32_t handle, period;
+};
+
+/* Ops that repeat themselves after `period`, with numbers of tokens that do not from `wavers` on; or random ones: 0. */
+struct run {
+    uint64_t first, end, wavers;
+    uint32_t period;
 };
 
 static uint64_t draw(const struct soak *soak, uint64_t op, uint32_t what, uint32_t a, uint32_t b)
@@ -76,51 +91,91 @@ static uint64_t draw(const struct soak *soak, uint64_t op, uint32_t what, uint32
     return bench_hash(soak->seed + op * 0x9e3779b97f4a7c15ull, (enum bench_stream)what, a, b, 0);
 }
 
-enum { DRAW_STEP = 200, DRAW_TOKENS, DRAW_CHOICE, DRAW_ROW, DRAW_MEMBERS };
+enum { DRAW_STEP = 200, DRAW_TOKENS, DRAW_CHOICE, DRAW_ROW, DRAW_MEMBERS, DRAW_STRETCH };
 
-/* One of four is never combined, one of four later. */
+static struct run run_of(const struct soak *soak, uint64_t i)
+{
+    const uint64_t stretch = i / STRETCH, first = stretch * STRETCH, end = first + STRETCH;
+    const uint64_t d = draw(soak, stretch, DRAW_STRETCH, 0, 0), repeats = first + 1 + d % MOST_RANDOM;
+
+    if (i < repeats)
+        return (struct run){ first, repeats, repeats, 0 };
+    return (struct run){ repeats, end, (d >> 16) % 2 ? (repeats + end) / 2 : end, 1 + (uint32_t)(d >> 32) % MOST_PERIOD };
+}
+
+/* The op whose kind is drawn for i. */
+static uint64_t like(const struct soak *soak, uint64_t i)
+{
+    const struct run run = run_of(soak, i);
+
+    return run.period ? run.first + (i - run.first) % run.period : i;
+}
+
+/* Handles of random ops are taken again sooner or later, and those of others with their places of the arena. */
+static uint32_t handle_of(const struct soak *soak, uint64_t i)
+{
+    const uint32_t period = run_of(soak, i).period;
+
+    return (uint32_t)(i % (period ? PLACES * period : HANDLES));
+}
+
+/* One of four is never combined, one of four later, and one of four before its rows are looked at. */
 static bool skipped(const struct soak *soak, uint64_t i)
 {
-    return draw(soak, i, DRAW_STEP, 0, 0) % 4 == 0;
+    return draw(soak, like(soak, i), DRAW_STEP, 0, 0) % 4 == 0;
 }
 
 static bool delayed(const struct soak *soak, uint64_t i)
 {
-    return draw(soak, i, DRAW_STEP, 0, 0) % 4 == 1 && i + 1 < soak->end;
+    return draw(soak, like(soak, i), DRAW_STEP, 0, 0) % 4 == 1 && i + 1 < soak->end && i + 1 < run_of(soak, i).end;
+}
+
+static bool prompt(const struct soak *soak, uint64_t i)
+{
+    return draw(soak, like(soak, i), DRAW_STEP, 0, 0) % 4 == 2;
 }
 
 static bool wants_cached(const struct soak *soak, uint64_t i)
 {
-    return draw(soak, i, DRAW_STEP, 1, 0) % 8 == 0;
+    return draw(soak, like(soak, i), DRAW_STEP, 1, 0) % 8 == 0;
 }
 
 /* The handle of a cached op is that of the op before, whose combine must not be waiting. */
 static bool cached(const struct soak *soak, uint64_t i)
 {
-    return i > soak->first && wants_cached(soak, i) && !wants_cached(soak, i - 1) && !delayed(soak, i - 1);
+    return i > soak->first && i > run_of(soak, i).first && wants_cached(soak, i) && !wants_cached(soak, i - 1)
+           && !delayed(soak, i - 1);
 }
 
 static struct step step_of(const struct soak *soak, uint64_t i)
 {
     const uint64_t routes = cached(soak, i) ? i - 1 : i;
-    const struct kind *kind = &kinds[draw(soak, routes, DRAW_STEP, 2, 0) % soak->kinds];
+    const struct kind *kind = &kinds[draw(soak, like(soak, routes), DRAW_STEP, 2, 0) % soak->kinds];
+    const struct run run = run_of(soak, i);
 
     return (struct step){ .number = i,
                           .routes = routes,
+                          .like = like(soak, routes),
+                          .wavers = routes >= run.wavers,
                           .mode = kind->mode,
                           .layout = kind->layout,
                           .cached = routes != i,
                           .skipped = skipped(soak, i),
                           .delayed = delayed(soak, i),
-                          .halves = kind->mode == EP_MODE_LL && draw(soak, i, DRAW_STEP, 3, 0) % 4 == 0,
-                          .handle = (uint32_t)(routes % HANDLES) };
+                          .prompt = prompt(soak, i),
+                          .halves = kind->mode == EP_MODE_LL && draw(soak, like(soak, i), DRAW_STEP, 3, 0) % 4 == 0,
+                          .handle = handle_of(soak, routes),
+                          .period = run.period };
 }
 
 static uint32_t tokens_of(const struct soak *soak, const struct step *step, uint32_t rank)
 {
-    const uint64_t d = draw(soak, step->routes, DRAW_TOKENS, rank, 0);
+    const uint64_t d = draw(soak, step->like, DRAW_TOKENS, rank, 0);
+    const uint32_t tokens = d % 8 == 0 ? 0 : (uint32_t)(d >> 8) % (MOST_TOKENS + 1);
 
-    return d % 8 == 0 ? 0 : (uint32_t)(d >> 8) % (MOST_TOKENS + 1);
+    if (!step->wavers || draw(soak, step->routes, DRAW_TOKENS, rank, 1) % 4 > 0)
+        return tokens;
+    return tokens < MOST_TOKENS ? tokens + 1 : tokens - 1;
 }
 
 struct choice {
@@ -462,9 +517,13 @@ static ep_status run_step(struct worker *w, const struct step *step, const struc
 
     if (status == EP_OK && before->delayed)
         status = combine_and_check(w, before, error);
+    if (status == EP_OK && step->prompt)
+        status = combine(w, step, error);
     if (status == EP_OK)
         status = check_dispatch(w, step, error);
-    if (status == EP_OK && !step->skipped && !step->delayed)
+    if (status == EP_OK && step->prompt)
+        status = check_combine(w, step, error);
+    else if (status == EP_OK && !step->skipped && !step->delayed)
         status = combine_and_check(w, step, error);
     return status;
 }
@@ -479,10 +538,11 @@ static ep_status run_steps(struct worker *w, struct ep_error *error)
 
         status = run_step(w, &step, &before, error);
         if (status != EP_OK)
-            ep_error_prefix(error, "op %llu (%s%s%s%s, before it %s)", (unsigned long long)i,
+            ep_error_prefix(error, "op %llu (%s%s%s%s%s, of period %u, before it %s)", (unsigned long long)i,
                             step.mode == EP_MODE_HT ? "HT " : "",
                             bench_layout_name(step.layout), step.cached ? ", cached" : "",
-                            step.halves ? ", halves" : "", before.delayed ? "a delayed one" : "none");
+                            step.halves ? ", halves" : "", step.prompt ? ", prompt" : "", step.period,
+                            before.delayed ? "a delayed one" : "none");
         before = step;
     }
     return status;
