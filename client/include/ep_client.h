@@ -239,8 +239,8 @@ EP_API void ep_leave(ep_rank *rank);
  * cached routing.  Then ep_leave(rank).  Nobody waits for that, and no peer is told.  Until it is handed over, the
  * successor is the library's, and goes with ep_leave(rank) or ep_client_close().
  *
- * EP_DETACHED: the others go over, and this rank has no place there on this node, or they go without it, as it has gone on
- * alone for long (its node had lost the others); the message says why.  What began is finished in the same way, and
+ * EP_DETACHED: the others go over, and this rank has no place there on this node, or they go without it, as both have gone
+ * on alone for more than a moment (its node had lost the others); the message says why.  What began is finished in the same way, and
  * ep_leave(); in the second case a further ep_join() gives the rank in the group's next epoch.  (When the rank itself was
  * taken away, ep_sync() says EP_DETACHED too.)
  *

@@ -205,6 +205,14 @@ static void fill_ranks(struct arena *arena, const struct epoch *from, Ep__V1__Tu
     }
 }
 
+static void fill_lost(struct arena *arena, const struct epoch *from, Ep__V1__TurnReply *reply)
+{
+    reply->lost = arena_alloc(arena, from->n_ranks * sizeof *reply->lost);
+    for (uint32_t i = 0; i < from->n_ranks; i++)
+        if (from->ranks[i].away)
+            reply->lost[reply->n_lost++] = i;
+}
+
 static uint64_t furthest_of(const Ep__V1__TurnReply *reply)
 {
     uint64_t furthest = 0;
@@ -228,6 +236,7 @@ static void finish(struct group *group, const struct ep_error *error)
     ask->done = NULL;
     forget_asked(ask->from);
     fill_ranks(&arena, ask->from, &reply);
+    fill_lost(&arena, ask->from, &reply);
     reply.promised = ask->given;
     EP_DEBUG("group", "workers were asked for a turn", EP_S("group", group->name), EP_U("from", ask->from->number),
              EP_U("ranks", reply.n_ranks), EP_U("furthest", furthest_of(&reply)), EP_B("promised", reply.promised),

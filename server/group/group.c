@@ -95,6 +95,7 @@ static void free_group(struct group *group)
     share_close(group);
     free(group->retired);
     free(group->turn.fars);
+    free(group->turn.lost);
     free(group->name);
     free(group);
 }

@@ -23,6 +23,7 @@
  *   join.c     a rank that joins ranks on other nodes, or leaves them
  *   follow.c   workers that go over to the newest epoch: what those here are asked, promise and are told
  *   turn.c     the leader's side of that: it looks, asks, decides
+ *   together.c which ranks go over together
  *   report.c   what every node lets the others know of its ranks
  *   token.c    attach tokens: their hashes, and who has given the right one
  *   executor.c who runs the ops of a rank, and on what part of its GPU
@@ -217,14 +218,27 @@ struct closed {
 /*
  * How far a rank is, as its worker says: nobody else counts what a program has put on a GPU's streams.  Ranks wait for each
  * other, so they are no further apart than these streams hold dispatches: a stream takes some 1000 launches, of graphs
- * with 100 of them at most.  Who is further has not counted right, or has gone on where nodes had lost each other: a turn
- * that waited for both would never come.
+ * with 100 of them at most.  Who is further has not counted right: a turn that waited for both would never come.
  */
 #define TURN_APART    (1ull << 17)
 #define TURN_FURTHEST (1ull << 56) /* as far as ops are numbered */
+
+/*
+ * Ranks whose nodes have lost each other do not wait for each other any more.  Where some are so much further than others,
+ * these have to do as many steps alone until they come to the boundary, and each op of those who are over there waits for
+ * them meanwhile: with steps of 10 ms, less than most groups' timeouts.
+ */
+#define TURN_NEAR 64u
+
 struct how_far {
     uint32_t rank;
+    uint32_t node;     /* the number of its node's answer */
+    uint32_t part;     /* ranks of one belong together; set by together_find() */
     uint64_t position; /* or one more than it has passed */
+};
+
+struct lost_rank {
+    uint32_t node, rank; /* the one has lost the other */
 };
 
 enum turn_step { TURN_NONE, TURN_PROVE, TURN_WITHDRAW, TURN_LOOK, TURN_LOOK_AGAIN, TURN_ASK, TURN_DECIDE, TURN_SETTLE };
@@ -239,8 +253,12 @@ struct turn {
     uint64_t number;  /* of the last request */
     uint32_t waiting; /* answers that are missing; the group is not freed before */
     bool promised;    /* by all so far */
-    struct how_far *fars;     /* of all ranks that were asked; once all have answered, in the order of their positions */
+    struct how_far *fars;     /* of all ranks that were asked; once all have answered, part by part, in the order of
+                               * their positions */
     uint32_t n_fars;
+    struct lost_rank *lost;
+    uint32_t n_lost;
+    uint32_t n_nodes;         /* answers so far */
     uint32_t together, n_together;    /* those of them that go over: the first, and how many; the others are left out */
     uint64_t first;                   /* the furthest of these at the first look */
     struct ep_error failure;          /* the first of this step */
@@ -670,6 +688,11 @@ void follow_close(struct group *group, const char *why);
 void turn_look(struct group *group);
 /* The leader is about to write records of its own accord: no change of the group begins. */
 bool turn_writes(const struct group *group);
+
+/* ---- together.c -------------------------------------------------------------------------- */
+
+/* Of what all nodes have answered: turn->together, n_together. */
+void together_find(struct turn *turn);
 
 /* ---- join.c ---------------------------------------------------------------------------- */
 

@@ -8,7 +8,7 @@
  *   LOOK         how far are the workers?  All nodes answer; one with workers that are not ready says what they wait for
  *   LOOK_AGAIN   a moment later: how fast are they?
  *   ASK          all promise to wait at a position that none will have reached by then; who is too far from most of the
- *                others is left out, and hears of the decision that it missed it
+ *                others, or has gone on without them, is left out, and hears of the decision that it missed it
  *   DECIDE       the record says so: that is the decision, whatever becomes of this server
  *   SETTLE       all nodes have heard of it; bounded
  *
@@ -188,13 +188,27 @@ static void end_answer(struct group *group)
         all_answered(group);
 }
 
+static void *grow(void *of, size_t n, size_t size)
+{
+    void *grown = realloc(of, n * size);
+
+    if (!grown)
+        abort();
+    return grown;
+}
+
 static void add_fars(struct turn *turn, const Ep__V1__TurnReply *reply)
 {
-    turn->fars = realloc(turn->fars, (turn->n_fars + reply->n_ranks + 1) * sizeof *turn->fars);
-    if (!turn->fars)
-        abort();
+    if (!reply->n_ranks)
+        return; /* nobody is there who would have lost anybody */
+    turn->fars = grow(turn->fars, turn->n_fars + reply->n_ranks, sizeof *turn->fars);
     for (size_t i = 0; i < reply->n_ranks; i++)
-        turn->fars[turn->n_fars++] = (struct how_far){ reply->ranks[i]->rank, reply->ranks[i]->position };
+        turn->fars[turn->n_fars++] = (struct how_far){ .rank = reply->ranks[i]->rank, .node = turn->n_nodes,
+                                                       .position = reply->ranks[i]->position };
+    turn->lost = grow(turn->lost, turn->n_lost + reply->n_lost + 1, sizeof *turn->lost);
+    for (size_t i = 0; i < reply->n_lost; i++)
+        turn->lost[turn->n_lost++] = (struct lost_rank){ turn->n_nodes, reply->lost[i] };
+    turn->n_nodes++;
 }
 
 static void on_answer(const struct ep_error *error, const ProtobufCMessage *message, void *user)
@@ -259,7 +273,7 @@ static void ask_all(struct group *group, enum turn_step step, uint64_t at)
     if (step == TURN_ASK)
         request.n_left_out = list_left_out(turn, request.left_out);
     else
-        turn->n_fars = 0;
+        turn->n_fars = turn->n_lost = turn->n_nodes = 0;
     request.group = group->name;
     request.from = step == TURN_WITHDRAW ? 0 : turn->from;
     request.to = turn->to;
@@ -343,32 +357,6 @@ static uint64_t lesser(uint64_t a, uint64_t b)
     return a < b ? a : b;
 }
 
-static int by_position(const void *a, const void *b)
-{
-    const struct how_far *one = a, *other = b;
-
-    return one->position < other->position ? -1 : one->position > other->position;
-}
-
-/* The most that are no further apart than they can be; of as many, those that are less far.  One that says what is not so
- * leaves out itself, unless most say the same. */
-static void find_together(struct turn *turn)
-{
-    const struct how_far *fars = turn->fars;
-
-    turn->together = turn->n_together = 0;
-    if (turn->n_fars)
-        qsort(turn->fars, turn->n_fars, sizeof *turn->fars, by_position);
-    for (uint32_t i = 0, end = 0; i < turn->n_fars && fars[i].position <= TURN_FURTHEST; i++) {
-        while (end < turn->n_fars && fars[end].position <= lesser(fars[i].position + TURN_APART, TURN_FURTHEST))
-            end++;
-        if (end - i > turn->n_together) {
-            turn->together = i;
-            turn->n_together = end - i;
-        }
-    }
-}
-
 static uint64_t furthest_of(const struct turn *turn)
 {
     return turn->n_together ? turn->fars[turn->together + turn->n_together - 1].position : 0;
@@ -412,7 +400,7 @@ static void all_looked(struct group *group)
         fail(group);
         return;
     }
-    find_together(turn);
+    together_find(turn);
     if (turn->step == TURN_LOOK) {
         turn->first = furthest_of(turn);
         turn->until = group_now(group->groups) + BETWEEN_MS;

@@ -22,6 +22,7 @@
 #define AHEAD 2u
 #define TURNS 64u
 #define NEVER UINT64_MAX
+#define ALONE 1000u /* ops; ranks that wait for each other may be so far apart */
 
 struct worker {
     struct play *play;
@@ -728,27 +729,35 @@ static bool are_in(const struct play *p, uint64_t epoch, uint32_t ranks)
     return true;
 }
 
-/* `ranks` of the group's, the last two of them on the server that is lost: the others go on without it, and then all are in
- * touch again, further apart than ranks that wait for each other can be. */
-static void go_on_alone(struct play *p, struct fixture *f, uint32_t ranks)
+static void set_idle(struct play *p, bool idle)
+{
+    for (uint32_t r = 0; r < p->n; r++)
+        p->workers[r].idle = idle;
+}
+
+/* `ranks` of the group's, the last two of them on the server that is lost: the others go on without it, so many ops,
+ * and then all are in touch again. */
+static void go_on_alone(struct play *p, struct fixture *f, uint32_t ranks, uint64_t ops)
 {
     open_play(p, f, ranks);
+    set_idle(p, true);
     lose_touch(p, (ranks - 1) / 2);
     PLAY(p, all_but_lost_show(p, PHASE(DEGRADED)));
     for (uint32_t r = 0; r < ranks; r++)
-        p->workers[r].position += is_lost(&p->workers[r]) ? 0 : 1u << 18;
+        p->workers[r].position += is_lost(&p->workers[r]) ? 0 : ops;
     come_back(p);
-    PLAY(p, all_in_one_epoch(p, 2));
+    PLAY(p, all_in_one_epoch(p, 2) && p->workers[0].turn_to == 2);
+    set_idle(p, false);
 }
 
 static void who_went_on_alone_for_long_is_left_out(void **state)
 {
     struct play p;
 
-    go_on_alone(&p, *state, RANKS);
+    go_on_alone(&p, *state, RANKS, ALONE);
     PLAY(&p, all_over(&p, OLD));
     assert_int_equal(p.n_turned, 1);
-    assert_true(p.turned[0].at > 1u << 18);
+    assert_true(p.turned[0].at >= ALONE);
     for (uint32_t r = 0; r < RANKS; r++)
         assert_int_equal(p.workers[r].gone, r >= 4);
     PLAY(&p, claim(&p.workers[4]));
@@ -761,12 +770,25 @@ static void of_as_many_those_who_went_less_far_go_over(void **state)
 {
     struct play p;
 
-    go_on_alone(&p, *state, 4);
+    go_on_alone(&p, *state, 4, ALONE);
     PLAY(&p, all_over(&p, OLD));
     assert_int_equal(p.n_turned, 1);
-    assert_true(p.turned[0].at < 1u << 18);
+    assert_true(p.turned[0].at < ALONE);
     for (uint32_t r = 0; r < 4; r++)
         assert_int_equal(p.workers[r].gone, r < 2);
+    close_play(&p);
+}
+
+/* They have so few steps to do alone that the others can wait for them. */
+static void who_went_on_alone_for_a_moment_goes_over_with_the_others(void **state)
+{
+    struct play p;
+
+    go_on_alone(&p, *state, RANKS, AHEAD);
+    PLAY(&p, all_over(&p, OLD) && all_show(&p, PHASE(READY)));
+    assert_int_equal(p.n_turned, 1);
+    for (uint32_t r = 0; r < RANKS; r++)
+        assert_int_equal(p.workers[r].epoch, 2);
     close_play(&p);
 }
 
@@ -1163,6 +1185,7 @@ int main(int argc, char **argv)
         TEST(who_dies_before_it_attached_is_not_waited_for),
         TEST(a_second_update_before_the_turn),
         TEST(who_went_on_alone_for_long_is_left_out),
+        TEST(who_went_on_alone_for_a_moment_goes_over_with_the_others),
         TEST(of_as_many_those_who_went_less_far_go_over),
         TEST(who_missed_a_turn_is_told_so),
         TEST(who_missed_two_turns_is_told_so),
