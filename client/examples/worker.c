@@ -1,8 +1,8 @@
 /*
  * worker: one rank per process.  Dispatches and combines in a loop, prints a line per second, and
  * does what a real worker must: goes on when a peer is lost, moves to a new epoch (with --follow at the same step as
- * all others, without leaving), leaves when the server drains, comes back when it returns.  See usage() for how to start
- * four of them.
+ * all others, without leaving; where these went without it, it joins again), leaves when the server drains or the group has
+ * no place for it any more, comes back when the server returns.  See usage() for how to start four of them.
  */
 #include <getopt.h>
 #include <math.h>
@@ -50,6 +50,7 @@ struct worker {
     uint64_t awake_ns, pause_ns; /* since when no op has ended but for its own rest; the longest such time */
     bool leave;      /* asked to */
     bool rejoin;     /* and to come back in the new epoch */
+    bool left_behind; /* the same, but there may be no place for it */
     bool half_way;   /* the others have done LL of this step already */
 };
 
@@ -377,7 +378,7 @@ static ep_status next_epoch(struct worker *w)
     say(w, ep_error_message());
     if (ep_sync(w->rank, 0) != EP_OK) /* the rank itself is lost */
         return status;
-    w->leave = true; /* the others have gone over, and have no place for it here */
+    w->leave = w->left_behind = true; /* the others have gone over */
     return EP_OK;
 }
 
@@ -454,17 +455,29 @@ static ep_status join(ep_client *client, struct worker *w)
     return status;
 }
 
-/* One stay in the group.  *again: come back. */
-static ep_status stay(ep_client *client, const struct options *options, uint64_t end_ns, bool *again)
+/* There is none of that number, it is on another node, this one is drained, or somebody else has it. */
+static bool has_no_place(ep_status status)
+{
+    return status == EP_INVALID_ARGUMENT || status == EP_FAILED_PRECONDITION || status == EP_ALREADY_EXISTS;
+}
+
+static ep_status could_not_join(ep_status status, bool left_behind)
+{
+    const bool ends = left_behind && has_no_place(status);
+
+    fprintf(stderr, "worker: %s%s\n", ends ? "it ends, as there is no place for it any more: " : "", ep_error_message());
+    return ends ? EP_OK : status;
+}
+
+/* One stay in the group.  *again: come back; *left_behind, before: the others went without it. */
+static ep_status stay(ep_client *client, const struct options *options, uint64_t end_ns, bool *again, bool *left_behind)
 {
     struct worker w = { .options = options };
     ep_status status = join(client, &w);
 
     *again = false;
-    if (status != EP_OK) {
-        fprintf(stderr, "worker: %s\n", ep_error_message());
-        return status;
-    }
+    if (status != EP_OK)
+        return could_not_join(status, *left_behind);
     say(&w, "attached");
     interruptible = w.rank;
     status = loop(&w, end_ns);
@@ -472,22 +485,26 @@ static ep_status stay(ep_client *client, const struct options *options, uint64_t
     ep_leave(w.rank);
     free_lanes(&w);
     say(&w, "left");
-    *again = w.rejoin;
+    *again = w.rejoin || w.left_behind;
+    *left_behind = w.left_behind;
     return status;
 }
 
 static ep_status session(const struct options *options, uint64_t end_ns)
 {
     ep_client *client;
-    bool again = true;
+    bool again = true, left_behind = false;
     ep_status status = ep_client_open(options->address, NULL, &client);
 
     if (status != EP_OK) {
         fprintf(stderr, "worker: %s\n", ep_error_message());
         return status;
     }
-    while (again && !stop)
-        status = stay(client, options, end_ns, &again);
+    while (again && !stop) {
+        if (left_behind)
+            usleep(RETRY_MS * 1000); /* what it had attached to already is still being given back */
+        status = stay(client, options, end_ns, &again, &left_behind);
+    }
     ep_client_close(client);
     return status;
 }
@@ -507,8 +524,8 @@ static void usage(FILE *out)
           "  --tokens=N        tokens per step (default: 8, at most what the group allows)\n"
           "  --pause-ms=N      rest after every step (default: 0)\n"
           "  --seconds=N       leave after that time (default: never)\n"
-          "  --follow          go over to the group's new epochs between steps, without leaving; modes that the group has\n"
-          "                    not are left out\n"
+          "  --follow          go over to the group's new epochs between steps, without leaving, or join again where the\n"
+          "                    others had to go without it; modes that the group has not are left out\n"
           "  --once            exit when the server is lost; without it the worker waits for it\n"
           "\n"
           "Start four of them, one per rank of a group of four:\n"
