@@ -1,8 +1,10 @@
 /* ep-bench: see bench.h and --help. */
+#include <errno.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "crew.h"
 #include "ep_descriptors.h"
@@ -67,6 +69,16 @@ static ep_status run(struct sweep *sweep, struct ep_error *error)
     return status;
 }
 
+/* At exit, as --help and --version end in argp. */
+static void check_output(void)
+{
+    errno = 0;
+    if (fflush(stdout) == 0 && !ferror(stdout))
+        return;
+    fprintf(stderr, "ep-bench: cannot write to standard output: %s\n", strerror(errno ? errno : EIO));
+    _exit(ep_status_exit_code(EP_IO));
+}
+
 static bool is_worker(int argc, char **argv)
 {
     return argc == 2 && strncmp(argv[1], "--worker=", strlen("--worker=")) == 0;
@@ -80,6 +92,7 @@ int main(int argc, char **argv)
 
     if (is_worker(argc, argv))
         return bench_worker(argv[1] + strlen("--worker="));
+    (void)atexit(check_output);
     sweep = calloc(1, sizeof *sweep);
     if (!sweep)
         return ep_status_exit_code(EP_NO_MEMORY);

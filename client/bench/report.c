@@ -111,7 +111,5 @@ ep_status report(const struct sweep *sweep, const struct figures *figures, struc
     case BENCH_JSON: status = report_json(sweep, figures, error); break;
     case BENCH_CSV: status = report_csv(sweep); break;
     }
-    if (status == EP_OK && (fflush(stdout) != 0 || ferror(stdout)))
-        return ep_error_set(error, EP_IO, "cannot write the result");
     return status;
 }

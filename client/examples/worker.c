@@ -4,6 +4,7 @@
  * all others, without leaving; where these went without it, it joins again), leaves when the server drains or the group has
  * no place for it any more, comes back when the server returns.  See usage() for how to start four of them.
  */
+#include <errno.h>
 #include <getopt.h>
 #include <math.h>
 #include <signal.h>
@@ -608,12 +609,22 @@ static void parse(int argc, char **argv, struct options *o)
     }
 }
 
+static void check_output(void)
+{
+    errno = 0;
+    if (fflush(stdout) == 0 && !ferror(stdout))
+        return;
+    fprintf(stderr, "worker: cannot write to standard output: %s\n", strerror(errno ? errno : EIO));
+    _exit(ep_status_exit_code(EP_IO));
+}
+
 int main(int argc, char **argv)
 {
     struct options options = { .group = "hello", .rank = EP_ANY_RANK, .ll = true, .tokens = 8 };
     struct sigaction action = { .sa_handler = on_signal };
     ep_status status;
 
+    (void)atexit(check_output);
     parse(argc, argv, &options);
     sigaction(SIGTERM, &action, NULL);
     sigaction(SIGINT, &action, NULL);

@@ -3,6 +3,7 @@ import glob
 import json
 import os
 import signal
+import subprocess
 import tempfile
 import unittest
 
@@ -251,6 +252,17 @@ class Flags(BenchCase):
                 self.assertEqual(result.code, 3 if spawn else 2, result)
                 self.assertIn(named, result.err)
                 self.assertEqual(result.out, "")
+
+    def test_what_cannot_be_written_to_standard_output_is_an_error(self):
+        run = ["--spawn", *QUICK, "--tokens=1", "--modes=ll", "--layouts=packed"]
+        for program, flags in (("ep-bench", ["--help"]), ("ep-bench", ["--version"]), ("ep-bench", run),
+                               ("ep-bench", [*run, "--output=json"]), ("worker", ["--help"])):
+            with self.subTest(program=program, flags=flags), open("/dev/full", "w") as full:
+                done = subprocess.run([harness.binary(program), *flags], stdout=full, stderr=subprocess.PIPE, text=True,
+                                      env=harness.environment())
+                self.assertEqual(done.returncode, 1, done)
+                self.assertEqual(done.stderr.splitlines()[-1],
+                                 program + ": cannot write to standard output: No space left on device")
 
     def test_what_does_not_fit_together_is_refused(self):
         for flags, named in ([["--zero-rank=2"], "--zero-rank"], [["--kill=2@0"], "--kill"],
