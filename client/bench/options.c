@@ -173,8 +173,8 @@ static ep_status number(const char *flag, const char *text, uint64_t low, uint64
     char *end;
 
     errno = 0;
-    *value = strtoull(text, &end, 10);
-    if (end == text || *end || strchr(text, '-') || errno || *value < low || *value > high)
+    *value = strtoull(text, &end, 10); /* it would take blanks and a sign */
+    if (*text < '0' || *text > '9' || *end || errno || *value < low || *value > high)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "--%s %s: must be a number from %llu to %llu", flag,
                             text, (unsigned long long)low, (unsigned long long)high);
     return EP_OK;
@@ -218,6 +218,8 @@ static ep_status server(const char *text, struct bench_config *config, struct ep
         return ep_error_set(error, EP_INVALID_ARGUMENT, "--server %s: at most %d are possible", text, BENCH_MAX_SERVERS);
     if (strncmp(text, "unix:", 5) != 0)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "--server %s: must be unix:PATH", text);
+    if (!text[5])
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "--server unix:: a path is missing: must be unix:PATH");
     return string("server", text, config->server[config->servers++], sizeof *config->server, error);
 }
 
@@ -235,14 +237,18 @@ static ep_status token_file(const char *text, struct ep_error *error)
 
 static ep_status kill_at(const char *text, struct bench_config *config, struct ep_error *error)
 {
-    unsigned rank, at;
-    char rest;
+    const char *at = strchr(text, '@');
+    char rank[16] = "";
+    uint32_t numbers[2];
 
-    if (sscanf(text, "%5u@%5u%c", &rank, &at, &rest) != 2)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "--kill %s: must be RANK@CASE, both numbers from 0",
-                            text);
-    config->kill_rank = (int32_t)rank;
-    config->kill_case = (int32_t)at;
+    if (at && (size_t)(at - text) < sizeof rank)
+        memcpy(rank, text, (size_t)(at - text));
+    if (!at || number32("kill", rank, 0, BENCH_MAX_RANKS - 1, &numbers[0], error) != EP_OK ||
+        number32("kill", at + 1, 0, BENCH_MAX_CASES - 1, &numbers[1], error) != EP_OK)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "--kill %s: must be RANK@CASE, numbers from 0 to %d and %d", text,
+                            BENCH_MAX_RANKS - 1, BENCH_MAX_CASES - 1);
+    config->kill_rank = (int32_t)numbers[0];
+    config->kill_case = (int32_t)numbers[1];
     return EP_OK;
 }
 

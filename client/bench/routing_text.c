@@ -13,7 +13,7 @@ static ep_status read_all(const char *path, char **bytes, size_t *length, struct
     size_t capacity = 0;
 
     if (!file)
-        return ep_error_errno(error, EP_NOT_FOUND, "cannot open %s", path);
+        return ep_error_errno(error, EP_INVALID_ARGUMENT, "cannot open %s", path);
     *bytes = NULL;
     *length = 0;
     do {

@@ -196,7 +196,7 @@ ep_status routing_trace_load(const char *path, struct routing_trace *trace, stru
     size_t capacity = 0;
 
     if (!file)
-        return ep_error_errno(error, EP_NOT_FOUND, "cannot open %s", path);
+        return ep_error_errno(error, EP_INVALID_ARGUMENT, "cannot open %s", path);
     while (status == EP_OK && getline(&line, &capacity, file) >= 0) {
         reader.line++;
         reader.next = line;

@@ -319,8 +319,21 @@ static int run_all(ep_client *client, const char *group, uint32_t ranks)
     return failed;
 }
 
+static int usage(FILE *out)
+{
+    fputs("Usage: hello_dispatch [GROUP [ADDRESS]]\n"
+          "Join every rank of GROUP (default: hello), send tokens to two experts each, and check what comes back.\n"
+          "ADDRESS is unix:PATH (default: $EP_SERVER, else unix:/run/ep-server/ep.sock).\n", out);
+    return out == stdout && fflush(out) == 0 ? 0 : ep_status_exit_code(out == stdout ? EP_IO : EP_INVALID_ARGUMENT);
+}
+
 int main(int argc, char **argv)
 {
+    if (argc == 2 && strcmp(argv[1], "--help") == 0)
+        return usage(stdout);
+    if (argc > 3 || (argc > 1 && *argv[1] == '-'))
+        return usage(stderr);
+
     const char *group = argc > 1 ? argv[1] : "hello", *address = argc > 2 ? argv[2] : NULL;
     ep_group_info info = { .size = sizeof info };
     ep_client *client;

@@ -423,27 +423,27 @@ static ep_status loop(struct worker *w, uint64_t end_ns)
     return status;
 }
 
-/* The first line of the file, which may have been changed since the last time; NULL: the library looks for one. */
-static const char *read_token(const char *path, char token[static TOKEN_BYTES])
+/* The first line of the file, which may have been changed since the last time. */
+static bool read_token(const char *path, char token[static TOKEN_BYTES])
 {
-    FILE *file = path ? fopen(path, "re") : NULL;
+    FILE *file = fopen(path, "re");
+    const bool there = file && fgets(token, TOKEN_BYTES, file);
 
-    if (!path)
-        return NULL;
-    token[0] = '\0';
-    if (!file || !fgets(token, TOKEN_BYTES, file))
-        fprintf(stderr, "worker: cannot read a token from %s\n", path);
+    if (!there)
+        fprintf(stderr, "worker: --token-file: cannot read a token from %s: %s\n", path,
+                !file || ferror(file) ? strerror(errno) : "it is empty");
     if (file)
         fclose(file);
-    token[strcspn(token, "\r\n")] = '\0';
-    return token;
+    if (there)
+        token[strcspn(token, "\r\n")] = '\0';
+    return there;
 }
 
-static ep_status join(ep_client *client, struct worker *w)
+/* token NULL: the library looks for one. */
+static ep_status join(ep_client *client, struct worker *w, const char *token)
 {
-    char token[TOKEN_BYTES];
     ep_join_options join = { .size = sizeof join, .group = w->options->group, .rank = w->options->rank,
-                             .follow = w->options->follow, .token = read_token(w->options->token_file, token) };
+                             .follow = w->options->follow, .token = token };
     ep_status status = ep_join(client, &join, &w->rank);
 
     if (status != EP_OK)
@@ -474,9 +474,13 @@ static ep_status could_not_join(ep_status status, bool left_behind)
 static ep_status stay(ep_client *client, const struct options *options, uint64_t end_ns, bool *again, bool *left_behind)
 {
     struct worker w = { .options = options };
-    ep_status status = join(client, &w);
+    char token[TOKEN_BYTES];
+    ep_status status;
 
     *again = false;
+    if (options->token_file && !read_token(options->token_file, token))
+        return EP_INVALID_ARGUMENT;
+    status = join(client, &w, options->token_file ? token : NULL);
     if (status != EP_OK)
         return could_not_join(status, *left_behind);
     say(&w, "attached");
@@ -545,39 +549,45 @@ static bool set_mode(struct options *o, const char *mode)
 {
     o->ll = strcmp(mode, "ll") == 0 || strcmp(mode, "both") == 0;
     o->ht = strcmp(mode, "ht") == 0 || strcmp(mode, "both") == 0;
+    if (!o->ll && !o->ht)
+        fprintf(stderr, "worker: --mode is \"%s\": must be ll, ht or both\n", mode);
     return o->ll || o->ht;
 }
 
-/* A whole number from 0 to most. */
-static bool set_number(const char *text, unsigned long most, unsigned long *number)
+static bool set_number(const char *name, const char *text, unsigned long most, unsigned *number)
 {
     char *end;
+    const unsigned long n = strtoul(text, &end, 10);
 
-    *number = strtoul(text, &end, 10);
-    return *text >= '0' && *text <= '9' && *end == '\0' && *number <= most;
+    if (*text < '0' || *text > '9' || *end != '\0' || n > most) {
+        fprintf(stderr, "worker: --%s is \"%s\": must be a whole number from 0 to %lu\n", name, text, most);
+        return false;
+    }
+    *number = (unsigned)n;
+    return true;
 }
 
 static bool set_option(struct options *o, int option, const char *value)
 {
-    unsigned long n = 0;
-    bool ok = true;
+    unsigned rank;
 
     switch (option) {
-    case 'g': o->group = value; break;
-    case 's': o->address = value; break;
-    case 'o': o->once = true; break;
-    case 'f': o->follow = true; break;
-    case 'a': o->token_file = value; break;
-    case 'm': ok = set_mode(o, value); break;
-    case 'r': ok = set_number(value, EP_MAX_RANKS - 1, &n); o->rank = (int)n; break;
-    case 't': ok = set_number(value, 1u << 20, &n); o->tokens = (uint32_t)n; break;
-    case 'p': ok = set_number(value, 60000, &n); o->pause_ms = (unsigned)n; break;
-    case 'n': ok = set_number(value, 1u << 30, &n); o->seconds = (unsigned)n; break;
+    case 'g': o->group = value; return true;
+    case 's': o->address = value; return true;
+    case 'o': o->once = true; return true;
+    case 'f': o->follow = true; return true;
+    case 'a': o->token_file = value; return true;
+    case 'm': return set_mode(o, value);
+    case 't': return set_number("tokens", value, 1u << 20, &o->tokens);
+    case 'p': return set_number("pause-ms", value, 60000, &o->pause_ms);
+    case 'n': return set_number("seconds", value, 1u << 30, &o->seconds);
+    case 'r':
+        if (!set_number("rank", value, EP_MAX_RANKS - 1, &rank))
+            return false;
+        o->rank = (int)rank;
+        return true;
     default: return false;
     }
-    if (!ok)
-        fprintf(stderr, "worker: bad value \"%s\"\n", value);
-    return ok;
 }
 
 static void parse(int argc, char **argv, struct options *o)

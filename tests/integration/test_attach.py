@@ -193,6 +193,25 @@ class AttachTest(harness.TestCase):
         self.serve()
         self.check_steps(self.start_worker(0, "--mode=both"), self.start_worker(1, "--mode=both"))
 
+    def test_wrong_flags_are_refused_by_name(self):
+        number = "must be a whole number from 0 to "
+        for flag, why in (("--rank=-1", '--rank is "-1": %s1023' % number), ("--rank=", '--rank is "": %s1023' % number),
+                          ("--tokens=8x", '--tokens is "8x": %s1048576' % number),
+                          ("--pause-ms=+1", '--pause-ms is "+1": %s60000' % number),
+                          ("--seconds=99999999999999999999", "--seconds is"),
+                          ("--mode=LL", '--mode is "LL": must be ll, ht or both'),
+                          ("stray", 'unexpected argument "stray"')):
+            with self.subTest(flag=flag):
+                result = self.run_cmd(["worker", flag])
+                self.assertEqual(result.code, 2, result)
+                self.assertIn(why, result.err)
+        self.serve()
+        result = self.run_cmd(["worker", "--group=moe", "--token-file=/no/file"], server=self.server)
+        self.assertEqual((result.code, result.err),
+                         (2, "worker: --token-file: cannot read a token from /no/file: No such file or directory\n"))
+        self.assertEqual(self.run_cmd(["hello_dispatch", "--help"]).code, 0)
+        self.assertEqual(self.run_cmd(["hello_dispatch", "--group=moe"]).code, 2)
+
     def test_one_process_with_all_ranks(self):
         self.serve()
         result = self.run_cmd(["hello_dispatch", "moe"], server=self.server)

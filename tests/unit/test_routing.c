@@ -348,7 +348,7 @@ static void shapes_that_cannot_be_are_refused(void **state)
                      EP_INVALID_ARGUMENT);
     routing_parse("text:/nowhere/at/all", &spec, &error);
     assert_int_equal(routing_open(&spec, &(struct routing_shape){ 1, 4, 2, 1, 0 }, &routing, &error),
-                     EP_NOT_FOUND);
+                     EP_INVALID_ARGUMENT);
     assert_non_null(strstr(error.text, "/nowhere/at/all"));
 }
 
