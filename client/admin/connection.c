@@ -79,6 +79,27 @@ static const char *tls_text(const struct ep_invocation *invocation, const char *
     return text ? text : environment(variable);
 }
 
+/* Said before the server is called, of the flag or the variable that named it. */
+static ep_status check_tls_file(const struct ep_invocation *invocation, const char *flag, const char *variable,
+                                const char *path, struct ep_error *error)
+{
+    const bool given = ep_invocation_given(invocation, flag);
+
+    if (!path || access(path, R_OK) == 0)
+        return EP_OK;
+    return ep_error_errno(error, EP_INVALID_ARGUMENT, "%s%s: cannot read %s", given ? "--" : "", given ? flag : variable,
+                          path);
+}
+
+static ep_status check_tls_files(const struct ep_rpc_tls *tls, const struct ep_invocation *invocation, struct ep_error *error)
+{
+    ep_status status = check_tls_file(invocation, "tls-ca", "EP_TLS_CA", tls->ca, error);
+
+    if (status == EP_OK)
+        status = check_tls_file(invocation, "tls-cert", "EP_TLS_CERT", tls->cert, error);
+    return status == EP_OK ? check_tls_file(invocation, "tls-key", "EP_TLS_KEY", tls->key, error) : status;
+}
+
 static ep_status set_tls(struct ep_admin *admin, const struct ep_invocation *invocation,
                          struct ep_error *error)
 {
@@ -99,7 +120,7 @@ static ep_status set_tls(struct ep_admin *admin, const struct ep_invocation *inv
             error, EP_INVALID_ARGUMENT,
             "--tls-ca is not given: the roots that the server's certificate is checked against");
     admin->use_tls = tls->ca != NULL;
-    return EP_OK;
+    return check_tls_files(tls, invocation, error);
 }
 
 ep_status ep_admin_init(struct ep_admin *admin, const struct ep_invocation *invocation,

@@ -740,9 +740,15 @@ class TlsTest(AdminTest):
         self.admin("group", "list", "-s", address, "-t", "3s", *mixed, code=4)
 
     def test_files_that_are_not_there(self):
-        result = self.run_cmd(["ep-admin", "group", "list", "-s", "127.0.0.1:1", "--tls-ca=/does/not/exist"])
-        self.assertNotEqual(result.code, 0, result)
-        self.assertIn("/does/not/exist", result.err)
+        certs = self.certificates("certs")
+        ca, key = certs + "/ca.pem", certs + "/client.key"
+        for flags, env, named in ((["--tls-ca=/none"], {}, "--tls-ca"), ([], {"EP_TLS_CA": "/none"}, "EP_TLS_CA"),
+                                  (["--tls-ca=" + ca, "--tls-key=" + key, "--tls-cert=/none"], {}, "--tls-cert"),
+                                  (["--tls-key=/none"], {"EP_TLS_CA": ca, "EP_TLS_CERT": ca}, "--tls-key")):
+            with self.subTest(flags=flags, env=env):
+                result = self.run_cmd(["ep-admin", "group", "list", "-s", "127.0.0.1:1", *flags], env=env)
+                self.assertEqual((result.code, result.err), (2, "ep-admin: group list: %s: cannot read /none: No such file or "
+                                                             "directory\n" % named))
 
 
 class DoctorTest(AdminTest):
