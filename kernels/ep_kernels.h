@@ -78,6 +78,9 @@ extern "C" {
 ep_status ep_layout_compute(const struct ep_limits *limits, struct ep_layout_map *map,
                             struct ep_error *error);
 
+/* Of the smallest window that there can be, bytes. */
+uint64_t ep_layout_smallest(void);
+
 /* Arena that holds one op's inputs and the largest outputs of every mode and layout. */
 uint64_t ep_layout_default_arena(const struct ep_limits *limits);
 

@@ -203,6 +203,20 @@ ep_status ep_layout_compute(const struct ep_limits *limits, struct ep_layout_map
     return EP_OK;
 }
 
+uint64_t ep_layout_smallest(void)
+{
+    struct ep_limits limits = { .ranks = 1, .experts = 1, .local_experts = 1, .top_k = 1, .hidden = 8,
+                                .modes = 1u << EP_MODE_LL, .dtypes = 1u << EP_BF16, .ll_max_tokens = 1,
+                                .ht_max_tokens = 1, .ll_banks = 2, .arena_bytes = 1 };
+    struct ep_layout_map ll, ht;
+    ep_status status = ep_layout_compute(&limits, &ll, NULL);
+
+    limits.modes = 1u << EP_MODE_HT;
+    if (status != EP_OK || ep_layout_compute(&limits, &ht, NULL) != EP_OK)
+        return 0;
+    return ll.total_bytes < ht.total_bytes ? ll.total_bytes : ht.total_bytes;
+}
+
 /* ---- default arena ------------------------------------------------------------------ */
 
 #define ARENA_SPARE (1u << 20) /* counts, offsets and the allocator's rounding */

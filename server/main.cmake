@@ -1,7 +1,8 @@
 # ep_options: the configuration, a library so that its tests link it.
 add_library(ep_options STATIC options.c options_file.c options_check.c options_table.c options_value.c files.c)
 target_include_directories(ep_options PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
-target_link_libraries(ep_options PUBLIC ep_base PRIVATE ep_flags ep_store_url PkgConfig::YAML PkgConfig::JANSSON)
+target_link_libraries(ep_options PUBLIC ep_base PRIVATE ep_flags ep_kernels ep_store_url PkgConfig::YAML
+                      PkgConfig::JANSSON)
 
 add_executable(ep-server main.c daemon.c)
 target_compile_definitions(ep-server PRIVATE EP_VERSION="${PROJECT_VERSION}" EP_COMMIT="${EP_COMMIT}")

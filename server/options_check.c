@@ -1,17 +1,22 @@
 /* What no single option can tell: combinations that make no sense, files that cannot be read. */
 #include "options_private.h"
 
+#include <ctype.h>
 #include <fcntl.h>
+#include <inttypes.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "ep_kernels.h"
 #include "ep_store_url.h"
 
 #define NAME_MAX_BYTES 253 /* as of a host's; it is part of keys in the store */
 
 static ep_status check_readable(const char *name, const char *path, struct ep_error *error)
 {
+    struct stat info;
     int fd;
 
     if (!*path)
@@ -19,17 +24,25 @@ static ep_status check_readable(const char *name, const char *path, struct ep_er
     fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd < 0)
         return ep_error_errno(error, EP_INVALID_ARGUMENT, "%s: cannot read %s", name, path);
+
+    const bool directory = fstat(fd, &info) == 0 && S_ISDIR(info.st_mode);
+
     close(fd);
+    if (directory)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "%s: cannot read %s: it is a directory, not a file", name, path);
     return EP_OK;
 }
 
 /* What the server makes: the later one would replace the other. */
 static ep_status check_made(const struct ep_options *o, struct ep_error *error)
 {
+    char beside[sizeof ((struct sockaddr_un *)NULL)->sun_path];
     const struct {
         const char *name, *path;
-    } made[] = { { "socket", o->socket }, { "pid-file", o->pid_file }, { "port-file", o->port_file } };
+    } made[] = { { "socket", o->socket }, { "the socket beside it", beside }, { "pid-file", o->pid_file },
+                 { "port-file", o->port_file } };
 
+    snprintf(beside, sizeof beside, "%s" EP_OPTION_SIDE_SOCKET, o->socket);
     for (size_t i = 1; i < sizeof made / sizeof *made; i++)
         for (size_t j = 0; j < i; j++)
             if (*made[i].path && strcmp(made[i].path, made[j].path) == 0)
@@ -143,6 +156,30 @@ static ep_status check_store(const struct ep_options *o, struct ep_error *error)
     return check_readable("store-password-file", o->store_password_file, error);
 }
 
+static ep_status check_memory(const struct ep_options *o, struct ep_error *error)
+{
+    const uint64_t least = ep_layout_smallest();
+
+    if (!o->memory || o->memory >= least)
+        return EP_OK;
+    return ep_error_set(error, EP_INVALID_ARGUMENT, "memory is %" PRIu64 " bytes: no window has less than %" PRIu64
+                        "; 0 stands for half of what is free at start", o->memory, least);
+}
+
+/* Which of them there are is seen later. */
+static ep_status check_gpus(const struct ep_options *o, struct ep_error *error)
+{
+    for (const char *at = o->gpus; *at; at++) {
+        const bool digit = isdigit((unsigned char)*at);
+
+        if (digit || (*at == ',' && at > o->gpus && isdigit((unsigned char)at[-1]) && isdigit((unsigned char)at[1])))
+            continue;
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "gpus is \"%.80s\": must be numbers of GPUs with commas between "
+                            "them, such as \"0,1\"", o->gpus);
+    }
+    return EP_OK;
+}
+
 static ep_status check_mps(const struct ep_options *o, struct ep_error *error)
 {
     if (o->backend == EP_OPTIONS_HOST && o->mps == EP_OPTIONS_MPS_REQUIRE)
@@ -189,6 +226,10 @@ ep_status ep_options_check(const struct ep_options *options, struct ep_error *er
 {
     ep_status status = check_mps(options, error);
 
+    if (status == EP_OK)
+        status = check_memory(options, error);
+    if (status == EP_OK)
+        status = check_gpus(options, error);
     if (status == EP_OK)
         status = check_paths(options, error);
     if (status == EP_OK)

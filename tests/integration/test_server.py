@@ -96,6 +96,15 @@ class ConfigTest(harness.TestCase):
         self.assertEqual((good.code, good.out, good.err), (0, "", ""), good)
         self.assertIn("there is no TLS", self.refused("--check", "--listen=0.0.0.0:1"))
 
+    def test_the_least_memory_is_good_for_the_smallest_group(self):
+        least = int(re.search(r"no window has less than (\d+);", self.refused("--check", "--memory=5"))[1])
+        server = self.start_server("--host-ranks=1", "--memory=%d" % least)
+        create = ["ep-admin", "group", "create", "least", "--ranks=1", "--experts=1", "--top-k=1", "--hidden=8",
+                  "--dtypes=bf16", "--modes=ht", "--ht-max-tokens=1"]
+        for arena, code in (("4097", 1), ("1", 0)):
+            result = self.run_cmd([*create, "--arena=" + arena], server=server)
+            self.assertEqual(result.code, code, result)
+
     def test_cuda_without_a_gpu_is_refused(self):
         env = {"EP_CUDA_MODULE": self.path("no-such-module.so")}
         run = ["--socket=" + self.path("s"), "--state-dir=" + self.path("state")]

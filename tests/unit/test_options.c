@@ -511,6 +511,8 @@ static void what_is_made_has_paths_of_its_own(void **state)
                  "socket and pid-file are both /run/ep.sock");
     refuse_check((struct sources){ .flags = { "--socket=/run/ep.sock", "--port-file=/run/ep.sock" } },
                  "socket and port-file are both /run/ep.sock");
+    refuse_check((struct sources){ .flags = { "--socket=/run/ep.sock", "--port-file=/run/ep.sock.attach" } },
+                 "the socket beside it and port-file are both /run/ep.sock.attach");
     accept_check((struct sources){ .flags = { "--pid-file=/run/ep.pid", "--port-file=/run/ep.port" } });
 }
 
@@ -525,6 +527,31 @@ static void tls_options_go_together(void **state)
                                               "--tls-ca=/dev/null" } });
     refuse_check((struct sources){ .flags = { "--tls-cert=/no/cert", "--tls-key=/dev/null" } },
                  "tls-cert: cannot read /no/cert: No such file or directory");
+    refuse_check((struct sources){ .flags = { "--tls-cert=/", "--tls-key=/dev/null" } },
+                 "tls-cert: cannot read /: it is a directory, not a file");
+    refuse_check((struct sources){ .flags = { "--attach-token-file=/" } }, "attach-token-file: cannot read /: it is a directory");
+}
+
+static void memory_holds_a_window_at_least(void **state)
+{
+    (void)state;
+    refuse_check((struct sources){ .flags = { "--memory=5" } },
+                 "memory is 5 bytes: no window has less than 217088; 0 stands for half of what is free at start");
+    refuse_check((struct sources){ .environment = { "EP_SERVER_MEMORY=211KiB" } }, "memory is 216064 bytes");
+    accept_check((struct sources){ .flags = { "--memory=212KiB" } });
+    accept_check((struct sources){ .flags = { "--memory=0" } });
+}
+
+static void gpus_are_numbers(void **state)
+{
+    static const char *const wrong[] = { "--gpus=a", "--gpus=-1", "--gpus=,", "--gpus=0,", "--gpus=,1", "--gpus=0,,1",
+                                         "--gpus=0 1", "--gpus=0-3" };
+
+    (void)state;
+    for (size_t i = 0; i < COUNT(wrong); i++)
+        refuse_check((struct sources){ .flags = { (char *)(uintptr_t)wrong[i] } },
+                     "must be numbers of GPUs with commas between them");
+    accept_check((struct sources){ .flags = { "--gpus=0,12" } });
 }
 
 static void a_store_needs_what_belongs_together(void **state)
@@ -731,6 +758,8 @@ int main(void)
         cmocka_unit_test(other_machines_need_tls_or_insecure),
         cmocka_unit_test(what_is_made_has_paths_of_its_own),
         cmocka_unit_test(tls_options_go_together),
+        cmocka_unit_test(memory_holds_a_window_at_least),
+        cmocka_unit_test(gpus_are_numbers),
         cmocka_unit_test(paths_are_checked),
         cmocka_unit_test(mps_is_of_no_use_to_the_host),
         cmocka_unit_test(a_store_needs_what_belongs_together),
