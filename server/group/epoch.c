@@ -375,7 +375,7 @@ static ep_status make_team(struct epoch *epoch, struct ep_error *error)
     return status;
 }
 
-/* With a span of GPUs it is there already. */
+/* On GPUs it is there already. */
 static ep_status set_window(struct epoch *epoch, struct rank *rank, struct ep_error *error)
 {
     if (!rank->own->window)
@@ -397,23 +397,20 @@ static ep_status make_team_and_windows(struct epoch *epoch, struct ep_error *err
     return status;
 }
 
-/* GPUs are connected with the memory that others put to. */
-static ep_status make_windows_known(struct epoch *epoch, struct ep_error *error)
+/* Others put to them, so they are there before it is connected. */
+static ep_status make_windows(struct epoch *epoch, struct ep_error *error)
 {
     const struct ranks here = epoch_ranks_of(epoch, epoch->own);
-    struct ep_node_window **windows;
+    struct ep_node_window **windows = group_allocate(here.n, sizeof *windows);
     ep_status status = EP_OK;
 
-    if (!is_on_gpus(epoch))
-        return EP_OK;
-    windows = group_allocate(here.n, sizeof *windows);
     for (uint32_t i = 0; !status && i < here.n; i++) {
         struct rank *rank = &epoch->ranks[here.number[i]];
 
         status = create_window(epoch, rank, error);
         windows[i] = rank->own->window;
     }
-    if (!status)
+    if (!status && epoch->net)
         ep_team_net_expect(epoch->net, windows);
     free(windows);
     return status;
@@ -430,15 +427,16 @@ struct connecting {
     void *user;
 };
 
-/* A thread of the pool. */
-static void connect_net(uv_work_t *work)
+/* A thread of the pool: a GPU's driver may take seconds to map memory, while it gives back other memory for instance. */
+static void map_and_connect(uv_work_t *work)
 {
     struct connecting *c = work->data;
+    const bool gpus = is_on_gpus(c->epoch);
 
-    if (c->given_up)
+    if (c->given_up || (gpus && make_windows(c->epoch, &c->error)) || !c->epoch->net)
         return;
     (void)ep_team_net_connect(c->epoch->net, c->cards, c->epoch->plan.n_nodes, c->epoch->own,
-                              is_on_gpus(c->epoch) ? CONNECT_GPUS_MS : CONNECT_MS, &c->error);
+                              gpus ? CONNECT_GPUS_MS : CONNECT_MS, &c->error);
 }
 
 static void begin_connecting(struct connecting *c);
@@ -482,7 +480,7 @@ static void begin_connecting(struct connecting *c)
 
     groups->connects++;
     c->given_up = c->epoch->dropped;
-    if (uv_queue_work(groups->loop, &c->work, connect_net, on_connected) == 0)
+    if (uv_queue_work(groups->loop, &c->work, map_and_connect, on_connected) == 0)
         return;
     (void)ep_error_set(&c->error, EP_INTERNAL, "no thread to connect with"); /* cannot be */
     on_connected(&c->work, 0);
@@ -512,11 +510,8 @@ void epoch_connect(struct epoch *epoch, const struct ep_team_card *cards, epoch_
 {
     struct ep_error error = EP_ERROR_INIT;
 
-    if (epoch_spans(epoch)) {
-        if (make_windows_known(epoch, &error))
-            done(&error, user);
-        else
-            start_connecting(epoch, cards, done, user);
+    if (epoch_spans(epoch) || is_on_gpus(epoch)) {
+        start_connecting(epoch, cards, done, user);
         return;
     }
     (void)make_team_and_windows(epoch, &error);

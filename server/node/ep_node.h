@@ -84,7 +84,7 @@ uint64_t ep_node_granule(const struct ep_node *node);
 
 /*
  * One rank's window, zeroed: on the host backend a memfd of sealed size, on the cuda backend GPU memory.
- * The name begins with its owner's, up to the first '/'.
+ * The name begins with its owner's, up to the first '/'.  Any thread, and on GPUs better not the loop's.
  */
 struct ep_node_window;
 ep_status ep_node_window_create(struct ep_node *node, uint32_t device, const char *name, uint64_t bytes,

@@ -181,7 +181,7 @@ static bool keep(struct ep_cuda_memory *m)
     for (uint32_t i = 0; i < MEMORIES; i++)
         if (!memories[i]) {
             memories[i] = m;
-            cuda_fixture.memories++;
+            __atomic_add_fetch(&cuda_fixture.memories, 1, __ATOMIC_RELAXED);
             return true;
         }
     return false;
@@ -211,12 +211,23 @@ static ep_status open_memory(uint32_t device, int fd, uint64_t bytes, struct ep_
     return EP_OK;
 }
 
+/* Who waits for ever for a driver that the waiting itself keeps asleep finds that out. */
+static void wait_awake(void)
+{
+    if (__atomic_load_n(&cuda_fixture.asleep, __ATOMIC_RELAXED))
+        __atomic_add_fetch(&cuda_fixture.slept, 1, __ATOMIC_RELAXED);
+    for (uint32_t ms = 0; __atomic_load_n(&cuda_fixture.asleep, __ATOMIC_RELAXED) && ms < CUDA_FIXTURE_ASLEEP_MS; ms++)
+        usleep(1000);
+}
+
 static ep_status memory_create(uint32_t device, uint64_t bytes, struct ep_cuda_memory **out,
                                struct ep_error *error)
 {
-    ep_status status = enter("memory_create", device, error);
+    ep_status status;
     int fd;
 
+    wait_awake();
+    status = enter("memory_create", device, error);
     if (status != EP_OK)
         return status;
     fd = memfd_create("cuda-fixture", MFD_CLOEXEC);
@@ -292,7 +303,7 @@ static void memory_destroy(struct ep_cuda_memory *memory)
         if ((uint8_t *)waiters[i].mailbox >= memory->host
             && (uint8_t *)waiters[i].mailbox < memory->host + memory->bytes)
             waiters[i].mailbox = NULL;
-    cuda_fixture.memories--;
+    __atomic_sub_fetch(&cuda_fixture.memories, 1, __ATOMIC_RELAXED);
     close_memory(memory);
     pthread_mutex_unlock(&lock);
 }

@@ -12,7 +12,7 @@
 
 #include "ep_cuda.h"
 
-enum { CUDA_FIXTURE_DEVICES = 2, CUDA_FIXTURE_OPS = 64 };
+enum { CUDA_FIXTURE_DEVICES = 2, CUDA_FIXTURE_OPS = 64, CUDA_FIXTURE_ASLEEP_MS = 5000 };
 
 struct cuda_fixture {
     /* what it is to do */
@@ -29,12 +29,14 @@ struct cuda_fixture {
     bool followed;       /* addresses of memory that is made from here on are the host's too */
     bool legacy;         /* memory is like cudaMalloc()'s: nothing exports it by an address */
     uint32_t lost;       /* bit d: whatever is asked of device d fails with EP_IO; atomic */
+    uint32_t asleep;     /* memory_create waits until it is 0, or for CUDA_FIXTURE_ASLEEP_MS; atomic */
     void (*on_info)(uint32_t device, struct ep_cuda_device *info); /* what else a device is */
     void (*on_read)(const void *gpu, void *user); /* before a copy to the host: a kernel may run on now */
     void *user;
 
     /* what it has seen */
     uint32_t memories, streams, ranks, ringers, serves, graphs, events, pinned; /* alive */
+    uint32_t slept;              /* calls of memory_create that had to wait; atomic, as memories is */
     uint32_t copies;             /* write, read, fill, copy, store */
     uint32_t ops;                /* executed */
     struct ep_op op[CUDA_FIXTURE_OPS];  /* the first of them */

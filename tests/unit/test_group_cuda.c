@@ -138,6 +138,24 @@ static void memory_is_what_is_reserved(void **state)
     assert_int_equal(ep_node_memory_left(f->node), 2 * f->budget);
 }
 
+/* A driver may be busy for seconds: so long the server answers others. */
+static void the_loop_goes_on_while_a_window_is_mapped(void **state)
+{
+    struct fixture *f = *state;
+    Ep__V1__GroupSpec spec = small_spec();
+    struct answer answer = { 0 };
+
+    __atomic_store_n(&cuda_fixture.asleep, 1, __ATOMIC_RELAXED);
+    ep_groups_create(f->groups, "moe", &spec, false, NULL, on_answer, &answer);
+    while (!__atomic_load_n(&cuda_fixture.slept, __ATOMIC_RELAXED))
+        uv_run(&f->loop, UV_RUN_NOWAIT);
+    assert_int_equal(__atomic_load_n(&cuda_fixture.memories, __ATOMIC_RELAXED), 0); /* it still waits, and the loop has come here */
+    __atomic_store_n(&cuda_fixture.asleep, 0, __ATOMIC_RELAXED);
+    RUN_UNTIL(f, answer.done);
+    assert_string_equal(answer.error.text, "");
+    answer_clear(&answer);
+}
+
 static void a_group_that_cannot_have_its_memory_leaves_none(void **state)
 {
     struct fixture *f = *state;
@@ -849,6 +867,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         TEST(the_spec_names_gpus),
         TEST(memory_is_what_is_reserved),
+        TEST(the_loop_goes_on_while_a_window_is_mapped),
         TEST(a_group_that_cannot_have_its_memory_leaves_none),
         TEST(a_claim_is_for_the_direct_executor),
         TEST(a_direct_worker_alone_on_a_gpu_has_all_of_it),
