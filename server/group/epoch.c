@@ -418,7 +418,7 @@ static ep_status make_windows(struct epoch *epoch, struct ep_error *error)
 
 struct connecting {
     uv_work_t work;
-    struct connecting *next; /* waits for one of CONNECTS_AT_ONCE to be over */
+    struct connecting *next; /* waits for one of CONNECTS_AT_ONCE to be over; those without other nodes do not */
     struct epoch *epoch;
     bool given_up;
     struct ep_team_card *cards;
@@ -445,7 +445,7 @@ static void connect_next(struct ep_groups *groups)
 {
     struct connecting *c = groups->connects_due;
 
-    if (!c)
+    if (!c || groups->connects >= CONNECTS_AT_ONCE)
         return;
     groups->connects_due = c->next;
     begin_connecting(c);
@@ -461,7 +461,7 @@ static void on_connected(uv_work_t *work, int status)
     free(c.cards);
     free(work->data);
     epoch->group->groups->calls--;
-    epoch->group->groups->connects--;
+    epoch->group->groups->connects -= epoch->net != NULL;
     epoch->connecting = NULL;
     epoch->part = EPOCH_PREPARED;
     connect_next(epoch->group->groups);
@@ -478,7 +478,7 @@ static void begin_connecting(struct connecting *c)
 {
     struct ep_groups *groups = c->epoch->group->groups;
 
-    groups->connects++;
+    groups->connects += c->epoch->net != NULL;
     c->given_up = c->epoch->dropped;
     if (uv_queue_work(groups->loop, &c->work, map_and_connect, on_connected) == 0)
         return;
@@ -497,7 +497,7 @@ static void start_connecting(struct epoch *epoch, const struct ep_team_card *car
     epoch->connecting = c;
     epoch->part = EPOCH_CONNECTING;
     epoch->group->groups->calls++;
-    if (epoch->group->groups->connects < CONNECTS_AT_ONCE) {
+    if (!epoch->net || epoch->group->groups->connects < CONNECTS_AT_ONCE) {
         begin_connecting(c);
         return;
     }
