@@ -1,5 +1,5 @@
 /*
- * ep_descriptors: the first three, and room for more before it is needed.
+ * ep_descriptors: the first three, room for more before it is needed, and whether there are enough.
  *
  * A process's table of descriptors grows with the first one that has no place in it, and where the process has threads
  * Linux waits for an RCU grace period meanwhile (expand_fdtable(), fs/file.c): milliseconds, and on a machine whose cores
@@ -8,6 +8,7 @@
 #ifndef EP_DESCRIPTORS_H
 #define EP_DESCRIPTORS_H
 
+#include <errno.h>
 #include <fcntl.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
@@ -27,6 +28,24 @@ static inline void ep_descriptors_reserve(unsigned n)
     if (last >= 0)
         close(last);
     close(any);
+}
+
+/* Most that ep_descriptors_try() opens. */
+#define EP_DESCRIPTORS_TRY_MOST 64
+
+/* How many of so many can be opened, which libraries do not say that need them; none is open when this returns.  Where it is
+ * fewer than wanted, errno says why. */
+static inline int ep_descriptors_try(int wanted)
+{
+    int opened[EP_DESCRIPTORS_TRY_MOST], n = 0, why;
+
+    while (n < wanted && n < EP_DESCRIPTORS_TRY_MOST && (opened[n] = eventfd(0, EFD_CLOEXEC)) >= 0)
+        n++;
+    why = errno;
+    for (int i = 0; i < n; i++)
+        close(opened[i]);
+    errno = why;
+    return n;
 }
 
 /*

@@ -7,6 +7,7 @@
 #include <grpc/support/log.h>
 
 #include "ep_clock.h"
+#include "ep_descriptors.h"
 #include "ep_thread.h"
 #include "rpc_private.h"
 
@@ -155,6 +156,8 @@ static bool grpc_is_shared; /* somebody had gRPC running before the first of the
 /* What gRPC makes when it begins and with the first channel or server: some, and as many as there are cores, within bounds. */
 #define GRPC_THREADS_FEW  8
 #define GRPC_THREADS_MOST (GRPC_THREADS_FEW + 32)
+/* Two pollers of two each, and the others are for the first connection and for what comes between the pollers. */
+#define GRPC_DESCRIPTORS 12
 
 static int grpc_threads(void)
 {
@@ -163,36 +166,36 @@ static int grpc_threads(void)
     return GRPC_THREADS_FEW + (int)(cores < 2 ? 2 : cores > most ? most : cores);
 }
 
-static void *wait_at(void *gate)
-{
-    void *volatile some = malloc(1); /* a thread's first has address space set aside, as of gRPC's threads */
-
-    free(some);
-    pthread_mutex_lock(gate);
-    pthread_mutex_unlock(gate);
-    return NULL;
-}
-
 /* gRPC goes on without a thread that it cannot make: then no deadline passes, and its shutdown waits for that thread for
  * ever.  It says nothing of it, so it is tried before. */
 static ep_status try_threads(struct ep_error *error)
 {
-    pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
-    pthread_t threads[GRPC_THREADS_MOST];
     const int wanted = grpc_threads();
-    int n = 0, result = 0;
+    int n, failure = ep_threads_try(wanted, &n);
 
-    pthread_mutex_lock(&gate);
-    while (n < wanted && (result = ep_thread_start(&threads[n], "ep-try", wait_at, &gate)) == 0)
-        n++;
-    pthread_mutex_unlock(&gate);
-    for (int i = 0; i < n; i++)
-        pthread_join(threads[i], NULL);
-    if (result == 0)
+    if (failure == 0)
         return EP_OK;
     return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "cannot open the RPC runtime: %d of the %d threads that it needs can be "
                         "started: %s: see the limits of threads (ulimit -u, the cgroup's pids.max) and of address space "
-                        "(ulimit -v)", n, wanted, uv_strerror(-result));
+                        "(ulimit -v)", n, wanted, uv_strerror(-failure));
+}
+
+/* Without one for a poller of its own gRPC ends the process, which may be a worker's. */
+static ep_status try_descriptors(struct ep_error *error)
+{
+    const int n = ep_descriptors_try(GRPC_DESCRIPTORS);
+
+    if (n == GRPC_DESCRIPTORS)
+        return EP_OK;
+    return ep_error_errno(error, EP_RESOURCE_EXHAUSTED, "cannot open the RPC runtime: %d of the %d descriptors that it needs "
+                          "are to be had (ulimit -n)", n, GRPC_DESCRIPTORS);
+}
+
+static ep_status try_limits(struct ep_error *error)
+{
+    const ep_status status = try_descriptors(error);
+
+    return status == EP_OK ? try_threads(error) : status;
 }
 
 static ep_status start_grpc(struct ep_error *error)
@@ -202,7 +205,7 @@ static ep_status start_grpc(struct ep_error *error)
     pthread_mutex_lock(&runtimes_mutex);
     if (runtimes == 0) {
         grpc_is_shared = grpc_is_initialized();
-        status = grpc_is_shared ? EP_OK : try_threads(error);
+        status = grpc_is_shared ? EP_OK : try_limits(error);
     }
     if (status == EP_OK) {
         runtimes++;

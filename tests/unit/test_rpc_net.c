@@ -776,15 +776,15 @@ static void unix_target_takes_no_tls(void **state)
 
 static unsigned threads_left = UINT_MAX;
 
-int __real_ep_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), void *arg);
-int __wrap_ep_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), void *arg);
+int __real_pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *arg);
+int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *arg);
 
-int __wrap_ep_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), void *arg)
+int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *arg)
 {
     if (threads_left == 0)
         return EAGAIN;
     threads_left--;
-    return __real_ep_thread_start(thread, name, run, arg);
+    return __real_pthread_create(thread, attributes, run, arg);
 }
 
 /* It would go on without those that it cannot make, and wait for them for ever. */
@@ -799,6 +799,30 @@ static void too_few_threads_are_said_before_grpc_begins(void **state)
     threads_left = UINT_MAX;
     assert_text(error.text, "cannot open the RPC runtime: 3 of the ");
     assert_text(error.text, "pids.max");
+    assert_false(grpc_is_initialized());
+    assert_ok(ep_rpc_open(NULL, &rpc, &error), &error);
+    ep_rpc_close(rpc);
+}
+
+/* It would end this process. */
+static void too_few_descriptors_are_said_before_grpc_begins(void **state)
+{
+    const int next = dup(STDIN_FILENO);
+    struct rlimit before, few;
+    struct ep_error error;
+    struct ep_rpc *rpc;
+
+    (void)state;
+    assert_true(next >= 0 && close(next) == 0);
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, &before), 0);
+    for (int n = 0; n < 3; n++) {
+        few = (struct rlimit){ (rlim_t)(next + n), before.rlim_max };
+        assert_int_equal(setrlimit(RLIMIT_NOFILE, &few), 0);
+        assert_int_equal(ep_rpc_open(NULL, &rpc, &error), EP_RESOURCE_EXHAUSTED);
+        assert_text(error.text, "descriptors that it needs");
+        assert_text(error.text, "Too many open files");
+    }
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
     assert_false(grpc_is_initialized());
     assert_ok(ep_rpc_open(NULL, &rpc, &error), &error);
     ep_rpc_close(rpc);
@@ -928,6 +952,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(max_connections_refuses_with_tls_too, prepare_tls, down),
         S(unix_target_takes_no_tls),
         cmocka_unit_test(too_few_threads_are_said_before_grpc_begins),
+        cmocka_unit_test(too_few_descriptors_are_said_before_grpc_begins),
         cmocka_unit_test(close_waits_for_channels_that_grpc_still_has),
         cmocka_unit_test(close_ends_what_connects_to_a_server_that_says_nothing),
         cmocka_unit_test(close_waits_for_nobody_who_had_grpc_before),
