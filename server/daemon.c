@@ -20,6 +20,7 @@
 #include "ep_node.h"
 #include "ep_rpc.h"
 #include "ep_store.h"
+#include "ep_thread.h"
 #include "files.h"
 
 #define MODULE "main"
@@ -27,6 +28,7 @@
 #define RPC_GRACE_MS 1000     /* calls under way when the servers close */
 #define STORE_FILE "ep-server.db"
 #define DESCRIPTORS 16384     /* so many have room from the beginning */
+#define DESCRIPTORS_LEAST 48  /* to start, and to answer a few with a small group */
 #define STORE_FIRST_MS 500u   /* of a server that is gone the store is to know before its connections to others end */
 
 enum phase { STARTING, SERVING, DRAINING, CLOSING };
@@ -42,6 +44,7 @@ struct daemon {
     uv_loop_t loop;
     uv_signal_t on_term, on_int, on_hup;
     uv_timer_t watchdog, drain_timer, step_timer;
+    uv_work_t first_work; /* of the loop's pool */
     uint64_t drain_began; /* loop time, ms */
     size_t closing;       /* next of close_steps */
 
@@ -301,6 +304,25 @@ static ep_status open_loop(struct daemon *d, struct ep_error *error)
     if (sd_watchdog_enabled(0, &watchdog_us) > 0)
         uv_timer_start(&d->watchdog, on_watchdog, 0, watchdog_us / 2000 + 1);
     return EP_OK;
+}
+
+static void do_nothing(uv_work_t *work)
+{
+    (void)work;
+}
+
+/* libuv makes its pool with the first work for it, and ends the process where it cannot: not while groups are served. */
+static ep_status open_pool(struct daemon *d, struct ep_error *error)
+{
+    int started, failure = ep_threads_try(EP_POOL_THREADS, &started);
+
+    if (failure == 0)
+        failure = -uv_queue_work(&d->loop, &d->first_work, do_nothing, NULL);
+    if (failure == 0)
+        return EP_OK;
+    return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "%d of the %d threads of the pool can be started: %s: see the limits of "
+                        "threads (ulimit -u, the cgroup's pids.max) and of address space (ulimit -v)", started,
+                        EP_POOL_THREADS, uv_strerror(-failure));
 }
 
 /* Two servers with one state or one socket would corrupt or steal from each other. */
@@ -595,7 +617,7 @@ static ep_status open_metrics(struct daemon *d, struct ep_error *error)
 
 /* on_cluster_ready and on_groups_ready are called from the loop, when all of these are over. */
 static ep_status (*const open_steps[])(struct daemon *d, struct ep_error *error) = {
-    open_files, open_node, open_rpc, open_store, open_cluster, open_groups, open_attach, open_api,
+    open_files, open_pool, open_node, open_rpc, open_store, open_cluster, open_groups, open_attach, open_api,
     open_unix_server, open_tcp_server, join_cluster, open_metrics,
 };
 
@@ -802,6 +824,17 @@ static void raise_file_limit(void)
         EP_WARN(MODULE, "cannot raise the limit of open files", EP_S("error", strerror(errno)));
 }
 
+/* libuv and gRPC end the process for want of one. */
+static ep_status try_descriptors(struct ep_error *error)
+{
+    const int n = ep_descriptors_try(DESCRIPTORS_LEAST);
+
+    if (n == DESCRIPTORS_LEAST)
+        return EP_OK;
+    return ep_error_errno(error, EP_RESOURCE_EXHAUSTED, "%d of the %d descriptors that a server needs at least are to be had "
+                          "(ulimit -n)", n, DESCRIPTORS_LEAST);
+}
+
 static void open_all(struct daemon *d)
 {
     struct ep_error error = EP_ERROR_INIT;
@@ -819,8 +852,8 @@ ep_status ep_daemon_run(struct ep_options *options, int argc, char **argv, struc
     signal(SIGXFSZ, SIG_IGN); /* windows are files to `ulimit -f` too: a call fails, and says of which group */
     raise_file_limit();
     ep_descriptors_reserve(DESCRIPTORS);
-    if (open_loop(&d, error) != EP_OK)
-        return EP_INTERNAL;
+    if (try_descriptors(error) != EP_OK || open_loop(&d, error) != EP_OK)
+        return error->status;
     open_all(&d);
     uv_run(&d.loop, UV_RUN_DEFAULT);
     close_loop(&d);

@@ -261,6 +261,23 @@ class StartTest(harness.TestCase):
             line = [x for x in f if x.startswith("Max open files")][0]
         self.assertEqual(line.split()[3], str(hard))
 
+    def start_within(self, name, *wrapper):
+        """What a server says that ends at once."""
+        return self.refused(self.start_server(name=name, wrapper=wrapper, ready=False), 1)
+
+    def test_too_few_descriptors_are_said_at_the_start(self):
+        for n in (4, 5, 11, 16, 24, 40):  # libraries end the process without those that they want for themselves
+            last = self.start_within("n%d" % n, "bash", "-c", 'ulimit -n %d; exec "$0" "$@"' % n)
+            self.assertIn("of the 48 descriptors that a server needs at least are to be had (ulimit -n): Too many", last)
+
+    @unittest.skipUnless(os.getuid() == 0, "to be another user, who has no other threads, takes root")
+    def test_too_few_threads_are_said_at_the_start(self):
+        os.chmod(self.dir, 0o777)
+        for n in (12, 20):  # too few for libuv's pool; for gRPC beside it
+            last = self.start_within("p%d" % n, "setpriv", "--reuid=64017", "--inh-caps=+dac_override",
+                                     "--ambient-caps=+dac_override", "prlimit", "--nproc=%d" % n)
+            self.assertRegex(last, r"ep-server: .* threads .*ulimit -u")
+
     def test_a_window_beyond_the_limit_of_a_files_size_is_refused(self):
         server = self.start_server("--host-ranks=1", wrapper=["bash", "-c", 'ulimit -f 4096; exec "$0" "$@"'])
         spec = ["--ranks=1", "--experts=1", "--hidden=64", "--top-k=1"]
