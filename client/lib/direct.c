@@ -27,6 +27,9 @@ static ep_status take_frame(struct ep_rank *rank, const struct ep_attach_frame *
 {
     if (frame->type == EP_ATTACH_REFUSED)
         return ep_error_set(error, (ep_status)frame->status, "%s", frame->text);
+    if (fd == EP_ATTACH_FD_LOST)
+        return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "its descriptor has come, and this process may open no more: raise its "
+                            "limit of open files (ulimit -n)");
     if (frame->type != EP_ATTACH_MEMORY || fd < 0)
         return ep_error_set(error, EP_PROTOCOL, "the server sent frame type %u%s where memory must come",
                             frame->type, frame->type == EP_ATTACH_MEMORY ? " without a descriptor" : "");

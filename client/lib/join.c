@@ -210,6 +210,9 @@ static ep_status greet(int socket, const ProtobufCBinaryData *ticket, struct ep_
     }
     if (fd >= 0)
         close(fd);
+    if (fd == EP_ATTACH_FD_LOST)
+        return ep_error_set(error, EP_RESOURCE_EXHAUSTED, "the window's descriptor has come, and this process may open no more: "
+                            "raise its limit of open files (ulimit -n)");
     if (welcome->type == EP_ATTACH_REFUSED)
         return ep_error_set(error, (ep_status)welcome->status, "%s", welcome->text);
     return ep_error_set(error, EP_PROTOCOL, "the server answered HELLO with frame type %u%s", welcome->type,

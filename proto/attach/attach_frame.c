@@ -207,7 +207,7 @@ ep_status ep_attach_send(int socket, const struct ep_attach_frame *frame, int fd
     return sent < 0 ? socket_error(error, "send on the side socket") : EP_OK;
 }
 
-/* The first descriptor of the message, the others closed; -1 when there is none. */
+/* The first descriptor of the message, the others closed; -1 when there is none, EP_ATTACH_FD_LOST when there was. */
 static int take_fd(struct msghdr *message)
 {
     int first = -1;
@@ -225,7 +225,7 @@ static int take_fd(struct msghdr *message)
                 close(fd);
         }
     }
-    return first;
+    return first < 0 && message->msg_flags & MSG_CTRUNC ? EP_ATTACH_FD_LOST : first;
 }
 
 /*

@@ -110,7 +110,10 @@ ep_status ep_attach_frame_parse(const void *bytes, size_t n, struct ep_attach_fr
  */
 ep_status ep_attach_send(int socket, const struct ep_attach_frame *frame, int fd, struct ep_error *error);
 
-/* The next frame; *fd gets the descriptor that came with it (close-on-exec) or -1.  Surplus
+/* What *fd is when one came that this process has no room for (ulimit -n): the system has closed it. */
+#define EP_ATTACH_FD_LOST (-2)
+
+/* The next frame; *fd gets the descriptor that came with it (close-on-exec), -1, or EP_ATTACH_FD_LOST.  Surplus
  * descriptors are closed.  Same errors as send, EP_PROTOCOL for anything that is no frame. */
 ep_status ep_attach_receive(int socket, struct ep_attach_frame *frame, int *fd, struct ep_error *error);
 

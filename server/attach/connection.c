@@ -309,13 +309,23 @@ static bool begin_request(struct connection *connection, uint32_t number)
     return true;
 }
 
+static void answer_no_room(struct connection *connection, uint32_t number)
+{
+    struct ep_error error = EP_ERROR_INIT;
+
+    (void)ep_error_set(&error, EP_RESOURCE_EXHAUSTED, "the server may open no more descriptors, and has none for the region");
+    answer(connection, number, &error);
+}
+
 /* Takes fd. */
 static void on_register(struct connection *connection, const struct ep_attach_frame *frame, int fd)
 {
     const struct ep_executor_region region = { .number = frame->region, .fd = fd, .offset = frame->offset,
                                                .bytes = frame->value };
 
-    if (begin_request(connection, frame->count))
+    if (fd == EP_ATTACH_FD_LOST)
+        answer_no_room(connection, frame->count);
+    else if (begin_request(connection, frame->count))
         ep_membership_register(connection->claim->membership, &region, on_done, connection);
     else if (fd >= 0)
         close(fd);

@@ -6,6 +6,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -322,6 +323,30 @@ static void a_descriptor_travels_and_is_close_on_exec(void **state)
     close(pair[1]);
 }
 
+/* The frame is as good as any: it is this side that cannot have what came with it. */
+static void a_descriptor_that_finds_no_room_is_told_from_none(void **state)
+{
+    const struct ep_attach_frame sent = valid(EP_ATTACH_WELCOME);
+    struct ep_attach_frame got;
+    struct rlimit before, full;
+    int pair[2], fd = -1, next;
+
+    (void)state;
+    make_pair(pair);
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, &before), 0);
+    next = dup(pair[0]);
+    assert_true(next >= 0 && close(next) == 0);
+    full = (struct rlimit){ (rlim_t)next, before.rlim_max };
+    assert_int_equal(ep_attach_send(pair[0], &sent, pair[0], NULL), EP_OK);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &full), 0);
+    assert_int_equal(ep_attach_receive(pair[1], &got, &fd, NULL), EP_OK);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
+    assert_int_equal(fd, EP_ATTACH_FD_LOST);
+    assert_int_equal(got.type, EP_ATTACH_WELCOME);
+    close(pair[0]);
+    close(pair[1]);
+}
+
 static void surplus_descriptors_are_closed(void **state)
 {
     const struct ep_attach_frame sent = valid(EP_ATTACH_WELCOME);
@@ -445,6 +470,7 @@ int main(void)
         cmocka_unit_test(no_flipped_bit_confuses),
         cmocka_unit_test(a_frame_travels),
         cmocka_unit_test(a_descriptor_travels_and_is_close_on_exec),
+        cmocka_unit_test(a_descriptor_that_finds_no_room_is_told_from_none),
         cmocka_unit_test(surplus_descriptors_are_closed),
         cmocka_unit_test(descriptors_with_garbage_are_closed),
         cmocka_unit_test(every_truncated_length_is_refused),
