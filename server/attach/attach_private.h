@@ -11,6 +11,7 @@
  *
  *   RESERVED  -- hello with the ticket --> ATTACHED    the rank takes part
  *   RESERVED  -- ticket expires -------> (freed)
+ *   RESERVED  -- process gone ---------> (freed)       also before it is taken in
  *   ATTACHED  -- BYE ------------------> (freed)       memory reusable; also before it is taken in
  *   ATTACHED  -- process gone ---------> (freed)       the same
  *   ATTACHED  -- connection ends ------> LEAVING       the rank is absent, its process may live
@@ -72,7 +73,7 @@ struct process {
     uint64_t watch_ns; /* when we began to watch */
 };
 
-/* socket: connected to it; its pidfd comes from there when the kernel can. */
+/* socket: connected to it; its pidfd comes from there when the kernel can.  -1: none. */
 void process_open(struct process *process, pid_t pid, int socket);
 void process_close(struct process *process);
 bool process_gone(const struct process *process);
@@ -140,9 +141,9 @@ struct claim {
     struct ep_membership *membership;
     struct connection *joining;    /* JOINING: who waits for its welcome */
     struct connection *connection; /* NULL: none (yet or any more) */
-    struct process process;        /* from ATTACHED on */
+    struct process process;        /* without a pidfd from JOINING on */
     uv_timer_t timer;              /* RESERVED: expiry.  LEAVING without pidfd: look again */
-    uv_poll_t gone;                /* LEAVING with pidfd */
+    uv_poll_t gone;                /* with pidfd */
     bool gone_open;
     bool on_gpu;                   /* kernels of peers wait for its ops */
     bool detached;                 /* the group said so; acted on when the loop runs again */

@@ -98,6 +98,14 @@ static void died(struct claim *claim)
     free_claim(claim);
 }
 
+static void died_unattached(struct claim *claim)
+{
+    char reason[64];
+
+    snprintf(reason, sizeof reason, "its worker died before it attached (pid %d)", (int)claim->pid);
+    end_unattached(claim, EP_ABORTED, reason);
+}
+
 static void on_process_event(uv_poll_t *poll, int status, int events)
 {
     struct claim *claim = poll->data;
@@ -106,10 +114,18 @@ static void on_process_event(uv_poll_t *poll, int status, int events)
     (void)events;
     if (!process_gone(&claim->process))
         return;
-    if (claim->state == CLAIM_ATTACHED)
+    switch (claim->state) {
+    case CLAIM_RESERVED:
+    case CLAIM_JOINING:
+        died_unattached(claim);
+        break;
+    case CLAIM_ATTACHED:
         died(claim);
-    else
+        break;
+    case CLAIM_LEAVING:
         writer_gone(claim);
+        break;
+    }
 }
 
 static void on_look_again(uv_timer_t *timer)
@@ -338,7 +354,8 @@ void claim_attach(struct claim *claim, struct connection *connection)
 {
     struct ep_worker worker = worker_of(claim);
 
-    process_open(&claim->process, claim->pid, connection->fd);
+    if (claim->process.pidfd < 0)
+        process_open(&claim->process, claim->pid, connection->fd);
     uv_timer_stop(&claim->timer);
     claim->state = CLAIM_JOINING;
     claim->joining = connection;
@@ -459,6 +476,8 @@ static void start_claim(struct claim *claim)
     claim->handles = 1;
     attach_handle_opened(attach);
     uv_timer_start(&claim->timer, on_expired, attach->ticket_ms, 0);
+    process_open(&claim->process, claim->pid, -1);
+    (void)watch_pidfd(claim); /* a GPU's context takes long, and who waits for the rank is not to wait for the ticket too */
     claim->next = attach->claims;
     attach->claims = claim;
 }

@@ -500,15 +500,25 @@ class AttachTest(harness.TestCase):
         with self.assertRaises(rawrpc.RpcError):
             self.claim(0)
 
-        def free():
-            try:
-                return self.claim(0)
-            except rawrpc.RpcError:
-                return None
-        harness.wait_until(free, "the claim expired", interval=0.1)
+        harness.wait_until(lambda: self.take_ticket(0), "the claim expired", interval=0.1)
         connection = self.side()
         connection.send(worker.pack(worker.HELLO, ticket))
         self.assertIn("expired", self.refusal(connection))
+
+    def test_a_worker_that_dies_before_it_attaches_leaves_its_rank_free(self):
+        self.serve()
+        script = "import sys, test_attach; test_attach.claim(sys.argv[1], 'moe', 0)"
+        subprocess.run([sys.executable, "-B", "-c", script, self.server.socket], check=True,
+                       cwd=os.path.dirname(os.path.abspath(__file__)))
+        harness.wait_until(lambda: self.take_ticket(0), "rank 0 free", interval=0.001)
+        self.assertIn("died before it attached", self.server.log())
+        self.assertNotIn("did not attach in time", self.server.log())
+
+    def take_ticket(self, rank):
+        try:
+            return self.claim(rank)
+        except rawrpc.RpcError:
+            return None
 
     def test_silent_connections_are_dropped_and_in_nobodys_way(self):
         workers = self.hostile()

@@ -299,9 +299,9 @@ static uint32_t open_descriptors(void)
 static void no_descriptor_stays_with_the_server(void **state)
 {
     struct service *s = *state;
-    Ep__V1__ClaimReply claim = claim_of(s, 0);
     int fd = connect_to(s);
     uint32_t before = open_descriptors();
+    Ep__V1__ClaimReply claim = claim_of(s, 0);
 
     shrink(s);
     say(fd, EP_ATTACH_HELLO, &claim);
