@@ -308,6 +308,18 @@ ep_status ep_sqlite_db_list(struct ep_sqlite_db *db, const char *prefix, struct 
 
 /* ---- writing ----------------------------------------------------------------- */
 
+/* What goes to a file without a name ends with this process. */
+static ep_status check_place(struct ep_sqlite_db *db, struct ep_error *error)
+{
+    int moved = 0;
+
+    (void)sqlite3_file_control(db->sqlite, "main", SQLITE_FCNTL_HAS_MOVED, &moved);
+    if (!moved)
+        return EP_OK;
+    return ep_error_set(error, EP_UNAVAILABLE, "store %s: cannot write to it: it has been removed, or another file is in its "
+                        "place: put it back, or start the server again with what is there", db->path);
+}
+
 /* Runs a query that gives at most one number. */
 static int run(struct ep_sqlite_db *db, int which, const char *key, int64_t *value)
 {
@@ -395,6 +407,9 @@ ep_status ep_sqlite_db_commit(struct ep_sqlite_db *db, const struct ep_store_wri
     int64_t value = 0;
     ep_status status;
 
+    status = check_place(db, error);
+    if (status)
+        return status;
     if (run(db, Q_BEGIN, NULL, NULL))
         return fail(db, error, "write to it");
     status = transact(db, writes, n, &list, &value, error);

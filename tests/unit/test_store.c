@@ -253,6 +253,34 @@ static void a_full_disk_is_told_and_got_over(void **state)
     assert_string_equal(list(f, "").text, "a=after ");
 }
 
+/* ---- a file that is gone ----------------------------------------------------------------- */
+
+static void what_a_removed_file_would_take_is_refused(void **state)
+{
+    struct fixture *f = *state;
+    char away[sizeof f->path + 8];
+    struct written w;
+
+    snprintf(away, sizeof away, "%s.away", f->path);
+    assert_int_equal(fixture_open(f, NULL), EP_OK);
+    assert_int_equal(put(f, "a", "before", EP_STORE_ANY).error.status, EP_OK);
+    assert_int_equal(rename(f->path, away), 0);
+    for (int other = 0; other < 2; other++) {
+        if (other)
+            write_file(f->path, "", 0);
+        w = put(f, "a", "meanwhile", EP_STORE_ANY);
+        assert_int_equal(w.error.status, EP_UNAVAILABLE);
+        assert_non_null(strstr(w.error.text, "it has been removed"));
+        assert_int_equal(ep_store_health(f->store, NULL), EP_UNAVAILABLE);
+        assert_string_equal(list(f, "").text, "a=before ");
+    }
+    assert_int_equal(rename(away, f->path), 0);
+    assert_int_equal(put(f, "a", "after", 1).error.status, EP_OK);
+    fixture_close(f);
+    assert_int_equal(fixture_open(f, NULL), EP_OK);
+    assert_string_equal(list(f, "").text, "a=after ");
+}
+
 /* ---- kill -9 ---------------------------------------------------------------------------- */
 
 /* The writer: pairs of records that must always agree; acknowledged revisions go to stdout. */
@@ -392,6 +420,7 @@ int main(int argc, char **argv)
         TEST(one_process_at_a_time),
         TEST(what_is_no_file_is_refused),
         TEST(a_full_disk_is_told_and_got_over),
+        TEST(what_a_removed_file_would_take_is_refused),
         TEST(kill_9_loses_nothing_that_was_acknowledged),
     };
 
