@@ -2,6 +2,9 @@
 
 #include "client_private.h"
 
+/* No versioned struct will have more: what says so was not set. */
+#define STRUCT_BYTES_MAX 4096u
+
 static _Thread_local struct ep_error last = EP_ERROR_INIT;
 
 struct ep_error *last_error(void)
@@ -22,11 +25,17 @@ static size_t size_of(const void *versioned)
     return size;
 }
 
+/* They begin with a size_t, so that theirs is a multiple of its own, and what ends in the middle of a pointer is none. */
+static bool is_size(size_t size)
+{
+    return size >= sizeof size && size % sizeof size == 0 && size <= STRUCT_BYTES_MAX;
+}
+
 ep_status check_struct(const char *type, const void *given)
 {
     if (!given)
         return ep_error_set(&last, EP_INVALID_ARGUMENT, "%s is NULL", type);
-    if (size_of(given) < sizeof(size_t))
+    if (!is_size(size_of(given)))
         return ep_error_set(&last, EP_INVALID_ARGUMENT, "%s.size is %zu: set it to sizeof(%s)", type, size_of(given),
                             type);
     return EP_OK;

@@ -19,7 +19,7 @@
 #include "client_private.h"
 #include "temporary.h"
 
-enum { TIMEOUT_MS = 50, EPOCH = 3 };
+enum { PATIENCE_MS = 40000, EPOCH = 3 }; /* with what should be there at once */
 
 /* What the server does with HELLO. */
 enum answer { SAYS_NOTHING, WINDOW_TOO_SHORT, WINDOW_OF_ANOTHER, REFUSES };
@@ -49,7 +49,7 @@ static void refused(ep_status status, ep_status expected, const char *text)
 /* Of a socket that is not there, with a path of so many bytes. */
 static ep_status open_path(size_t bytes)
 {
-    const ep_client_options options = { .size = sizeof options, .timeout_ms = TIMEOUT_MS };
+    const ep_client_options options = { .size = sizeof options, .timeout_ms = PATIENCE_MS };
     char address[1024] = "unix:/tmp/";
     ep_client *client = NULL;
     ep_status status;
@@ -73,6 +73,20 @@ static void a_path_that_no_socket_has_is_refused(void **state)
         refused(open_path(too_many[i]), EP_INVALID_ARGUMENT, text);
     }
     refused(ep_client_open("unix:", NULL, &(ep_client *){ NULL }), EP_INVALID_ARGUMENT, "must be unix:PATH");
+}
+
+static void a_size_that_no_struct_has_is_refused(void **state)
+{
+    static const size_t wrong[] = { 0, 7, offsetof(ep_client_options, name) + 1, sizeof(ep_client_options) + 4,
+                                    SIZE_MAX / 8 * 8, SIZE_MAX };
+    ep_client_options options = { .name = "worker" };
+
+    (void)state;
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        options.size = wrong[i];
+        refused(ep_client_open("unix:/tmp/none", &options, &(ep_client *){ NULL }), EP_INVALID_ARGUMENT,
+                "set it to sizeof(ep_client_options)");
+    }
 }
 
 /* ---- the server's part -------------------------------------------------------------- */
@@ -190,7 +204,7 @@ static int make(void **state)
     listen_at(f);
     assert_int_equal(ep_layout_compute(&limits, &f->map, &error), EP_OK);
     f->client = calloc(1, sizeof *f->client);
-    f->client->timeout_ms = TIMEOUT_MS;
+    f->client->timeout_ms = PATIENCE_MS;
     f->client->path = strdup(f->socket);
     following_init(f->client);
     assert_int_equal(monitor_start(f->client, &error), EP_OK);
@@ -245,6 +259,7 @@ static void a_join_that_is_not_answered_says_bye(void **state)
 {
     struct fixture *f = *state;
 
+    f->client->timeout_ms = 50;
     join(f, SAYS_NOTHING, EP_DEADLINE_EXCEEDED, "does not answer on its side socket");
     assert_int_equal(f->last.type, EP_ATTACH_BYE);
 }
@@ -258,6 +273,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_path_that_no_socket_has_is_refused),
+        cmocka_unit_test(a_size_that_no_struct_has_is_refused),
         cmocka_unit_test_setup_teardown(a_join_that_fails_says_bye, make, destroy),
         cmocka_unit_test_setup_teardown(a_join_that_fails_with_its_window_mapped_says_bye, make, destroy),
         cmocka_unit_test_setup_teardown(a_join_that_is_not_answered_says_bye, make, destroy),
