@@ -7,7 +7,7 @@
 #include "output.h"
 #include "progress.h"
 
-enum { LOOK_MS = 250 }; /* how often to see whether anybody still reads our output */
+enum { LOOK_MS = 250 }; /* how often to see whether our output still goes anywhere */
 
 /* ---- the watch command --------------------------------------------------------------- */
 
@@ -86,7 +86,7 @@ static ep_status follow(struct watch *watch, struct ep_rpc_stream *stream, struc
         ProtobufCMessage *reply;
         ep_status status = ep_admin_stream_read(admin, stream, LOOK_MS, &reply, error);
 
-        if (ep_output_closed()) {
+        if (ep_output_over()) {
             ep_admin_free(reply);
             break;
         }

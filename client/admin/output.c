@@ -54,6 +54,13 @@ int ep_output_message_item(const struct ep_admin *admin, const ProtobufCMessage 
     return print_json(admin, ep_json_from_message(message), true);
 }
 
+static bool is_closed(void)
+{
+    struct pollfd out = { .fd = STDOUT_FILENO };
+
+    return poll(&out, 1, 0) > 0 && (out.revents & (POLLERR | POLLHUP)) != 0;
+}
+
 int ep_output_finish(const struct ep_admin *admin, int code)
 {
     struct ep_error error;
@@ -61,17 +68,17 @@ int ep_output_finish(const struct ep_admin *admin, int code)
     errno = 0;
     if (fflush(stdout) == 0 && !ferror(stdout))
         return code;
-    if (errno == EPIPE || ep_output_closed())
+    if (errno == EPIPE || is_closed())
         return code;
+    if (errno == 0) /* an earlier write failed */
+        errno = EIO;
     ep_error_errno(&error, EP_IO, "cannot write to standard output");
     return ep_admin_fail(admin, &error);
 }
 
-bool ep_output_closed(void)
+bool ep_output_over(void)
 {
-    struct pollfd out = { .fd = STDOUT_FILENO };
-
-    return poll(&out, 1, 0) > 0 && (out.revents & (POLLERR | POLLHUP)) != 0;
+    return ferror(stdout) || is_closed();
 }
 
 bool ep_output_coloured(void)

@@ -2,7 +2,7 @@
  * ep_output: what goes to standard output: documents (JSON, YAML) and tables.
  *
  * A closed standard output is no error: whoever reads has seen enough.  It is noticed by
- * ep_output_finish() and ep_output_closed().
+ * ep_output_finish() and ep_output_over().
  */
 #ifndef EP_OUTPUT_H
 #define EP_OUTPUT_H
@@ -25,8 +25,8 @@ int ep_output_message_item(const struct ep_admin *admin, const ProtobufCMessage 
 
 /* Flushes; the exit code to end with, which is `code` unless the output could not be written. */
 int ep_output_finish(const struct ep_admin *admin, int code);
-/* Nobody reads standard output any more. */
-bool ep_output_closed(void);
+/* Nobody reads standard output any more, or it could not be written: what goes on writing ends. */
+bool ep_output_over(void);
 /* Standard output is a terminal that takes colours. */
 bool ep_output_coloured(void);
 

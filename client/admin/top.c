@@ -329,7 +329,7 @@ static bool handle_keys(struct top *top)
             draw(top);
         }
     }
-    top->quit |= ep_terminal_ended() || ep_output_closed();
+    top->quit |= ep_terminal_ended() || ep_output_over();
     return !top->quit;
 }
 

@@ -127,6 +127,16 @@ class UsageTest(AdminTest):
         self.assertEqual(done.returncode, 1, done)
         self.assertIn("cannot write to standard output: No space left on device", done.stderr)
 
+    def test_what_goes_on_writing_ends_at_a_full_device(self):
+        server = self.start_server()
+        for command in (["group", "watch"], ["top", "--interval=100ms"], ["top", "--interval=100ms", "--output=json"]):
+            with open("/dev/full", "w") as full:
+                done = subprocess.run([harness.binary("ep-admin"), *command], stdout=full, stderr=subprocess.PIPE, text=True,
+                                      env=harness.environment({"EP_SERVER": server.address}),
+                                      timeout=harness.PATIENCE_S * harness.SCALE)
+            self.assertEqual(done.returncode, 1, done)
+            self.assertRegex(done.stderr, "cannot write to standard output: (No space left|Input/output)")
+
 
 class SpecFileTest(AdminTest):
     """Specification files, in dry runs and in their errors."""
