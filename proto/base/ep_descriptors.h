@@ -33,8 +33,8 @@ static inline void ep_descriptors_reserve(unsigned n)
 /* Most that ep_descriptors_try() opens. */
 #define EP_DESCRIPTORS_TRY_MOST 64
 
-/* How many of so many can be opened, which libraries do not say that need them; none is open when this returns.  Where it is
- * fewer than wanted, errno says why. */
+/* How many of so many can be opened, for libraries that end the process when they cannot; none is open when this returns.
+ * Where it is fewer than wanted, errno says why. */
 static inline int ep_descriptors_try(int wanted)
 {
     int opened[EP_DESCRIPTORS_TRY_MOST], n = 0, why;

@@ -26,8 +26,11 @@ int ep_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), v
 /* Most that ep_threads_try() starts. */
 #define EP_THREADS_TRY_MOST 64
 
-/* Whether so many can be started beside those that there are, which libraries do not say that need them: they are, together,
- * and have ended when this returns.  0, or what went wrong when `started` had been; as pthread_create(3) says it. */
+/*
+ * Whether so many can be started beside those that there are, for libraries that do not say when they cannot: they are,
+ * together and with the address space that malloc takes for each, and have ended when this returns.  0, or what went wrong
+ * when `started` had been, as pthread_create(3) says it.
+ */
 int ep_threads_try(int wanted, int *started);
 
 /* Ops wait for what the calling thread does.  False, and nothing done: this process may not (root, CAP_SYS_NICE or

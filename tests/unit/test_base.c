@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -456,6 +457,42 @@ static void a_thread_has_its_name_and_no_signals(void **state)
     assert_false(sigismember(&own, SIGTERM) || sigismember(&own, SIGPROF));
 }
 
+#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__ /* which have terabytes, and need all of them */
+static rlim_t address_space(void)
+{
+    unsigned long long pages = 0;
+    FILE *file = fopen("/proc/self/statm", "re");
+
+    assert_non_null(file);
+    assert_int_equal(fscanf(file, "%llu", &pages), 1);
+    fclose(file);
+    return (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE);
+}
+
+/* Where there is room for all stacks, and not for the heaps that the first threads take beside theirs. */
+static void threads_are_tried_with_their_heaps(void **state)
+{
+    enum { N = 8 };
+    struct rlimit before, few;
+    pthread_attr_t attributes;
+    size_t stack;
+    int started, failure;
+
+    (void)state;
+    assert_int_equal(pthread_getattr_default_np(&attributes), 0);
+    assert_int_equal(pthread_attr_getstacksize(&attributes, &stack), 0);
+    assert_int_equal(getrlimit(RLIMIT_AS, &before), 0);
+    few = (struct rlimit){ address_space() + N * stack + (200 << 20), before.rlim_max };
+    assert_int_equal(setrlimit(RLIMIT_AS, &few), 0);
+    failure = ep_threads_try(N, &started);
+    assert_int_equal(setrlimit(RLIMIT_AS, &before), 0);
+    assert_int_not_equal(failure, 0);
+    assert_in_range(started, 1, N - 1);
+    assert_int_equal(ep_threads_try(N, &started), 0);
+    assert_int_equal(started, N);
+}
+#endif
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -480,6 +517,9 @@ int main(void)
         cmocka_unit_test(a_secret_is_the_first_line),
         cmocka_unit_test(a_secret_is_short_and_text),
         cmocka_unit_test(a_thread_has_its_name_and_no_signals),
+#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
+        cmocka_unit_test(threads_are_tried_with_their_heaps),
+#endif
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
