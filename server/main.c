@@ -1,14 +1,13 @@
 /* ep-server: reads its configuration and runs. */
 #include <argp.h>
-#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
 #include "daemon.h"
 #include "ep_descriptors.h"
 #include "ep_log.h"
+#include "ep_stdout.h"
 #include "ep_thread.h"
 #include "options.h"
 
@@ -41,16 +40,6 @@ static void size_pool(void)
     (void)setenv("UV_THREADPOOL_SIZE", threads, 0); /* without it things are slower, no more */
 }
 
-/* At exit, as --help and --version end in argp. */
-static void check_output(void)
-{
-    errno = 0;
-    if (fflush(stdout) == 0 && !ferror(stdout))
-        return;
-    fprintf(stderr, "ep-server: cannot write to standard output: %s\n", strerror(errno ? errno : EIO));
-    _exit(ep_status_exit_code(EP_IO));
-}
-
 int main(int argc, char **argv)
 {
     struct ep_options *options = NULL;
@@ -58,7 +47,7 @@ int main(int argc, char **argv)
     ep_status status;
 
     size_pool();
-    (void)atexit(check_output);
+    (void)atexit(ep_stdout_check);
     /* Threads that run ops say so themselves.  Where they may not, they would stand behind with this one, which makes them. */
     if (ep_thread_runs_ops())
         ep_thread_controls();

@@ -1,13 +1,12 @@
 /* ep-bench: see bench.h and --help. */
-#include <errno.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "crew.h"
 #include "ep_descriptors.h"
+#include "ep_stdout.h"
 #include "figures.h"
 #include "options.h"
 #include "private_server.h"
@@ -69,16 +68,6 @@ static ep_status run(struct sweep *sweep, struct ep_error *error)
     return status;
 }
 
-/* At exit, as --help and --version end in argp. */
-static void check_output(void)
-{
-    errno = 0;
-    if (fflush(stdout) == 0 && !ferror(stdout))
-        return;
-    fprintf(stderr, "ep-bench: cannot write to standard output: %s\n", strerror(errno ? errno : EIO));
-    _exit(ep_status_exit_code(EP_IO));
-}
-
 static bool is_worker(int argc, char **argv)
 {
     return argc == 2 && strncmp(argv[1], "--worker=", strlen("--worker=")) == 0;
@@ -92,7 +81,7 @@ int main(int argc, char **argv)
 
     if (is_worker(argc, argv))
         return bench_worker(argv[1] + strlen("--worker="));
-    (void)atexit(check_output);
+    (void)atexit(ep_stdout_check);
     sweep = calloc(1, sizeof *sweep);
     if (!sweep)
         return ep_status_exit_code(EP_NO_MEMORY);
