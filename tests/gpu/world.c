@@ -12,7 +12,6 @@
 #define POLL_US        20u
 #define DUMP_S         30u /* a GPU that answers no more must not hold up the end */
 #define POST_OPS       32u /* at a time; twice as many wait */
-#define END_MS         5000u
 
 /* ---- open and close ------------------------------------------------------------------ */
 
@@ -116,9 +115,9 @@ static void close_serve(struct world_rank *rank)
 
     if (!rank->serve)
         return;
-    if (api->serve_end(rank->serve, END_MS, &error) != EP_OK) {
+    if (api->serve_end(rank->serve, (uint32_t)(rank->world->stuck_ns / EP_NS_PER_MS), &error) != EP_OK) {
+        fflush(stdout);
         fprintf(stderr, "rank %u: %s\n", rank->rank, error.text);
-        fflush(stderr);
         _exit(1);
     }
     pthread_join(rank->server, NULL);
