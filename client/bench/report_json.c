@@ -175,9 +175,8 @@ ep_status report_json(const struct sweep *sweep, const struct figures *figures, 
         json_object_set_new(root, "turns", turns_object(&sweep->soak));
     if (root && figures)
         json_object_set_new(root, "reference", figures_object(figures));
-    failed = !root;
-    if (root)
-        (void)json_dumpf(root, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(9)); /* main() looks at the output at exit */
+    failed = !root || (json_dumpf(root, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(9)) != 0
+                       && !ferror(stdout)); /* at which main() looks at exit */
     json_decref(root);
     putchar('\n');
     return failed ? ep_error_set(error, EP_NO_MEMORY, "no memory for the JSON result") : EP_OK;

@@ -369,7 +369,7 @@ struct ep_groups {
     uint32_t open_handles;
     uint32_t commits; /* asked of the store and not answered */
     uint32_t calls;   /* asked of other nodes and not answered; epochs that connect */
-    uint32_t connects; /* of these: with a thread of the pool */
+    uint32_t connects; /* of these, with other nodes: with a thread of the pool */
     struct connecting *connects_due; /* and without: in their order */
     struct token_guesses guesses;
     uint64_t opened;  /* loop time, ms */
