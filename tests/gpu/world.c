@@ -110,11 +110,12 @@ static ep_status open_serve(struct world_rank *rank, const struct ep_cuda_rank_o
 /* After this no kernel of ours runs, or the program ends. */
 static void close_serve(struct world_rank *rank)
 {
-    const struct ep_cuda_api *api = rank->world->api;
     struct ep_error error = EP_ERROR_INIT;
 
-    if (!rank->serve)
+    if (!rank->serve) /* or not even opened */
         return;
+    const struct ep_cuda_api *api = rank->world->api;
+
     if (api->serve_end(rank->serve, (uint32_t)(rank->world->stuck_ns / EP_NS_PER_MS), &error) != EP_OK) {
         fflush(stdout);
         fprintf(stderr, "rank %u: %s\n", rank->rank, error.text);
