@@ -19,7 +19,7 @@ TEXT
 most_bytes=$((48 * 1024 * 1024))
 newest_glibc=2.39 # of Ubuntu 24.04
 
-programs=(bin/ep-server bin/ep-admin bin/ep-bench bin/hello_dispatch bin/worker gpu/ll_device gpu/ll_bench gpu/ht_bench gpu/lost
+programs=(bin/ep-server bin/ep-admin bin/ep-bench bin/hello_dispatch bin/worker gpu/ll_device gpu/ll_bench gpu/ht_bench gpu/lost gpu/fault
     gin/gin_conformance)
 of_nccl=gpu/nccl_gin # there when NCCL's headers were
 # What every machine has, in the version of its own kernel, C library and driver.

@@ -43,7 +43,7 @@ static void *try_load(const char *folder, const char *name)
         const char *why = dlerror();
 
         if (says_more(folder, path))
-            ep_error_set(&failure, EP_UNAVAILABLE, "no cuda backend: %.360s", why ? why : path);
+            ep_error_set(&failure, EP_NOT_FOUND, "no cuda backend: %.360s", why ? why : path);
     }
     return module;
 }
@@ -74,7 +74,7 @@ static void load(void)
     symbol = dlsym(module, "ep_cuda_api");
     memcpy(&module_api, &symbol, sizeof module_api); /* ISO C has no such cast, POSIX promises that it works */
     if (!module_api || module_api()->version != EP_CUDA_API_VERSION) {
-        ep_error_set(&failure, EP_UNAVAILABLE, "no cuda backend: " MODULE " is of another release");
+        ep_error_set(&failure, EP_NOT_FOUND, "no cuda backend: " MODULE " is of another release");
         dlclose(module);
         return;
     }
@@ -89,14 +89,16 @@ void ep_cuda_ask_for_queues(void)
 ep_status ep_cuda_open(const struct ep_cuda_api **api, struct ep_error *error)
 {
     uint32_t devices = 0;
+    ep_status status;
 
     pthread_once(&once, load);
     if (!loaded)
-        return ep_error_set(error, EP_UNAVAILABLE, "%s", failure.text);
-    if (loaded->device_count(&devices, error) != EP_OK)
-        return EP_UNAVAILABLE;
+        return ep_error_set(error, EP_NOT_FOUND, "%s", failure.text);
+    status = loaded->device_count(&devices, error);
+    if (status != EP_OK)
+        return status;
     if (devices == 0)
-        return ep_error_set(error, EP_UNAVAILABLE, "no cuda backend: this process sees no GPU");
+        return ep_error_set(error, EP_NOT_FOUND, "no cuda backend: this process sees no GPU");
     *api = loaded;
     return EP_OK;
 }

@@ -21,7 +21,7 @@
 #include "device_state.h"
 #include "ep_kernels.h"
 
-#define EP_CUDA_API_VERSION 12u
+#define EP_CUDA_API_VERSION 13u
 #define EP_CUDA_UUID_BYTES 16u
 #define EP_CUDA_SERVE_OPS 128u /* entries that are posted and not over, at most: a stream holds no end of work */
 
@@ -70,6 +70,13 @@ struct ep_cuda_rank_options {
 
 struct ep_cuda_api {
     uint32_t version; /* EP_CUDA_API_VERSION */
+
+    /*
+     * fn(why) is called once, by whoever's call of any of these is the first to end with EP_DEVICE_LOST: a kernel has gone
+     * wrong, under MPS another process's on the GPU, or the GPU has, and the driver does no more for this process.  From
+     * any thread; it must not call the module.  NULL: nobody is told.
+     */
+    void (*on_lost)(void (*fn)(const struct ep_error *why, void *user), void *user);
 
     /* ---- devices ---- */
     ep_status (*device_count)(uint32_t *count, struct ep_error *error);
@@ -241,7 +248,7 @@ struct ep_cuda_api {
  * The module's functions, loaded once.  The first call of a process starts the CUDA driver, if nothing else has
  * done so.
  *
- * EP_UNAVAILABLE and why when there is no module, no driver or no GPU.  Looked for in $EP_CUDA_MODULE, beside
+ * EP_NOT_FOUND and why when there is no module, no driver or no GPU; else, with GPUs, what the driver said.  Looked for in $EP_CUDA_MODULE, beside
  * the object that asks, in ../lib of it, then as the loader does.
  */
 ep_status ep_cuda_open(const struct ep_cuda_api **api, struct ep_error *error);

@@ -364,6 +364,17 @@ static ep_status open_files(struct daemon *d, struct ep_error *error)
     return status;
 }
 
+/*
+ * Any thread.  What is still to be done on any GPU would fail, one call after the other; a new process can use those that work.
+ * Workers, other servers and the store are used to one that ends without a word.
+ */
+static void on_gpu_lost(const struct ep_error *why, void *user)
+{
+    (void)user;
+    EP_ERROR(MODULE, "a GPU is lost: this server ends, to be started again", EP_S("error", why->text));
+    _exit(ep_status_exit_code(why->status));
+}
+
 static ep_status open_node(struct daemon *d, struct ep_error *error)
 {
     static const enum ep_node_choice backends[] = {
@@ -388,6 +399,7 @@ static ep_status open_node(struct daemon *d, struct ep_error *error)
         .silence_ms = (uint32_t)d->options->lost_after + STORE_FIRST_MS,
         .socket = d->options->socket,
         .admin_address = d->options->listen,
+        .on_lost = on_gpu_lost,
     };
 
     return ep_node_open(&options, &d->node, error);

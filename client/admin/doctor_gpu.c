@@ -80,6 +80,9 @@ static const char *remedy_of(const char *why)
     if (strstr(why, "SYSTEM_NOT_READY")) /* 802 */
         return "start nvidia-fabricmanager, of the driver's version, and wait until it is done: GPUs behind "
                "NVSwitches do nothing before";
+    if (strstr(why, "MPS_SERVER_NOT_READY")) /* 807 */
+        return "an MPS server that has seen a fault takes no program on before those that used the GPU have ended: end "
+               "them (`echo ps | nvidia-cuda-mps-control` lists them)";
     if (strstr(why, "cuInit"))
         return "see nvidia-smi and dmesg; driver and library must be of one version";
     if (strstr(why, "sees no GPU"))

@@ -20,7 +20,8 @@
  * Every call that can fail returns an ep_status.  ep_error_message() gives the sentence that names
  * the argument, what was wrong and what would be right.  An error leaves every object usable and
  * outputs untouched unless a call says otherwise.  Errors of an op that already runs come back from
- * ep_sync() or ep_handle_wait().
+ * ep_sync() or ep_handle_wait().  After EP_DEVICE_LOST the driver does nothing more for the process: a
+ * kernel of it, or with MPS of any process on the GPU, went wrong, or the GPU failed; start it again.
  *
  * ## Threads
  * An ep_client may be used by any thread.  An ep_rank and its handles belong to one thread at a time;

@@ -287,7 +287,8 @@ static ep_status prepare_device(struct ep_rank *rank, const Ep__V1__ClaimReply *
     const struct ep_cuda_api *api;
 
     if (ep_cuda_open(&api, error) != EP_OK) {
-        error->status = EP_UNIMPLEMENTED;
+        if (error->status == EP_NOT_FOUND)
+            error->status = EP_UNIMPLEMENTED;
         return ep_error_prefix(error, "the group's backend is cuda");
     }
     if (rank->ahead) /* the program may be capturing */

@@ -35,6 +35,12 @@ extern "C" {
  */
 __attribute__((format(printf, 3, 4)))
 ep_status ep_cuda_fail(struct ep_error *error, CUresult result, const char *format, ...);
+/* The same of what a launch has returned: the runtime's errors have the numbers of the driver's that mean the same. */
+static inline ep_status ep_cuda_launched(struct ep_error *error, uint32_t device, int result)
+{
+    return result == 0 ? EP_OK : ep_cuda_fail(error, (CUresult)result, "launch on device %u", device);
+}
+void ep_cuda_on_lost(void (*fn)(const struct ep_error *why, void *user), void *user);
 
 /* ---- devices and contexts ---------------------------------------------------------- */
 

@@ -1,35 +1,41 @@
-/* The driver, started once; how many devices it has for this process. */
+/* The driver, started once it can be; how many devices it has for this process. */
 #include "cuda_private.h"
 
 #include <pthread.h>
 
-static pthread_once_t driver_once = PTHREAD_ONCE_INIT;
-static CUresult driver_result;
+static pthread_mutex_t driver_lock = PTHREAD_MUTEX_INITIALIZER;
+static bool driver_started;
 static uint32_t driver_devices;
 
-static void start_driver(void)
+/* A machine without a GPU is no failure, nor is one without a driver (what programs are linked with is a
+ * stub, which a machine that builds may have in its library path).  Under the lock. */
+static CUresult start_driver(void)
 {
     int n = 0;
+    CUresult result = cuInit(0);
 
-    driver_result = cuInit(0);
-    if (driver_result == CUDA_SUCCESS)
-        driver_result = cuDeviceGetCount(&n);
+    if (result == CUDA_SUCCESS)
+        result = cuDeviceGetCount(&n);
+    if (result == CUDA_ERROR_NO_DEVICE || result == CUDA_ERROR_STUB_LIBRARY)
+        result = CUDA_SUCCESS;
     driver_devices = (uint32_t)n < EP_CUDA_MAX_DEVICES ? (uint32_t)n : EP_CUDA_MAX_DEVICES;
+    driver_started = result == CUDA_SUCCESS;
+    return result;
 }
 
-/* A machine without a GPU is no failure, nor is one without a driver (what programs are linked with is a
- * stub, which a machine that builds may have in its library path). */
+/* What keeps it from starting may pass: it is tried again. */
 ep_status ep_cuda_device_count(uint32_t *count, struct ep_error *error)
 {
-    pthread_once(&driver_once, start_driver);
-    if (driver_result == CUDA_ERROR_MPS_SERVER_NOT_READY)
-        return ep_cuda_fail(error, driver_result, "cuInit (where a process was killed while kernels of it ran, the MPS "
-                            "server takes no new one on before all others that use these GPUs have ended)");
-    if (driver_result != CUDA_SUCCESS && driver_result != CUDA_ERROR_NO_DEVICE &&
-        driver_result != CUDA_ERROR_STUB_LIBRARY)
-        return ep_cuda_fail(error, driver_result, "cuInit");
+    CUresult result;
+
+    pthread_mutex_lock(&driver_lock);
+    result = driver_started ? CUDA_SUCCESS : start_driver();
     *count = driver_devices;
-    return EP_OK;
+    pthread_mutex_unlock(&driver_lock);
+    if (result == CUDA_ERROR_MPS_SERVER_NOT_READY)
+        return ep_cuda_fail(error, result, "cuInit (where a process was killed while kernels of it ran, the MPS "
+                            "server takes no new one on before all others that use these GPUs have ended)");
+    return result == CUDA_SUCCESS ? EP_OK : ep_cuda_fail(error, result, "cuInit");
 }
 
 ep_status ep_cuda_device_get(uint32_t device, CUdevice *handle, struct ep_error *error)

@@ -3,6 +3,7 @@
 
 static const struct ep_cuda_api api = {
     .version = EP_CUDA_API_VERSION,
+    .on_lost = ep_cuda_on_lost,
     .device_count = ep_cuda_device_count,
     .device_info = ep_cuda_device_info,
     .device_find = ep_cuda_device_find,

@@ -202,7 +202,5 @@ ep_status ep_cuda_rank_run(struct ep_cuda_rank *rank, const struct ep_op *op, vo
     result = op->mode == EP_MODE_HT ? launch_ht(rank, op, ep_cuda_stream(context, stream))
                                     : launch_ll(rank, op, completes, ep_cuda_stream(context, stream));
     ep_cuda_leave();
-    return result == 0 ? EP_OK
-                       : ep_error_set(error, EP_INTERNAL, "launch on device %u: %s", rank->device,
-                                      ep_ll_error_text(result));
+    return ep_cuda_launched(error, rank->device, result);
 }

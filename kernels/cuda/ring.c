@@ -191,11 +191,7 @@ static ep_status ring_recent(struct ep_cuda_ringer *ringer, const struct ep_op *
 static ep_status launch(const struct ep_cuda_ringer *ringer, const struct ep_op *op, CUstream stream,
                         struct ep_error *error)
 {
-    const int result = ep_ll_gate(ringer->mailbox, op, stream);
-
-    if (result == 0)
-        return EP_OK;
-    return ep_error_set(error, EP_INTERNAL, "launch on device %u: %s", ringer->device, ep_ll_error_text(result));
+    return ep_cuda_launched(error, ringer->device, ep_ll_gate(ringer->mailbox, op, stream));
 }
 
 /* The device's context is current. */

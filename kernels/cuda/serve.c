@@ -440,7 +440,6 @@ static ep_status post_one(struct ep_cuda_serve *serve, struct ep_error *error)
     const CUstream stream = serve->place->stream;
     const struct ep_forecast_op *at;
     CUresult result = CUDA_SUCCESS;
-    int launched;
 
     serve->ll.number++;
     at = expected(serve);
@@ -450,10 +449,7 @@ static ep_status post_one(struct ep_cuda_serve *serve, struct ep_error *error)
         result = cuStreamWaitValue32(stream, serve->bell, EP_BELL_RUNG, CU_STREAM_WAIT_VALUE_AND);
     if (result != CUDA_SUCCESS)
         return ep_cuda_fail(error, result, "cuStreamWaitValue32 on device %u, to wait for ops", serve->device);
-    launched = launch(serve, at, stream);
-    if (launched != 0)
-        return ep_error_set(error, EP_INTERNAL, "launch on device %u: %s", serve->device, ep_ll_error_text(launched));
-    return EP_OK;
+    return ep_cuda_launched(error, serve->device, launch(serve, at, stream));
 }
 
 /* Under the lock; the device's context is current. */

@@ -36,7 +36,8 @@ extern "C" {
     X(NO_MEMORY,           19,  8, 1, "out of memory")                             \
     X(PROTOCOL,            20, 13, 1, "protocol error")                            \
     X(VERIFY_FAILED,       21, 15, 6, "the result is wrong")                       \
-    X(ABORTED,             22, 10, 4, "overtaken by something else, try again")
+    X(ABORTED,             22, 10, 4, "overtaken by something else, try again")    \
+    X(DEVICE_LOST,         23, 14, 4, "the GPU has failed for this process, which has to be started again")
 
 typedef enum ep_status {
 #define X(name, value, grpc, exit, text) EP_##name = value,

@@ -194,6 +194,8 @@ ep_status ep_node_open(const struct ep_node_options *options, struct ep_node **o
 
 void ep_node_close(struct ep_node *node)
 {
+    if (node->cuda)
+        node->cuda->on_lost(NULL, NULL);
     free(node->devices);
     free(node->left);
     free(node->name);

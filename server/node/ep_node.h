@@ -35,6 +35,9 @@ struct ep_node_options {
     bool several;                   /* groups over several nodes may have ranks here: NCCL is started on GPUs */
     uint32_t silence_ms;            /* a node that acknowledges nothing to these for so long is lost; 0: EP_GIN_SILENCE_S */
     const char *socket, *admin_address;
+    /* A GPU is lost, and with it the process, as far as it uses GPUs: see on_lost of struct ep_cuda_api.  NULL is allowed. */
+    void (*on_lost)(const struct ep_error *why, void *user);
+    void *user;
 };
 
 /* A backend that cannot be had is refused with the reason, and so are GPUs that are not there. */

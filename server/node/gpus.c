@@ -68,7 +68,7 @@ static ep_status look_at_all(struct ep_node *node, uint32_t n, uint64_t taken, s
                 EP_S("gpu", gpu.uuid_text), EP_S("model", gpu.name));
     }
     if (!node->n_devices)
-        return ep_error_set(error, EP_UNAVAILABLE,
+        return ep_error_set(error, EP_NOT_FOUND,
                             "of %u GPUs none has memory that can be shared with workers as a file "
                             "descriptor, as %s", n, unfit);
     return EP_OK;
@@ -93,7 +93,7 @@ static ep_status find_gpus(struct ep_node *node, const char *gpus, struct ep_err
     if (status || (status = node->cuda->device_count(&n, error)))
         return status;
     if (n == 0)
-        return ep_error_set(error, EP_UNAVAILABLE, "this process sees no GPU");
+        return ep_error_set(error, EP_NOT_FOUND, "this process sees no GPU");
     status = read_gpus(gpus, n, &taken, error);
     if (status)
         return status;
@@ -194,6 +194,8 @@ static ep_status open_cuda(struct ep_node *node, const struct ep_node_options *o
         status = find_gpus(node, options->gpus, error);
     if (status)
         drop_gpus(node);
+    else
+        node->cuda->on_lost(options->on_lost, options->user);
     return status;
 }
 
@@ -214,7 +216,12 @@ ep_status ep_node_choose_backend(struct ep_node *node, const struct ep_node_opti
     if (why.status == EP_INVALID_ARGUMENT)
         return ep_error_set(error, why.status, "%s", why.text);
     if (options->backend == EP_NODE_CUDA)
-        return ep_error_set(error, why.status, "backend is cuda: %.360s", why.text);
+        return ep_error_set(error, why.status == EP_NOT_FOUND ? EP_UNAVAILABLE : why.status, "backend is cuda: %.360s",
+                            why.text);
+    /* Not on CPUs, because GPUs cannot be used for a moment: groups would not find theirs again. */
+    if (why.status != EP_NOT_FOUND)
+        return ep_error_set(error, why.status, "backend is auto, and there are GPUs: %.280s (with gpus one can be left out, "
+                            "with backend=host all of them)", why.text);
     EP_INFO("node", "ranks run on the host's CPUs", EP_S("why", why.text));
     return check_mps(node, options->mps, error);
 }

@@ -24,7 +24,7 @@ bench_limit_s=240
 says_limit_s=30 # a worker says something once a second
 gone_limit_s=20 # far below the timeout of the group whose workers are to notice
 group_timeout_ms=60000
-lost_code=4 # EP_SERVER_LOST
+lost_code=4 # EP_SERVER_LOST, EP_DEVICE_LOST
 half_gpu=64 # multiprocessors
 
 gpus='' ranks='' quick=0 filter='' logs=''
@@ -324,6 +324,30 @@ run_server_returns() {
     none_wrong
 }
 
+# A program beside them goes wrong on the GPU, and with MPS all who use it are done with: the server ends, and serves again
+# when it is started again.
+run_fault_beside() {
+    serve "$@"
+    start_workers 0 "$last"
+    says 0 'absent 0, failures 0'
+    "$gpu_bin/fault" || complain 'the program that is to go wrong does not'
+    worker[server]=$server
+    leaves server "$lost_code"
+    grep -F 'a GPU is lost' "$step_dir/server.out" || complain 'the server does not say why it ends'
+    for ((rank = 0; rank < ranks; rank++)); do
+        leaves "$rank" "$lost_code"
+    done
+    until_so start_server "$step_dir" || complain 'the server does not start again'
+    started+=("$server")
+    for ((rank = 0; rank < ranks; rank++)); do
+        start_worker "again-$rank" "$rank"
+    done
+    for ((rank = 0; rank < ranks; rank++)); do
+        says "again-$rank" 'absent 0, failures 0'
+    done
+    none_wrong
+}
+
 # And those whose ops wait for a peer when it dies.  With MPS it can return only if these ops end.
 run_server_returns_in_op() {
     serve --timeout-ms="$group_timeout_ms" "$@"
@@ -538,6 +562,7 @@ mps_steps() { # NAME [FUNCTION]: to run each in
     step "$name: kill -9 of the server, ops wait for a peer" "${in[@]}" run_server_killed_in_op --direct=none
     step "$name: kill -9 of the server, which returns" "${in[@]}" run_server_returns --direct=none
     step "$name: kill -9 of the server, ops wait for a peer, and it returns" "${in[@]}" run_server_returns_in_op --direct=none
+    step "$name: another program goes wrong on the GPU" "${in[@]}" run_fault_beside --direct=none
     step_if_not_quick "high throughput, $name: kill -9 of the server, ops wait for a peer, and it returns" "${in[@]}" \
         in_ht run_server_returns_in_op --direct=none
 }
@@ -551,6 +576,7 @@ process_steps server --direct=none
 ht_process_steps direct
 ht_process_steps server --direct=none
 if have_mps; then
+    need "$gpu_bin/fault"
     executor_steps 'server with MPS' server with_mps
     executor_steps 'server with MPS, doorbell poll' server with_mps polls
     mps_steps 'server with MPS'

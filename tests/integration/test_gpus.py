@@ -350,6 +350,30 @@ class GpusTest(harness.TestCase):
 
 
 @unittest.skipUnless(os.path.exists(MODULE), "the double of the cuda backend is not built")
+class LostGpuTest(harness.TestCase):
+    """The driver gives up a GPU for the server's process, as it does where MPS has another one's kernel go wrong."""
+
+    def serve(self):
+        return self.start_server("--backend=cuda", env={"EP_CUDA_MODULE": MODULE, "EP_CUDA_LOST": self.path("lost")})
+
+    def test_the_server_ends_and_comes_back(self):
+        server = self.serve()
+        created = self.run_cmd(["ep-admin", "group", "create", "moe", "--ranks=2", *GROUP[5:]], server=server)
+        self.assertEqual(created.code, 0, created)
+        with Worker(server.socket, 0, DIRECT, group="moe"):
+            self.box.write("lost.0", "")
+            self.run_cmd(["ep-admin", "stats"], server=server)  # which looks at GPUs
+            self.assertEqual(server.wait(), 4, server.log())
+            self.assertIn("a GPU is lost: this server ends, to be started again", server.log())
+            self.assertIn("device 0 has fallen off the bus", server.log())
+        os.unlink(self.path("lost.0"))
+        server = self.serve()
+        for rank in range(2):
+            with Worker(server.socket, rank, DIRECT, group="moe"):
+                pass
+
+
+@unittest.skipUnless(os.path.exists(MODULE), "the double of the cuda backend is not built")
 class DeafGpuTest(harness.TestCase):
     """GPU 0 does not answer who reads of it; group a is there, group b on GPU 1."""
     deaf_log = "a GPU does not answer"

@@ -67,7 +67,35 @@ static struct waiter waiters[WAITERS];
 static void *capturing; /* the stream */
 static struct ep_cuda_graph *captured;
 
+static void (*lost_fn)(const struct ep_error *why, void *user); /* under the lock */
+static void *lost_user;
+
 /* ---- failing ----------------------------------------------------------------------------------- */
+
+static void on_lost(void (*fn)(const struct ep_error *why, void *user), void *user)
+{
+    pthread_mutex_lock(&lock);
+    lost_fn = fn;
+    lost_user = user;
+    pthread_mutex_unlock(&lock);
+}
+
+static ep_status lose(uint32_t device, struct ep_error *error)
+{
+    struct ep_error why = EP_ERROR_INIT;
+    void (*const fn)(const struct ep_error *, void *) = lost_fn;
+    void *const user = lost_user;
+
+    ep_error_set(&why, EP_DEVICE_LOST, "device %u has fallen off the bus", device);
+    lost_fn = NULL;
+    pthread_mutex_unlock(&lock);
+    if (fn)
+        fn(&why, user);
+    pthread_mutex_lock(&lock);
+    if (error)
+        *error = why;
+    return EP_DEVICE_LOST;
+}
 
 static ep_status enter(const char *name, uint32_t device, struct ep_error *error)
 {
@@ -79,7 +107,7 @@ static ep_status enter(const char *name, uint32_t device, struct ep_error *error
     else if (cuda_fixture.fail && strcmp(cuda_fixture.fail, name) == 0 && cuda_fixture.fail_after-- == 0)
         status = ep_error_set(error, EP_INTERNAL, "%s failed because the test says so", name);
     else if (__atomic_load_n(&cuda_fixture.lost, __ATOMIC_RELAXED) >> device & 1)
-        status = ep_error_set(error, EP_IO, "device %u has fallen off the bus", device);
+        status = lose(device, error);
     if (status != EP_OK)
         pthread_mutex_unlock(&lock);
     return status;
@@ -1067,6 +1095,7 @@ static ep_status event_elapsed(uint32_t device, void *from, void *to, float *us,
 
 static const struct ep_cuda_api api = {
     .version = EP_CUDA_API_VERSION,
+    .on_lost = on_lost,
     .device_count = device_count,
     .device_info = device_info,
     .device_find = device_find,

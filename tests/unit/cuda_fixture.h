@@ -28,7 +28,7 @@ struct cuda_fixture {
     uint64_t piece;      /* memory_range tells so much of a memory at a time; 0: all of it */
     bool followed;       /* addresses of memory that is made from here on are the host's too */
     bool legacy;         /* memory is like cudaMalloc()'s: nothing exports it by an address */
-    uint32_t lost;       /* bit d: whatever is asked of device d fails with EP_IO; atomic */
+    uint32_t lost;       /* bit d: whatever is asked of device d fails with EP_DEVICE_LOST; atomic */
     uint32_t asleep;     /* memory_create waits until it is 0, or for CUDA_FIXTURE_ASLEEP_MS; atomic */
     void (*on_info)(uint32_t device, struct ep_cuda_device *info); /* what else a device is */
     void (*on_read)(const void *gpu, void *user); /* before a copy to the host: a kernel may run on now */

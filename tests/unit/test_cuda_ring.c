@@ -148,12 +148,6 @@ int ep_ll_gate(struct ep_mailbox *to, const struct ep_op *op, void *stream)
     return 0;
 }
 
-const char *ep_ll_error_text(int error)
-{
-    (void)error;
-    return "";
-}
-
 /* ---- ops ----------------------------------------------------------------------------------- */
 
 static struct ep_cuda_ringer *open_ringer(bool spins)

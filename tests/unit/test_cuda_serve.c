@@ -930,7 +930,7 @@ static void what_the_driver_refuses_is_told(void **state)
     wait_result = CUDA_SUCCESS;
     launch_result = 1;
     assert_int_equal(ep_cuda_serve_post(rank.serve, 1, &error), EP_INTERNAL);
-    assert_non_null(strstr(error.text, "launch on device 0: an error"));
+    assert_non_null(strstr(error.text, "launch on device"));
     launch_result = 0;
     end(&rank);
 }

@@ -625,7 +625,7 @@ static void a_broken_gpu_is_told_to_who_wants_to_join(void **state)
     release(&a, false);
     claim_when_free(f, &b, "moe", 0); /* nobody is kept waiting for a reset that cannot be */
     ep_membership_attach(b.membership, &f->identity, on_attached);
-    assert_int_equal(b.attached.status, EP_IO);
+    assert_int_equal(b.attached.status, EP_DEVICE_LOST);
     assert_non_null(strstr(b.attached.text, "device 1 has fallen off the bus"));
     release(&b, false);
     __atomic_store_n(&cuda_fixture.lost, 0, __ATOMIC_RELAXED);

@@ -141,9 +141,45 @@ static void auto_is_the_host_when_no_gpu_will_do(void **state)
     assert_int_equal(ep_node_backend(node), EP__V1__BACKEND__BACKEND_HOST);
     assert_int_equal(ep_node_devices(node), 3);
     ep_node_close(node);
+}
+
+/* A server that is started again while MPS recovers, or before the fabric is ready, would be one without GPUs for good. */
+static void auto_is_not_the_host_when_gpus_fail(void **state)
+{
+    struct ep_node_options o = options(EP_NODE_AUTO);
+
+    (void)state;
     cuda_fixture.fail = "device_count";
+    refused(&o, EP_INTERNAL, "backend is auto, and there are GPUs: device_count failed because the test says so");
+    cuda_fixture.fail = "device_info";
+    cuda_fixture.fail_after = 1;
+    refused(&o, EP_INTERNAL, "backend is auto, and there are GPUs: device_info failed because the test says so");
+}
+
+static void keep_why(const struct ep_error *why, void *user)
+{
+    struct ep_error *kept = user;
+
+    assert_int_equal(kept->status, EP_OK); /* once */
+    *kept = *why;
+}
+
+static void who_has_a_lost_gpu_is_told_once(void **state)
+{
+    struct ep_error why = EP_ERROR_INIT, error = EP_ERROR_INIT;
+    struct ep_node_options o = options(EP_NODE_AUTO);
+    struct ep_node_window *window;
+    struct ep_node *node;
+
+    (void)state;
+    o.on_lost = keep_why;
+    o.user = &why;
     node = open_node(&o);
-    assert_int_equal(ep_node_backend(node), EP__V1__BACKEND__BACKEND_HOST);
+    __atomic_store_n(&cuda_fixture.lost, 1u << 1, __ATOMIC_RELAXED);
+    for (int i = 0; i < 2; i++)
+        assert_int_equal(ep_node_window_create(node, 1, "moe/1", 4096, &window, &error), EP_DEVICE_LOST);
+    assert_int_equal(why.status, EP_DEVICE_LOST);
+    assert_non_null(strstr(why.text, "fallen off the bus"));
     ep_node_close(node);
 }
 
@@ -183,7 +219,7 @@ static void windows_go_to_the_device_that_is_meant(void **state)
     cuda_fixture.on_info = first_is_not_shareable;
     node = open_node(&o);
     __atomic_store_n(&cuda_fixture.lost, 1u << 1, __ATOMIC_RELAXED);
-    assert_int_equal(ep_node_window_create(node, 0, "moe/1/0", MIB, &window, &error), EP_IO);
+    assert_int_equal(ep_node_window_create(node, 0, "moe/1/0", MIB, &window, &error), EP_DEVICE_LOST);
     assert_string_equal(error.text,
                         "window moe/1/0: 1.0 MiB (1048576 bytes) on GPU-fixture-1: device 1 has fallen off the bus");
     ep_node_close(node);
@@ -377,6 +413,8 @@ int main(void)
         TEST(a_server_takes_the_gpus_that_it_is_given),
         TEST(host_leaves_them_alone),
         TEST(auto_is_the_host_when_no_gpu_will_do),
+        TEST(auto_is_not_the_host_when_gpus_fail),
+        TEST(who_has_a_lost_gpu_is_told_once),
         TEST(cuda_that_cannot_be_is_refused_with_the_reason),
         TEST(a_gpu_whose_memory_cannot_be_shared_is_left_out),
         TEST(windows_go_to_the_device_that_is_meant),

@@ -409,7 +409,7 @@ static void who_cannot_join_stays_absent(void **state)
 
     ep_team_leave(f->team, 0);
     __atomic_store_n(&cuda_fixture.lost, 1u << 1, __ATOMIC_RELAXED);
-    assert_int_equal(ep_team_join(f->team, 0, &error), EP_IO);
+    assert_int_equal(ep_team_join(f->team, 0, &error), EP_DEVICE_LOST);
     assert_non_null(strstr(error.text, "device 1 has fallen off the bus"));
     assert_int_equal(state_of(f, 0)->from[0], EP_DEVICE_NEVER);
     assert_int_equal(state_of(f, 2)->from[0], EP_DEVICE_NEVER);
@@ -449,7 +449,7 @@ static void a_reset_that_fails_leaves_all_absent(void **state)
 
     leave_all(f);
     __atomic_store_n(&cuda_fixture.lost, 1u << 1, __ATOMIC_RELAXED);
-    assert_int_equal(ep_team_reset(f->team, &error), EP_IO);
+    assert_int_equal(ep_team_reset(f->team, &error), EP_DEVICE_LOST);
     assert_string_equal(error.text, "window of rank 1: device 1 has fallen off the bus");
     assert_int_equal(state_of(f, 0)->from[0], EP_DEVICE_NEVER);
     __atomic_store_n(&cuda_fixture.lost, 0, __ATOMIC_RELAXED);
@@ -832,7 +832,7 @@ static void who_gets_uncleared_memory_is_refused(void **state)
     stop(f);
     __atomic_store_n(&cuda_fixture.lost, 1u << 1, __ATOMIC_RELAXED);
     assert_true(ep_team_clean(f->team, 1));
-    assert_int_equal(ep_executor_start(f->team, &options, &executor, &error), EP_IO);
+    assert_int_equal(ep_executor_start(f->team, &options, &executor, &error), EP_DEVICE_LOST);
     assert_non_null(strstr(error.text, "memory of rank 1 cannot be cleared"));
     __atomic_store_n(&cuda_fixture.lost, 0, __ATOMIC_RELAXED);
     start(f, 1);
