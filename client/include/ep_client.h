@@ -129,7 +129,8 @@ EP_API const char *ep_version(void);
 
 typedef struct ep_client_options {
     size_t size;
-    const char *name;       /* of this worker, for logs and for whoever finds its rank taken; NULL: the program's */
+    const char *name;       /* of this worker, for logs and for whoever finds its rank taken: UTF-8, of which the server
+                               keeps 63 bytes; NULL: the program's */
     const char *token;      /* when the server asks for one (ep-server --attach-token-file); a group may want its own,
                                see ep_join_options */
     int32_t timeout_ms;     /* of each control call; 0: 5000 */

@@ -7,6 +7,7 @@
 #include "client_private.h"
 #include "ep_address.h"
 #include "ep_descriptors.h"
+#include "ep_utf8.h"
 #include "ep/v1/admin.pb-c.h"
 
 #define DEFAULT_TIMEOUT_MS 5000
@@ -56,6 +57,7 @@ static ep_status set_options(struct ep_client *client, const ep_client_options *
     client->token = strdup(options.token ? options.token : "");
     if (!client->name || !client->token)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a client");
+    ep_utf8_mend(client->name); /* a program may have any */
     return EP_OK;
 }
 

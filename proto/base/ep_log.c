@@ -13,6 +13,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "ep_utf8.h"
+
 static _Atomic int current_level = EP_LOG_INFO;
 static _Atomic int current_format = EP_LOG_LOGFMT;
 
@@ -94,27 +96,6 @@ static void put_format(struct line *line, const char *format, ...)
 
 /* ---- escaping ------------------------------------------------------------------------ */
 
-/* Length of the valid UTF-8 sequence at p (which ends in NUL), 0 if there is none. */
-static size_t utf8_length(const unsigned char *p)
-{
-    if (p[0] < 0x80)
-        return 1;
-    if (p[0] < 0xc2 || p[0] > 0xf4) /* continuation, overlong, above U+10FFFF */
-        return 0;
-    if ((p[1] & 0xc0u) != 0x80u)
-        return 0;
-    if (p[0] < 0xe0)
-        return 2;
-    if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f) /* overlong, surrogate */
-        || (p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f))
-        return 0;
-    if ((p[2] & 0xc0u) != 0x80u)
-        return 0;
-    if (p[0] < 0xf0)
-        return 3;
-    return (p[3] & 0xc0u) == 0x80u ? 4 : 0;
-}
-
 /* U+0080..U+009F steer terminals as the C0 controls do. */
 static bool is_c1(const unsigned char *p, size_t length)
 {
@@ -140,7 +121,7 @@ static void put_quoted(struct line *line, const char *text)
 
     put_text(line, "\"");
     while (*p) {
-        size_t n = utf8_length(p);
+        size_t n = ep_utf8_length((const char *)p);
 
         if (n == 0)
             put_text(line, "\xef\xbf\xbd"); /* U+FFFD for each byte that is no UTF-8 */

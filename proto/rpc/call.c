@@ -239,6 +239,18 @@ static bool admit(struct ep_rpc_call *c, const ProtobufCMessage *request)
     return !c->over;
 }
 
+/* False: it is refused.  Of servers all is taken: what they pass on was looked at, and a record must not stop them. */
+static bool takes_text(struct ep_rpc_call *c, const ProtobufCMessage *request)
+{
+    char path[RPC_TEXT_PATH], text[160];
+
+    if (c->method->handler.for_peers || !rpc_text_is_wrong(request, path, sizeof path))
+        return true;
+    snprintf(text, sizeof text, "%s is no UTF-8: the text of messages must be", path);
+    end(c, EP_INVALID_ARGUMENT, text);
+    return false;
+}
+
 static void deliver(struct ep_rpc_call *c)
 {
     ProtobufCMessage *request = rpc_unpack(c->method->input, c->payload);
@@ -251,7 +263,7 @@ static void deliver(struct ep_rpc_call *c)
         end(c, EP_INVALID_ARGUMENT, text);
         return;
     }
-    if (admit(c, request)) {
+    if (admit(c, request) && takes_text(c, request)) {
         c->seen = true;
         c->method->handler.on_request(c, request, c->method->user);
     }
@@ -405,8 +417,11 @@ static grpc_byte_buffer *pack_answer(struct ep_rpc_call *c, const ProtobufCMessa
         return NULL;
     }
 
-    grpc_byte_buffer *bytes = rpc_pack(message);
+    ProtobufCMessage *mended = rpc_text_mended(message);
+    grpc_byte_buffer *bytes = rpc_pack(mended ? mended : message);
 
+    if (mended)
+        protobuf_c_message_free_unpacked(mended, NULL);
     if (!bytes)
         end(c, EP_NO_MEMORY, "no memory for the answer");
     return bytes;

@@ -110,6 +110,15 @@ char *rpc_slice_text(grpc_slice slice); /* malloc'ed and terminated; NULL: no me
 /* The value of a metadata entry, malloc'ed; NULL: absent. */
 char *rpc_metadata_text(const grpc_metadata_array *metadata, const char *key);
 
+/* ---- text.c: is the text of messages UTF-8 ------------------------------------------- */
+
+#define RPC_TEXT_PATH 96 /* "spec.placement.ranks.node" */
+
+/* True: a string of the message is not; `path` gets the first such field. */
+bool rpc_text_is_wrong(const ProtobufCMessage *message, char *path, size_t size);
+/* A copy with a '?' for each byte that is not, for free_unpacked(); NULL: all of it is. */
+ProtobufCMessage *rpc_text_mended(const ProtobufCMessage *message);
+
 /* ---- tls.c --------------------------------------------------------------------------- */
 
 /* The three files' contents; a member is NULL where no file is named. */

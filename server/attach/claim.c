@@ -8,6 +8,7 @@
 #include "ep_clock.h"
 #include "ep_cuda.h"
 #include "ep_log.h"
+#include "ep_utf8.h"
 
 #define WORKER_NAME_MAX 63
 /* Without a pidfd: how often to look whether the process is still there. */
@@ -454,7 +455,7 @@ static struct claim *make_claim(struct ep_attach *attach, const Ep__V1__ClaimReq
     claim->follow = request->follow;
     claim->after = request->after;
     claim->process.pidfd = -1;
-    claim->worker = strndup(request->worker, WORKER_NAME_MAX);
+    claim->worker = strndup(request->worker, ep_utf8_fit(request->worker, WORKER_NAME_MAX));
     if (!claim->worker) {
         ep_error_set(error, EP_NO_MEMORY, "no memory for a claim");
     } else if (getrandom(claim->ticket, sizeof claim->ticket, 0) != (ssize_t)sizeof claim->ticket) {

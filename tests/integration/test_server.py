@@ -15,6 +15,7 @@ import time
 import unittest
 
 import harness
+import rawrpc
 import reflect
 
 if not reflect.MISSING:
@@ -397,6 +398,27 @@ class ServicesTest(harness.TestCase):
                     with self.assertRaises(grpc.RpcError) as unknown:
                         health(rpc, "no.such.Service")
                     self.assertEqual(unknown.exception.code(), grpc.StatusCode.NOT_FOUND)
+
+    def test_text_that_is_no_utf8_is_refused_by_name(self):
+        """Whoever reads messages as protobuf has them could not read an answer that has it."""
+        server, f = self.start_server(), rawrpc.field
+        spec = f(1, 2) + f(2, 4) + f(3, 64) + f(4, 2)
+        for method, request, field in (
+                ("Admin/CreateGroup", f(1, "moe") + f(2, spec + f(12, f(1, "k") + f(2, b"\xff"))), "spec.labels.value"),
+                ("Admin/DrainNode", f(2, b"why \xe2\x82"), "reason"),
+                ("Attach/Claim", f(1, "moe") + f(3, b"\xff"), "worker")):
+            with self.subTest(method), self.assertRaises(rawrpc.RpcError) as refused:
+                rawrpc.call(server.socket, "ep.v1." + method, request)
+            self.assertEqual(refused.exception.code, grpc.StatusCode.INVALID_ARGUMENT.value[0])
+            self.assertEqual(refused.exception.text, field + " is no UTF-8: the text of messages must be")
+
+    def test_a_long_name_of_a_worker_is_cut_between_characters(self):
+        server = self.start_server()
+        with reflect.Client(server.address) as rpc:
+            create_group(rpc)
+            with worker.Worker(server, "moe", name="\u00e9" * 40):
+                group = rpc.call("ep.v1.Admin/GetGroup", {"name": "moe"})
+            self.assertEqual(group["status"]["ranks"][0]["worker"], "\u00e9" * 31)
 
     def test_attach_is_not_served_over_tcp(self):
         server = self.start_server()

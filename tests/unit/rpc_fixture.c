@@ -76,6 +76,8 @@ static void on_ping(struct ep_rpc_call *call, const ProtobufCMessage *message, v
         snprintf(text, sizeof text, "%s", value ? value : "(absent)");
     } else if (strcmp(request->node, "left") == 0)
         snprintf(text, sizeof text, "%lld", (long long)ep_rpc_call_remaining_ms(call));
+    else if (strcmp(request->node, "cut") == 0)
+        snprintf(text, sizeof text, "caf\xc3");
     reply.node = text;
     ep_rpc_reply(call, &reply.base);
 }

@@ -20,6 +20,7 @@
 #include "ep_secret.h"
 #include "ep_status.h"
 #include "ep_thread.h"
+#include "ep_utf8.h"
 
 /* ---- status -------------------------------------------------------------------------- */
 
@@ -140,6 +141,40 @@ static void text_is_not_cut_inside_a_character(void **state)
         assert_non_null(json);
         json_decref(json);
     }
+}
+
+/* ---- utf8 ---------------------------------------------------------------------------- */
+
+static void utf8_is_told_from_other_bytes(void **state)
+{
+    static const char *const valid[] = { "", "plain", "\xc3\xa9", "a\xe2\x82\xac", "\xf0\x9f\x92\xa5!" };
+    static const char *const wrong[] = { "\xff", "a\x80", "\xc3", "\xe2\x82", "\xf0\x9f\x92", "\xc0\x80", "\xed\xa0\x80",
+                                         "\xf4\x90\x80\x80" };
+
+    (void)state;
+    for (size_t i = 0; i < sizeof valid / sizeof *valid; i++)
+        assert_true(ep_utf8_is_valid(valid[i]));
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+        assert_false(ep_utf8_is_valid(wrong[i]));
+}
+
+static void utf8_fits_in_whole_characters(void **state)
+{
+    static const char text[] = "a\xc3\xa9\xe2\x82\xac\xf0\x9f\x92\xa5";
+    static const size_t fit[] = { 0, 1, 1, 3, 3, 3, 6, 6, 6, 6, 10, 10 };
+
+    (void)state;
+    for (size_t most = 0; most < sizeof fit / sizeof *fit; most++)
+        assert_int_equal(ep_utf8_fit(text, most), fit[most]);
+}
+
+static void utf8_is_mended_in_place(void **state)
+{
+    char text[] = "a\xff\xc3\xa9\xe2\x82";
+
+    (void)state;
+    ep_utf8_mend(text);
+    assert_string_equal(text, "a?\xc3\xa9??");
 }
 
 /* ---- log ----------------------------------------------------------------------------- */
@@ -505,6 +540,9 @@ int main(void)
         cmocka_unit_test(prefix_goes_before),
         cmocka_unit_test(long_text_is_cut),
         cmocka_unit_test(text_is_not_cut_inside_a_character),
+        cmocka_unit_test(utf8_is_told_from_other_bytes),
+        cmocka_unit_test(utf8_fits_in_whole_characters),
+        cmocka_unit_test(utf8_is_mended_in_place),
         cmocka_unit_test(logfmt_quotes_what_needs_it),
         cmocka_unit_test(json_line_holds_every_byte),
         cmocka_unit_test(json_replaces_invalid_utf8),

@@ -184,6 +184,26 @@ static void garbage_request_is_an_invalid_argument(void **state)
     assert_int_equal(error.status, EP_INVALID_ARGUMENT);
 }
 
+static void text_that_is_no_utf8_is_refused_by_name(void **state)
+{
+    struct ep_error error;
+
+    (void)state;
+    assert_int_equal(ping(f.channel, "caf\xc3", 5000, NULL, &error), EP_INVALID_ARGUMENT);
+    assert_string_equal(error.text, "node is no UTF-8: the text of messages must be");
+    assert_int_equal(atomic_load(&f.requests), 0);
+}
+
+static void text_of_answers_is_utf8(void **state)
+{
+    struct ep_error error;
+    char answer[128];
+
+    (void)state;
+    assert_ok(ping(f.channel, "cut", 5000, answer, &error), &error);
+    assert_string_equal(answer, "caf?");
+}
+
 static void unknown_method_is_answered_at_once(void **state)
 {
     Grpc__Health__V1__HealthCheckRequest request = GRPC__HEALTH__V1__HEALTH_CHECK_REQUEST__INIT;
@@ -691,6 +711,8 @@ int main(void)
         T(answer_above_the_servers_limit_names_it),
         T(answer_above_the_clients_limit_names_it),
         T(garbage_request_is_an_invalid_argument),
+        T(text_that_is_no_utf8_is_refused_by_name),
+        T(text_of_answers_is_utf8),
         T(unknown_method_is_answered_at_once),
         T(wrong_request_type_is_refused),
         T(many_threads_share_a_channel),
