@@ -46,12 +46,14 @@ finds_no_server() {
         die "$* ended with exit code $code: $(cat "$work/run.log")"
 }
 
-say 'an example builds and runs with pkg-config'
+say 'the examples build, as C11 and nothing more, and run with pkg-config'
 export PKG_CONFIG_PATH=$libdir/pkgconfig
 [[ $(pkg-config --modversion epclient) == "$version" ]] || die 'epclient.pc has another version'
 read -ra flags <<<"$(pkg-config --cflags --libs epclient)"
-cc -std=c11 -Wall -Werror -D_GNU_SOURCE -o "$work/hello" client/examples/hello_dispatch.c "${flags[@]}" -pthread -lm
-finds_no_server "$work/hello"
+for example in hello_dispatch worker; do
+    cc -std=c11 -Wall -Wextra -Wpedantic -Werror -o "$work/$example" "client/examples/$example.c" "${flags[@]}" -pthread -lm
+done
+finds_no_server "$work/hello_dispatch"
 
 say 'the header compiles as C++'
 if command -v c++ >/dev/null; then

@@ -8,6 +8,10 @@
  *
  *     hello_dispatch [GROUP [ADDRESS]]        defaults: "hello", $EP_SERVER or the system's socket
  */
+#ifndef _GNU_SOURCE /* POSIX too where the compiler is asked for C11 alone (-std=c11) */
+#define _GNU_SOURCE
+#endif
+
 #include <math.h>
 #include <pthread.h>
 #include <stdio.h>

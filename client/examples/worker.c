@@ -4,6 +4,10 @@
  * all others, without leaving; where these went without it, it joins again), leaves when the server drains or the group has
  * no place for it any more, comes back when the server returns.  See usage() for how to start four of them.
  */
+#ifndef _GNU_SOURCE /* POSIX too where the compiler is asked for C11 alone (-std=c11) */
+#define _GNU_SOURCE
+#endif
+
 #include <errno.h>
 #include <getopt.h>
 #include <math.h>
