@@ -11,10 +11,13 @@ target_link_libraries(ep-server PRIVATE ep_flags ep_options ep_server_api ep_ser
                       PkgConfig::UV PkgConfig::SYSTEMD)
 install(TARGETS ep-server RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 
-# The unit names the program where it is installed.
-file(READ ${CMAKE_CURRENT_LIST_DIR}/../deploy/systemd/ep-server.service unit)
-string(REPLACE /usr/bin/ep-server ${CMAKE_INSTALL_FULL_BINDIR}/ep-server unit "${unit}")
-file(CONFIGURE OUTPUT ep-server.service CONTENT "${unit}" @ONLY)
+# The unit names the program where it is installed, which `cmake --install --prefix` may say.
+install(CODE "
+  file(READ \"${CMAKE_CURRENT_LIST_DIR}/../deploy/systemd/ep-server.service\" unit)
+  get_filename_component(folder \"\${CMAKE_INSTALL_PREFIX}\" ABSOLUTE)
+  cmake_path(APPEND folder \"${CMAKE_INSTALL_BINDIR}\")
+  string(REPLACE /usr/bin/ep-server \"\${folder}/ep-server\" unit \"\${unit}\")
+  file(WRITE \"${CMAKE_CURRENT_BINARY_DIR}/ep-server.service\" \"\${unit}\")")
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/ep-server.service
         DESTINATION lib/systemd/system)
 install(FILES ${CMAKE_CURRENT_LIST_DIR}/../deploy/systemd/ep-server.tmpfiles.conf

@@ -27,6 +27,13 @@ for program in ep-server ep-admin ep-bench; do
 done
 "$prefix/bin/ep-server" --version | grep -qF "$version" || die "ep-server --version does not say $version"
 
+say 'the unit starts the program that was installed'
+unit=$(find "$prefix" -name ep-server.service)
+[[ $(grep -c "^ExecStart.*=$prefix/bin/ep-server " "$unit") == 2 ]] || die "$unit: $(grep ^ExecStart "$unit")"
+if command -v systemd-analyze >/dev/null; then
+    systemd-analyze verify "$unit" >"$work/verify.log" 2>&1 || die "systemd-analyze verify: $(cat "$work/verify.log")"
+fi
+
 say 'libepclient exports ep_ names only'
 library=$(find "$prefix" -name 'libepclient.so')
 foreign=$(nm -D --defined-only "$library" | awk '$2 != "A" { print $3 }' | grep -v '^ep_' || true)
