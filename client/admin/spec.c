@@ -389,6 +389,9 @@ static ep_status placement_of_flag(const char *text, json_t **out, struct ep_err
 
     if (is_placement_word(text)) {
         document = json_string(text);
+    } else if (strcmp(text, "-") != 0 && access(text, F_OK) != 0 && errno == ENOENT) {
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "--placement is '%s': must be pack, spread, contiguous, by-load or "
+                            "the name of a file, and there is no such file", text);
     } else {
         status = ep_spec_read_file(text, &file_text, &size, error);
         if (status == EP_OK) {

@@ -107,6 +107,7 @@ class UsageTest(AdminTest):
             ("--server", "unix:/" + "x" * 200): "the path has 201 bytes",
             ("--server", "127.0.0.1:1", "--tls-cert", "x"): "a certificate and its key go together",
             ("--file", "/does/not/exist"): "/does/not/exist: cannot open: No such file",
+            ("--placement", "sprad"): "--placement is 'sprad': must be pack, spread, contiguous, by-load or the name of a file",
         }
         for flags, says in cases.items():
             with self.subTest(flags=flags):
