@@ -274,8 +274,10 @@ static void check_node(struct ep_report *report, struct ep_admin *admin)
     }
     node = (Ep__V1__NodeInfo *)reply;
     bool ready = node->state == EP__V1__NODE_STATE__NODE_STATE_READY;
+    bool stopping = node->state == EP__V1__NODE_STATE__NODE_STATE_STOPPING;
     ep_report_add(report, ready ? EP_FINDING_OK : EP_FINDING_WARN, "node",
-                  "ep-admin node uncordon NAME, when it may take workers again",
+                  stopping ? "start its server again: this one ends when its workers have left, or after --drain-grace"
+                           : "ep-admin node uncordon NAME, when it may take workers again",
                   "%s is %s%s%s; %zu devices, %u attached", node->name,
                   ep_text_enum(&ep__v1__node_state__descriptor, (int)node->state), *node->reason ? ": " : "",
                   node->reason, node->n_devices, node->attachments);

@@ -343,12 +343,14 @@ int ep_node_uncordon(struct ep_admin *admin, const struct ep_invocation *invocat
     Ep__V1__UncordonNodeRequest request = EP__V1__UNCORDON_NODE_REQUEST__INIT;
     struct ep_error error;
     ProtobufCMessage *reply;
+    bool ready;
     int code;
 
     request.name = (char *)(uintptr_t)invocation->argument;
     if (ep_admin_call(admin, "UncordonNode", &request.base, 0, &reply, &error) != EP_OK)
         return ep_admin_fail(admin, &error);
-    code = show_change(admin, reply, "takes workers again");
+    ready = ((const Ep__V1__NodeInfo *)reply)->state == EP__V1__NODE_STATE__NODE_STATE_READY;
+    code = show_change(admin, reply, ready ? "takes workers again" : "is drained no more");
     ep_admin_free(reply);
     return code;
 }

@@ -788,6 +788,24 @@ class DoctorTest(AdminTest):
         self.assertNotIn("reach", checks)
         self.assertIn("status: ok", self.admin("doctor", "-o", "yaml", server=server).out)
 
+    def test_a_server_that_stops_is_not_to_be_uncordoned(self):
+        if not harness.have("worker"):
+            self.skipTest("no example worker in " + harness.BIN)
+        server = self.start_server("--host-ranks=2", "--name=alpha", "--drain-grace=1h")
+        self.create(server)
+        stays = self.spawn(["worker", "--group=moe", "--rank=0"], server=server)
+        harness.wait_until(lambda: self.get(server)["status"]["ranks"][0]["state"] == "RANK_STATE_ATTACHED", "a worker")
+        os.kill(stays.pid, signal.SIGSTOP)
+        server.signal(signal.SIGTERM)
+        server.wait_log("draining")
+        found = self.admin("doctor", "-o", "json", server=server, code=6).json()["findings"]
+        node = next(f for f in found if f["check"] == "node")
+        self.assertIn("alpha is STOPPING", node["finding"])
+        self.assertIn("start its server again", node["remedy"])
+        self.assertEqual(self.admin("node", "uncordon", "alpha", server=server).out,
+                         "node alpha is drained no more: STOPPING, 1 worker attached\n")
+        stays.kill()
+
     def test_a_drained_node_is_a_warning(self):
         server = self.start_server("--host-ranks=2", "--name=alpha")
         self.admin("node", "drain", "alpha", "--reason=tests", server=server)
