@@ -241,5 +241,5 @@ void ep_man_print(FILE *out)
         fprintf(out, ".TP\n.B %d\n", code->code);
         man_line(out, code->meaning);
     }
-    fputs(".SH \"SEE ALSO\"\n.BR ep\\-server (8)\n", out);
+    fputs(".SH \"SEE ALSO\"\n.B ep\\-server \\-\\-help\n", out);
 }
