@@ -133,7 +133,7 @@ typedef struct ep_client_options {
                                keeps 63 bytes; NULL: the program's */
     const char *token;      /* when the server asks for one (ep-server --attach-token-file); a group may want its own,
                                see ep_join_options */
-    int32_t timeout_ms;     /* of each control call; 0: 5000 */
+    int32_t timeout_ms;     /* of each control call; 0: 5000; there is none without a bound, so < 0 is refused */
 } ep_client_options;
 
 /*

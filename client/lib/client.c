@@ -52,7 +52,11 @@ static ep_status set_options(struct ep_client *client, const ep_client_options *
 
     if (given && take_struct("ep_client_options", given, &options, sizeof options) != EP_OK)
         return EP_INVALID_ARGUMENT;
-    client->timeout_ms = options.timeout_ms > 0 ? options.timeout_ms : DEFAULT_TIMEOUT_MS;
+    if (options.timeout_ms < 0)
+        return ep_error_set(error, EP_INVALID_ARGUMENT,
+                            "ep_client_options.timeout_ms is %d: must be at least 1, or 0 for %d; calls of the server "
+                            "always have a bound", options.timeout_ms, DEFAULT_TIMEOUT_MS);
+    client->timeout_ms = options.timeout_ms ? options.timeout_ms : DEFAULT_TIMEOUT_MS;
     client->name = strdup(options.name ? options.name : program_invocation_short_name);
     client->token = strdup(options.token ? options.token : "");
     if (!client->name || !client->token)

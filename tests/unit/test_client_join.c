@@ -89,6 +89,16 @@ static void a_size_that_no_struct_has_is_refused(void **state)
     }
 }
 
+/* Elsewhere that is a wait without a bound; here it would have been one of 5 s. */
+static void a_bound_below_zero_is_refused(void **state)
+{
+    const ep_client_options options = { .size = sizeof options, .timeout_ms = -1 };
+
+    (void)state;
+    refused(ep_client_open("unix:/tmp/none", &options, &(ep_client *){ NULL }), EP_INVALID_ARGUMENT,
+            "ep_client_options.timeout_ms is -1: must be at least 1, or 0 for 5000");
+}
+
 /* ---- the server's part -------------------------------------------------------------- */
 
 static void listen_at(struct fixture *f)
@@ -274,6 +284,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_path_that_no_socket_has_is_refused),
         cmocka_unit_test(a_size_that_no_struct_has_is_refused),
+        cmocka_unit_test(a_bound_below_zero_is_refused),
         cmocka_unit_test_setup_teardown(a_join_that_fails_says_bye, make, destroy),
         cmocka_unit_test_setup_teardown(a_join_that_fails_with_its_window_mapped_says_bye, make, destroy),
         cmocka_unit_test_setup_teardown(a_join_that_is_not_answered_says_bye, make, destroy),
