@@ -412,6 +412,17 @@ class ServicesTest(harness.TestCase):
             self.assertEqual(refused.exception.code, grpc.StatusCode.INVALID_ARGUMENT.value[0])
             self.assertEqual(refused.exception.text, field + " is no UTF-8: the text of messages must be")
 
+    def test_a_server_that_wants_a_token_says_where_it_is_given(self):
+        server = self.start_server("--attach-token-file=" + self.write("token", "a secret\n"))
+        with reflect.Client(server.address) as rpc:
+            create_group(rpc)
+            for token in ("", "another secret"):
+                with self.subTest(token=token), self.assertRaises(grpc.RpcError) as refused:
+                    worker.claim(rpc, "moe", token=token)
+                self.assertEqual(refused.exception.code(), grpc.StatusCode.UNAUTHENTICATED)
+                self.assertIn("give %s by ep_client_options.token" % ("that" if token else "it"), refused.exception.details())
+        worker.Worker(server, "moe", token="a secret").leave()
+
     def test_a_long_name_of_a_worker_is_cut_between_characters(self):
         server = self.start_server()
         with reflect.Client(server.address) as rpc:
