@@ -6,7 +6,7 @@
  * Ops read and write memory of ep_alloc(), which may be a GPU's: what the program itself makes or looks at
  * is in arrays of its own, and ep_write() and ep_read() copy.
  *
- *     hello_dispatch [GROUP [ADDRESS]]        defaults: "hello", $EP_SERVER or the system's socket
+ *     hello_dispatch [GROUP [ADDRESS]]        defaults: "hello", the server that ep_client_open() takes for NULL
  */
 #ifndef _GNU_SOURCE /* POSIX too where the compiler is asked for C11 alone (-std=c11) */
 #define _GNU_SOURCE
@@ -327,7 +327,7 @@ static int usage(FILE *out)
 {
     fputs("Usage: hello_dispatch [GROUP [ADDRESS]]\n"
           "Join every rank of GROUP (default: hello), send tokens to two experts each, and check what comes back.\n"
-          "ADDRESS is unix:PATH (default: $EP_SERVER, else unix:/run/ep-server/ep.sock).\n", out);
+          "ADDRESS is unix:PATH (default: $EP_SERVER, else the user's own server, else unix:/run/ep-server/ep.sock).\n", out);
     return out == stdout && fflush(out) == 0 ? 0 : ep_status_exit_code(out == stdout ? EP_IO : EP_INVALID_ARGUMENT);
 }
 

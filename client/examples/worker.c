@@ -527,7 +527,7 @@ static void usage(FILE *out)
           "\n"
           "  --group=NAME      the group (default: hello)\n"
           "  --rank=N          the rank to take (default: any free one)\n"
-          "  --server=ADDRESS  unix:PATH (default: $EP_SERVER, else unix:/run/ep-server/ep.sock)\n"
+          "  --server=ADDRESS  unix:PATH (default: $EP_SERVER, else the user's own server, else unix:/run/ep-server/ep.sock)\n"
           "  --token-file=FILE the group's attach token, where it wants one (default: $EP_ATTACH_TOKEN_FILE)\n"
           "  --mode=ll|ht|both what to do in a step (default: ll)\n"
           "  --tokens=N        tokens per step (default: 8, at most what the group allows)\n"
