@@ -39,7 +39,7 @@
  * until the op is over.
  *
  * Host: `stream` is NULL and calls return once the op is in the ring (they wait for a free slot when
- * EP_RING_SLOTS ops are under way).
+ * 32 ops are under way).
  *
  * cuda: an op runs in the order of the CUstream it is given, NULL is one of the rank's own.  Calls never
  * wait, and what they enqueue uses the GPU's memory alone: the caller's kernels before and after an op on
@@ -161,6 +161,7 @@ typedef struct ep_group_info {
     uint32_t timeout_ms;
 } ep_group_info;
 
+/* EP_NOT_FOUND: there is none of that name; EP_FAILED_PRECONDITION: it has no epoch yet. */
 EP_API ep_status ep_group_describe(ep_client *client, const char *group, ep_group_info *info);
 
 /* ---- joining ------------------------------------------------------------------ */
@@ -197,8 +198,9 @@ typedef struct ep_join_options {
 
 /*
  * Claims a rank and maps its window.  From here on peers wait for this rank in every op that
- * begins, so be ready to take part.  EP_ALREADY_EXISTS: somebody holds the rank, and the message says
- * who.  EP_FAILED_PRECONDITION: the node is drained or the group is not ready.  EP_UNAVAILABLE: its
+ * begins, so be ready to take part.  EP_NOT_FOUND: there is no such group.  EP_ALREADY_EXISTS: somebody holds the
+ * rank, and the message says who, or all ranks are held.  EP_FAILED_PRECONDITION: the node is drained or the group is
+ * not ready.  EP_UNAUTHENTICATED: the server wants a token of its own (ep_client_options.token).  EP_UNAVAILABLE: its
  * last worker has left and may still write its memory; a rank that is free within half a second is
  * waited for.  EP_PERMISSION_DENIED: the group wants a token, and it was not given or is another one; or executor
  * direct was asked for, and the group does not allow it.  EP_UNIMPLEMENTED: that was asked for, and there is none on the
@@ -289,8 +291,8 @@ EP_API ep_status ep_rank_describe(const ep_rank *rank, ep_rank_info *info);
 /* ---- memory ------------------------------------------------------------------- */
 
 /*
- * `bytes` of the rank's arena, 256-byte aligned, uninitialised; NULL with EP_RESOURCE_EXHAUSTED in
- * ep_error_message() when the arena has no such block.  Everything an op reads or writes lies
+ * `bytes` of the rank's arena, 256-byte aligned, uninitialised; NULL when the arena has no such block, and
+ * ep_error_message() says how large its largest one is.  Everything an op reads or writes lies
  * in it, or in memory of ep_register().  Freed by ep_free() or when the rank is left.  The table of blocks
  * is in private memory: nothing is written to the window.  0 bytes give a block too.
  */
@@ -350,7 +352,7 @@ EP_API ep_status ep_read(ep_rank *rank, void *to, const void *from, size_t bytes
  * A handle holds the routing of one dispatch, for its combine and for later passes.  A new
  * dispatch on it replaces the routing.  An LL handle's routing (and its rank-major rows) lives until
  * the group's ll_banks-th LL dispatch after it, made on any handle of the rank; after that a combine
- * returns EP_STALE_HANDLE.  At most EP_MAX_HANDLES (64) per rank.
+ * returns EP_STALE_HANDLE.  At most 64 per rank, then EP_RESOURCE_EXHAUSTED.
  */
 EP_API ep_status ep_handle_create(ep_rank *rank, ep_handle **handle);
 EP_API void ep_handle_destroy(ep_handle *handle); /* NULL is allowed */
