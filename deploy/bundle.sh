@@ -8,7 +8,8 @@ usage() {
 usage: deploy/bundle.sh [--no-build] [--out DIR]
 
 Builds the release preset and puts programs, libraries and GPU tests into one folder. The machine that runs
-it needs an x86-64 Linux with glibc 2.36 or newer and, for GPUs, NVIDIA's driver.
+it needs an x86-64 Linux with a glibc as new as that of the one that builds it (Debian 12: 2.36, Ubuntu 24.04:
+2.39) and, for GPUs, NVIDIA's driver.
 
   --no-build  take what is in build/ as it is
   --out DIR   where to make it (default build/bundle; what is there is replaced)
