@@ -85,7 +85,7 @@ const struct ep_option ep_options_table[] = {
              "between two processes; workers that run their own ops do not need it" },
     { "doorbell", "node", EP_TYPE_ENUM, 0, FIELD(doorbell), .fallback = "wait", .words = doorbells,
       .doc = "With MPS, what waits for a worker to ask for its next low-latency op where the server runs them: wait, the "
-             "GPU's front end; poll, a warp that looks, which makes an op 3 to 4 us faster on an H200. While a worker asks "
+             "GPU's front end; poll, a warp that looks, which makes an op 4 to 5 us faster on an H200. While a worker asks "
              "for such ops, and 30 ms longer, no block has all the shared memory (more than 226 KB of 227) or all the "
              "registers of the multiprocessor that the warp is on" },
     { "sms-per-rank", "node", EP_TYPE_UINT, 0, FIELD(sms_per_rank), .fallback = "0", .max = 1024,
