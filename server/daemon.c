@@ -345,15 +345,25 @@ static ep_status take_lock(struct ep_lock_file *lock, const char *path, const ch
     return status;
 }
 
+/* Of a server whose state is in etcd there is none. */
+static ep_status open_state_dir(struct daemon *d, struct ep_error *error)
+{
+    const struct ep_options *o = d->options;
+
+    if (*o->store)
+        return EP_OK;
+    if (ep_files_make_directory(o->state_dir, 0700, error) != EP_OK)
+        return error->status;
+    return take_lock(&d->state_lock, o->state_dir, "/lock", "state-dir", error);
+}
+
 static ep_status open_files(struct daemon *d, struct ep_error *error)
 {
     const struct ep_options *o = d->options;
-    ep_status status = ep_files_make_directory(o->state_dir, 0700, error);
+    ep_status status = open_state_dir(d, error);
 
     if (status == EP_OK)
         status = ep_files_make_parent(o->socket, 0755, error);
-    if (status == EP_OK)
-        status = take_lock(&d->state_lock, o->state_dir, "/lock", "state-dir", error);
     if (status == EP_OK)
         status = take_lock(&d->socket_lock, o->socket, ".lock", "socket", error);
     if (status == EP_OK && *o->pid_file)

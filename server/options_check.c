@@ -57,14 +57,14 @@ static ep_status check_paths(const struct ep_options *o, struct ep_error *error)
 
     if (!*o->socket)
         return ep_error_set(error, EP_INVALID_ARGUMENT,
-                            "socket is not set, and XDG_RUNTIME_DIR is not either: give --socket=PATH");
+                            "socket is empty: give --socket=PATH; it has a default where XDG_RUNTIME_DIR is set");
     if (strlen(o->socket) > room)
         return ep_error_set(error, EP_INVALID_ARGUMENT,
                             "socket is %zu bytes long: a path of a unix socket may have %zu here, the suffix "
                             EP_OPTION_SIDE_SOCKET " of the second one counted", strlen(o->socket), room);
-    if (!*o->state_dir)
-        return ep_error_set(error, EP_INVALID_ARGUMENT, "state-dir is not set, and HOME is not either: "
-                            "give --state-dir=PATH");
+    if (!*o->state_dir && !*o->store)
+        return ep_error_set(error, EP_INVALID_ARGUMENT, "state-dir is empty: give --state-dir=PATH; it has a default where "
+                            "HOME is set");
     if (!*o->name)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "name is empty: give --name=TEXT");
     if (strlen(o->name) > NAME_MAX_BYTES)

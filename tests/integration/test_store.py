@@ -84,6 +84,12 @@ class EtcdTest(Survival, harness.TestCase):
         self.etcd = harness.Etcd(self.box)
         self.flags = ("--store=" + self.etcd.url("/clusters/one"),)
 
+    def test_a_server_has_no_state_dir_beside_etcd(self):
+        """Several servers of one machine may leave it at its default, and one that may not make it needs none."""
+        servers = [self.start_server("--state-dir=/dev/null/state", "--name=" + name, *self.flags, name=name)
+                   for name in ("a", "b")]
+        self.assertEqual([server.stop() for server in servers], [0, 0])
+
     def test_while_etcd_is_away_changes_are_refused_and_the_rest_goes_on(self):
         server = self.start_server(*self.flags)
         with reflect.Client(server.address) as rpc:

@@ -602,8 +602,9 @@ static void paths_are_checked(void **state)
     (void)state;
     memset(flag + strlen(flag), 'x', 120);
     refuse_check((struct sources){ .flags = { flag } }, "socket is 121 bytes long: a path of a unix socket may have 100");
-    refuse_check((struct sources){ .flags = { "--socket=" } }, "socket is not set");
-    refuse_check((struct sources){ .flags = { "--state-dir=" } }, "state-dir is not set");
+    refuse_check((struct sources){ .flags = { "--socket=" } }, "socket is empty: give --socket=PATH");
+    refuse_check((struct sources){ .flags = { "--state-dir=" } }, "state-dir is empty: give --state-dir=PATH");
+    accept_check((struct sources){ .flags = { "--state-dir=", "--store=etcd://h:1", "--listen=127.0.0.1:0", "--insecure" } });
     refuse_check((struct sources){ .flags = { "--name=" } }, "name is empty");
     memset(name + strlen(name), 'x', 254);
     refuse_check((struct sources){ .flags = { name } }, "name is 254 bytes long: it may have 253");
