@@ -150,7 +150,7 @@ static const struct ep_flag version_flags[] = {
 static const char spec_details[] =
     "A specification file has the fields of ep.v1.GroupSpec, or is what 'group get --output yaml' prints. "
     "Names of enum values may be short (ll, bf16); bytes may have a unit (arena_bytes: 64MiB). "
-    "A placement is 'pack' or 'spread' (nodes), 'contiguous' (experts), the ep.v1.Placement message, a list of "
+    "A placement is 'pack' or 'spread' (nodes), 'contiguous' or 'by-load' (experts), the ep.v1.Placement message, a list of "
     "{expert, rank}, or one list of experts per rank: [[0, 1], [2, 3]]. In the message, 'ranks' is a list of "
     "{rank, node} or {rank, node, device}.";
 
@@ -190,7 +190,8 @@ const struct ep_command ep_commands[] = {
       .flags = { update_flags, spec_flags, change_flags },
       .details =
           "timeout-ms, direct, labels and the attach token change at once. Anything else makes a new epoch: new workers join it, "
-          "attached ones stay where they are until they leave. --label adds or replaces one label, "
+          "attached ones go over to it together where all of them follow (ep_join_options.follow), else they stay where they "
+          "are until they leave. --label adds or replaces one label, "
           "--label K- takes it away. Of a placement, what is not named stays: nodes or experts.",
       .example = "ep-admin group update moe --timeout-ms 2000 --revision 7" },
     { .noun = "group",
