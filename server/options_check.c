@@ -180,11 +180,22 @@ static ep_status check_gpus(const struct ep_options *o, struct ep_error *error)
     return EP_OK;
 }
 
-static ep_status check_mps(const struct ep_options *o, struct ep_error *error)
+/* What is for GPUs. */
+static ep_status check_backend(const struct ep_options *o, struct ep_error *error)
 {
-    if (o->backend == EP_OPTIONS_HOST && o->mps == EP_OPTIONS_MPS_REQUIRE)
-        return ep_error_set(error, EP_INVALID_ARGUMENT,
-                            "mps is require with backend host, which has no use for it: set backend to cuda or auto");
+    const struct {
+        const char *name;
+        bool is_set;
+    } parts[] = { { "mps is require", o->mps == EP_OPTIONS_MPS_REQUIRE },
+                  { "gpus is set", *o->gpus },
+                  { "doorbell is poll", o->doorbell == EP_OPTIONS_DOORBELL_POLL },
+                  { "sms-per-rank is set", o->sms_per_rank } };
+
+    for (size_t i = 0; i < sizeof parts / sizeof *parts && o->backend == EP_OPTIONS_HOST; i++)
+        if (parts[i].is_set)
+            return ep_error_set(error, EP_INVALID_ARGUMENT,
+                                "%s with backend host, which has no use for it: set backend to cuda or auto",
+                                parts[i].name);
     return EP_OK;
 }
 
@@ -224,7 +235,7 @@ static ep_status check_cluster(const struct ep_options *o, struct ep_error *erro
 
 ep_status ep_options_check(const struct ep_options *options, struct ep_error *error)
 {
-    ep_status status = check_mps(options, error);
+    ep_status status = check_backend(options, error);
 
     if (status == EP_OK)
         status = check_memory(options, error);

@@ -199,6 +199,17 @@ static ep_status open_cuda(struct ep_node *node, const struct ep_node_options *o
     return status;
 }
 
+/* There might have been some. */
+static void tell_unused(const struct ep_node_options *options)
+{
+    if (options->gpus && *options->gpus)
+        EP_WARN("node", "gpus is set, and ranks run on the host's CPUs: it is of no use there");
+    if (options->polls)
+        EP_WARN("node", "doorbell is poll, and ranks run on the host's CPUs: it is of no use there");
+    if (options->sms_per_rank)
+        EP_WARN("node", "sms-per-rank is set, and ranks run on the host's CPUs: it is of no use there");
+}
+
 ep_status ep_node_choose_backend(struct ep_node *node, const struct ep_node_options *options,
                                  struct ep_error *error)
 {
@@ -223,6 +234,7 @@ ep_status ep_node_choose_backend(struct ep_node *node, const struct ep_node_opti
         return ep_error_set(error, why.status, "backend is auto, and there are GPUs: %.280s (with gpus one can be left out, "
                             "with backend=host all of them)", why.text);
     EP_INFO("node", "ranks run on the host's CPUs", EP_S("why", why.text));
+    tell_unused(options);
     return check_mps(node, options->mps, error);
 }
 

@@ -114,6 +114,12 @@ class ConfigTest(harness.TestCase):
         self.assertIn("no-such-module.so", text)
         self.assertIn("mps is require: this node's backend is host", self.refused("--mps=require", *run, env=env, code=1))
 
+    def test_what_is_for_gpus_is_told_to_be_of_no_use_without_one(self):
+        server = self.start_server("--backend=auto", "--gpus=0", "--doorbell=poll", "--sms-per-rank=4",
+                                   env={"EP_CUDA_MODULE": self.path("no-such-module.so")})
+        for what in ("gpus is set", "doorbell is poll", "sms-per-rank is set"):
+            self.assertIn(what + ", and ranks run on the host's CPUs: it is of no use there", server.log())
+
     def test_help_and_version(self):
         text = self.run_cmd(["ep-server", "--help"])
         self.assertEqual((text.code, text.err), (0, ""))

@@ -611,11 +611,19 @@ static void paths_are_checked(void **state)
     refuse_check((struct sources){ .flags = { "--attach-token-file=/no/token" } }, "attach-token-file: cannot read");
 }
 
-static void mps_is_of_no_use_to_the_host(void **state)
+static void what_is_for_gpus_is_of_no_use_to_the_host(void **state)
 {
     (void)state;
     refuse_check((struct sources){ .flags = { "--backend=host", "--mps=require" } },
                  "mps is require with backend host");
+    refuse_check((struct sources){ .flags = { "--backend=host", "--gpus=0" } }, "gpus is set with backend host");
+    refuse_check((struct sources){ .flags = { "--backend=host", "--doorbell=poll" } },
+                 "doorbell is poll with backend host");
+    refuse_check((struct sources){ .flags = { "--backend=host", "--sms-per-rank=4" } },
+                 "sms-per-rank is set with backend host");
+    accept_check((struct sources){ .flags = { "--backend=host", "--mps=off", "--gpus=", "--doorbell=wait",
+                                              "--sms-per-rank=0" } });
+    accept_check((struct sources){ .flags = { "--gpus=0", "--doorbell=poll", "--sms-per-rank=4" } });
 }
 
 /* ---- printing ------------------------------------------------------------------------------------------ */
@@ -762,7 +770,7 @@ int main(void)
         cmocka_unit_test(memory_holds_a_window_at_least),
         cmocka_unit_test(gpus_are_numbers),
         cmocka_unit_test(paths_are_checked),
-        cmocka_unit_test(mps_is_of_no_use_to_the_host),
+        cmocka_unit_test(what_is_for_gpus_is_of_no_use_to_the_host),
         cmocka_unit_test(a_store_needs_what_belongs_together),
         cmocka_unit_test(servers_of_a_cluster_tell_each_other_where_they_are),
         cmocka_unit_test(printing_round_trips),
