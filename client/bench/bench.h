@@ -131,6 +131,7 @@ struct bench_config {
     bool follow;                  /* the soak goes on over changes of its group; cases are as asked for */
     bool keep_going, reference;
     bool modes_given, tokens_given; /* else cases that an existing group cannot hold are left out */
+    bool ht_sms_given;
     uint32_t n_cases;
     struct bench_case cases[BENCH_MAX_CASES];
     uint32_t n_homes; /* of an existing group with an explicit placement; 0: contiguous */

@@ -557,7 +557,8 @@ static ep_status finish(struct parse *parse)
         memcpy(parse->tokens, tokens, sizeof tokens);
         parse->n_tokens = sizeof tokens / sizeof *tokens;
     }
-    if (parse->n_ht_sms == 0)
+    config->ht_sms_given = parse->n_ht_sms != 0;
+    if (!config->ht_sms_given)
         parse->n_ht_sms = 1; /* all */
     config->ht_sms = parse->ht_sms[0];
     if (parse->modes == 0)

@@ -178,6 +178,8 @@ static void fit_backend(struct bench_config *config)
     if (config->graph > 0)
         fprintf(stderr, "ep-bench: --graph: left out, the host backend has no graphs\n");
     config->graph = 0;
+    if (config->ht_sms_given)
+        fprintf(stderr, "ep-bench: --ht-sms: of no effect, ops of the host backend fill no multiprocessors\n");
 }
 
 static ep_status settle(struct group_link *link, struct bench_config *config, bool own,

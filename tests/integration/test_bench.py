@@ -205,8 +205,10 @@ class Output(BenchCase):
         self.assertTrue(all(line.endswith(",no,,1x2") for line in lines[1:]), lines)
 
     def test_on_cpus_ht_ops_fill_no_multiprocessors(self):
-        report = self.bench_json("--spawn", *QUICK, "--tokens=1", "--layouts=packed", "--ht-sms=4,0")
+        result = self.bench("--output=json", "--spawn", *QUICK, "--tokens=1", "--layouts=packed", "--ht-sms=4,0")
+        report = json.loads(result.out)
         self.assertTrue(report["ok"], report)
+        self.assertIn("--ht-sms: of no effect, ops of the host backend fill no multiprocessors", result.err)
         self.assertEqual([(c["mode"], c["sms"]) for c in report["cases"]], [("ll", None), ("ht", None), ("ht", None)])
 
     def test_the_table_defines_its_numbers(self):
