@@ -3,6 +3,9 @@
  *
  *     armed --request comes--> open --_reply, _fail, _finish, cancelled--> over --> gone
  *
+ * Who comes in is replaced by another that is armed.  Without memory for that one it is refused, and armed again itself
+ * when it is gone: a method is never without.
+ *
  * References: one for each operation that gRPC has in flight, and one that stands for the status
  * still to be sent.  At zero the call is gone: on_closed, then free.  Operations end in gRPC's
  * time and are run from the inbox, so no function below ever frees the call it was given.
@@ -31,6 +34,7 @@ struct ep_rpc_call {
     grpc_byte_buffer *payload;
     int cancelled; /* written by gRPC before t_close */
 
+    bool again;         /* there is no other armed: it will be, once it is gone */
     bool watches;       /* is one of the server's watches */
     bool seen;          /* the handler has seen a request: on_closed is due */
     bool over;          /* the handler has nothing more to say */
@@ -61,6 +65,8 @@ static void free_texts(struct text *text)
     }
 }
 
+static void arm(struct ep_rpc_call *c, struct ep_rpc_server *server, const struct rpc_method *method);
+
 static void unref(struct ep_rpc_call *c)
 {
     struct ep_rpc_server *server = c->server;
@@ -79,8 +85,11 @@ static void unref(struct ep_rpc_call *c)
         grpc_byte_buffer_destroy(c->payload);
     free_texts(c->texts);
     free(c->identity);
-    free(c);
     server->calls--;
+    if (c->again && server->state == RPC_SERVER_STARTED)
+        arm(c, server, c->method);
+    else
+        free(c);
     server->on_call_gone(server); /* last: it may end the server */
 }
 
@@ -371,11 +380,12 @@ static void on_new(struct rpc_tag *tag, bool ok)
         unref(c);
         return;
     }
-    if (c->server->state == RPC_SERVER_STARTED)
-        rpc_call_arm(c->server, c->method);
+    c->again = c->server->state == RPC_SERVER_STARTED && !rpc_call_arm(c->server, c->method);
     op.data.recv_close_on_server.cancelled = &c->cancelled;
     start(c, &op, 1, &c->t_close);
-    if (!c->method)
+    if (c->again)
+        end(c, EP_NO_MEMORY, "the server has no memory for one call more at the moment: try again");
+    else if (!c->method)
         end(c, EP_UNIMPLEMENTED, "this server has no such method");
     else if (!has_place(c))
         refuse_watch(c);
@@ -488,19 +498,12 @@ void ep_rpc_finish(struct ep_rpc_call *c)
 
 /* ---- waiting for calls --------------------------------------------------------------- */
 
-void rpc_call_arm(struct ep_rpc_server *server, const struct rpc_method *method)
+static void arm(struct ep_rpc_call *c, struct ep_rpc_server *server, const struct rpc_method *method)
 {
     grpc_completion_queue *cq = server->rpc->cq;
-    struct ep_rpc_call *c = calloc(1, sizeof *c);
     grpc_call_error e;
 
-    if (!c) {
-        EP_ERROR("rpc", "no memory for a call", EP_S("method", method ? method->path : "?"));
-        return;
-    }
-    c->server = server;
-    c->method = method;
-    c->refs = 1;
+    *c = (struct ep_rpc_call){ .server = server, .method = method, .refs = 1 };
     c->t_new.fn = on_new;
     c->t_close.fn = on_close;
     c->t_read.fn = on_read;
@@ -521,6 +524,18 @@ void rpc_call_arm(struct ep_rpc_server *server, const struct rpc_method *method)
                  EP_S("method", method ? method->path : "?"));
         rpc_tag_post(server->rpc, &c->t_new, false);
     }
+}
+
+bool rpc_call_arm(struct ep_rpc_server *server, const struct rpc_method *method)
+{
+    struct ep_rpc_call *c = calloc(1, sizeof *c);
+
+    if (!c) {
+        EP_ERROR("rpc", "no memory for a call", EP_S("method", method ? method->path : "?"));
+        return false;
+    }
+    arm(c, server, method);
+    return true;
 }
 
 /* ---- what a handler may ask ---------------------------------------------------------- */

@@ -188,8 +188,8 @@ ep_status rpc_server_add_service_name(struct ep_rpc_server *server, const char *
                                       struct ep_error *error);
 void rpc_server_free_methods(struct ep_rpc_server *server);
 
-/* Wait for one call of the method; NULL: of any method that was not registered. */
-void rpc_call_arm(struct ep_rpc_server *server, const struct rpc_method *method);
+/* Wait for one call of the method; NULL: of any method that was not registered.  False: no memory. */
+bool rpc_call_arm(struct ep_rpc_server *server, const struct rpc_method *method);
 
 /* A write is in flight: ep_rpc_write() would refuse. */
 bool rpc_call_is_writing(const struct ep_rpc_call *call);

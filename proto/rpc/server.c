@@ -144,16 +144,23 @@ ep_status ep_rpc_server_listen_tcp(struct ep_rpc_server *server, const char *add
     return status;
 }
 
+/* One call of each method, and one for the rest: without it an unknown method hangs until its deadline. */
+static bool arm_all(struct ep_rpc_server *server)
+{
+    for (const struct rpc_method *m = server->methods; m; m = m->next)
+        if (!rpc_call_arm(server, m))
+            return false;
+    return rpc_call_arm(server, NULL);
+}
+
 ep_status ep_rpc_server_start(struct ep_rpc_server *server, struct ep_error *error)
 {
     if (server->state != RPC_SERVER_NEW)
         return ep_error_set(error, EP_FAILED_PRECONDITION, "the server has been started already");
     grpc_server_start(server->server);
     server->state = RPC_SERVER_STARTED;
-    for (const struct rpc_method *m = server->methods; m; m = m->next)
-        rpc_call_arm(server, m);
-    /* One armed call for the rest: without it an unknown method hangs until its deadline. */
-    rpc_call_arm(server, NULL);
+    if (!arm_all(server))
+        return ep_error_set(error, EP_NO_MEMORY, "cannot start a server: out of memory");
     return rpc_listeners_start(server, error);
 }
 

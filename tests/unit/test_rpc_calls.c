@@ -21,6 +21,28 @@ static int down(void **state)
     return 0;
 }
 
+/* ---- no memory ----------------------------------------------------------------------- */
+
+void *__real_calloc(size_t n, size_t size);
+void *__wrap_calloc(size_t n, size_t size);
+
+static _Thread_local int without_memory; /* so many of this thread's calls */
+
+void *__wrap_calloc(size_t n, size_t size)
+{
+    if (without_memory > 0) {
+        without_memory--;
+        return NULL;
+    }
+    return __real_calloc(n, size);
+}
+
+static void take_memory(struct fixture *fx)
+{
+    (void)fx;
+    without_memory = 1;
+}
+
 /* ---- unary --------------------------------------------------------------------------- */
 
 static void unary_answers(void **state)
@@ -54,6 +76,40 @@ static void unary_deadline_names_target_and_bound(void **state)
     assert_text(error.text, "100 ms");
     /* The server is told, unless the deadline was over before its handler ran. */
     EVENTUALLY(atomic_load(&f.closed) == atomic_load(&f.requests));
+}
+
+static void a_method_outlives_a_call_without_memory(void **state)
+{
+    struct ep_error error;
+
+    (void)state;
+    assert_ok(ping(f.channel, "hello", 5000, NULL, &error), &error);
+    fixture_run(&f, take_memory);
+    assert_int_equal(ping(f.channel, "hello", 5000, NULL, &error), EP_NO_MEMORY);
+    assert_text(error.text, "no memory for one call more");
+    assert_ok(ping(f.channel, "hello", 5000, NULL, &error), &error);
+    assert_ok(ping(f.channel, "hello", 5000, NULL, &error), &error);
+}
+
+static void a_stream_outlives_a_call_without_memory(void **state)
+{
+    struct ep_rpc_stream *held, *stream;
+    ProtobufCMessage *message;
+    struct ep_error error;
+
+    (void)state;
+    assert_ok(open_stats(f.channel, "quiet", -1, &held, &error), &error);
+    EVENTUALLY(atomic_load(&f.requests) == 1);
+    fixture_run(&f, take_memory);
+    assert_ok(open_stats(f.channel, "1", 5000, &stream, &error), &error);
+    assert_int_equal(ep_rpc_stream_read(stream, 5000, &message, &error), EP_NO_MEMORY);
+    ep_rpc_stream_close(stream);
+    assert_ok(open_stats(f.channel, "1", 5000, &stream, &error), &error);
+    assert_ok(ep_rpc_stream_read(stream, 5000, &message, &error), &error);
+    assert_non_null(message);
+    protobuf_c_message_free_unpacked(message, NULL);
+    ep_rpc_stream_close(stream);
+    ep_rpc_stream_close(held);
 }
 
 static void unary_without_server_names_the_path(void **state)
@@ -696,6 +752,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         T(unary_answers),
         T(unary_error_keeps_status_and_words),
+        T(a_method_outlives_a_call_without_memory),
+        T(a_stream_outlives_a_call_without_memory),
         T(a_loop_asks_without_waiting),
         T(what_a_loop_asks_ends_in_time),
         T(closing_ends_what_a_loop_has_asked),
