@@ -262,12 +262,17 @@ static bool takes_text(struct ep_rpc_call *c, const ProtobufCMessage *request)
 
 static void deliver(struct ep_rpc_call *c)
 {
-    ProtobufCMessage *request = rpc_unpack(c->method->input, c->payload);
+    ProtobufCMessage *request;
+    const ep_status status = rpc_unpack(c->method->input, c->payload, &request);
     char text[160];
 
     grpc_byte_buffer_destroy(c->payload);
     c->payload = NULL;
-    if (!request) {
+    if (status == EP_NO_MEMORY) {
+        end(c, EP_NO_MEMORY, "the server has no memory for the request at the moment: try again");
+        return;
+    }
+    if (status != EP_OK) {
         snprintf(text, sizeof text, "the request is not a valid %s message", c->method->input->name);
         end(c, EP_INVALID_ARGUMENT, text);
         return;

@@ -471,10 +471,12 @@ ep_status rpc_client_take_reply(const struct rpc_client_call *c, grpc_byte_buffe
 
     if (status != EP_OK)
         return status;
-    *reply = rpc_unpack(c->method->output, received);
-    if (*reply)
+    status = rpc_unpack(c->method->output, received, reply);
+    if (status == EP_NO_MEMORY)
+        return ep_error_set(error, status, "%s: no memory for the answer", c->path);
+    if (status == EP_OK)
         return EP_OK;
-    return ep_error_set(error, EP_PROTOCOL, "%s: the answer is not a valid %s", c->path, c->method->output->name);
+    return ep_error_set(error, status, "%s: the answer is not a valid %s", c->path, c->method->output->name);
 }
 
 ep_status ep_rpc_unary(struct ep_rpc_channel *channel, const ProtobufCServiceDescriptor *service,

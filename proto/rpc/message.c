@@ -19,20 +19,41 @@ grpc_byte_buffer *rpc_pack(const ProtobufCMessage *message)
     return bytes;
 }
 
-ProtobufCMessage *rpc_unpack(const ProtobufCMessageDescriptor *type, grpc_byte_buffer *bytes)
+/* protobuf-c does not tell a message that is wrong from one that there was no memory for. */
+static void *allocate(void *failed, size_t size)
 {
+    void *memory = malloc(size);
+
+    if (!memory)
+        *(bool *)failed = true;
+    return memory;
+}
+
+static void release(void *failed, void *memory)
+{
+    (void)failed;
+    free(memory);
+}
+
+ep_status rpc_unpack(const ProtobufCMessageDescriptor *type, grpc_byte_buffer *bytes, ProtobufCMessage **out)
+{
+    bool failed = false;
+    ProtobufCAllocator allocator = { .alloc = allocate, .free = release, .allocator_data = &failed };
     grpc_byte_buffer_reader reader;
+    ProtobufCMessage *message;
 
     if (!bytes || !grpc_byte_buffer_reader_init(&reader, bytes))
-        return NULL;
+        return EP_PROTOCOL;
 
     grpc_slice all = grpc_byte_buffer_reader_readall(&reader);
-    ProtobufCMessage *message = protobuf_c_message_unpack(type, NULL, GRPC_SLICE_LENGTH(all),
-                                                          GRPC_SLICE_START_PTR(all));
 
+    message = protobuf_c_message_unpack(type, &allocator, GRPC_SLICE_LENGTH(all), GRPC_SLICE_START_PTR(all));
     grpc_slice_unref(all);
     grpc_byte_buffer_reader_destroy(&reader);
-    return message;
+    if (!message)
+        return failed ? EP_NO_MEMORY : EP_PROTOCOL;
+    *out = message;
+    return EP_OK;
 }
 
 char *rpc_slice_text(grpc_slice slice)

@@ -104,8 +104,8 @@ rpc_schema_symbol(const Google__Protobuf__FileDescriptorSet *schema, const char 
 
 /* NULL: no memory. */
 grpc_byte_buffer *rpc_pack(const ProtobufCMessage *message);
-/* NULL: not a message of this type, or no memory. */
-ProtobufCMessage *rpc_unpack(const ProtobufCMessageDescriptor *type, grpc_byte_buffer *bytes);
+/* EP_PROTOCOL: not a message of this type; EP_NO_MEMORY.  Freed as any other. */
+ep_status rpc_unpack(const ProtobufCMessageDescriptor *type, grpc_byte_buffer *bytes, ProtobufCMessage **out);
 char *rpc_slice_text(grpc_slice slice); /* malloc'ed and terminated; NULL: no memory */
 /* The value of a metadata entry, malloc'ed; NULL: absent. */
 char *rpc_metadata_text(const grpc_metadata_array *metadata, const char *key);

@@ -217,17 +217,21 @@ static ep_status say_result(const struct ep_rpc_stream *s, struct ep_error *erro
 static ep_status unpack_received(struct ep_rpc_stream *s, ProtobufCMessage **reply,
                                  struct ep_error *error)
 {
-    *reply = rpc_unpack(s->call.method->output, s->received);
+    const ep_status status = rpc_unpack(s->call.method->output, s->received, reply);
+
     grpc_byte_buffer_destroy(s->received);
     s->received = NULL;
-    if (*reply) {
+    if (status == EP_OK) {
         atomic_store(&s->call.channel->spoken, true);
         return EP_OK;
     }
     grpc_call_cancel(s->call.call, NULL);
     take_status(s);
-    s->result = ep_error_set(&s->error, EP_PROTOCOL, "%s: a message is not a valid %s",
-                             s->call.path, s->call.method->output->name);
+    if (status == EP_NO_MEMORY)
+        s->result = ep_error_set(&s->error, status, "%s: no memory for a message", s->call.path);
+    else
+        s->result = ep_error_set(&s->error, status, "%s: a message is not a valid %s",
+                                 s->call.path, s->call.method->output->name);
     return say_result(s, error);
 }
 

@@ -26,21 +26,39 @@ static int down(void **state)
 void *__real_calloc(size_t n, size_t size);
 void *__wrap_calloc(size_t n, size_t size);
 
-static _Thread_local int without_memory; /* so many of this thread's calls */
+void *__real_malloc(size_t size);
+void *__wrap_malloc(size_t size);
+
+static _Thread_local int no_calloc, no_malloc; /* so many of this thread's */
+
+static bool fails(int *left)
+{
+    if (*left == 0)
+        return false;
+    --*left;
+    return true;
+}
 
 void *__wrap_calloc(size_t n, size_t size)
 {
-    if (without_memory > 0) {
-        without_memory--;
-        return NULL;
-    }
-    return __real_calloc(n, size);
+    return fails(&no_calloc) ? NULL : __real_calloc(n, size);
 }
 
-static void take_memory(struct fixture *fx)
+void *__wrap_malloc(size_t size)
+{
+    return fails(&no_malloc) ? NULL : __real_malloc(size);
+}
+
+static void lose_a_call(struct fixture *fx)
 {
     (void)fx;
-    without_memory = 1;
+    no_calloc = 1;
+}
+
+static void lose_a_request(struct fixture *fx)
+{
+    (void)fx;
+    no_malloc = 1;
 }
 
 /* ---- unary --------------------------------------------------------------------------- */
@@ -84,10 +102,25 @@ static void a_method_outlives_a_call_without_memory(void **state)
 
     (void)state;
     assert_ok(ping(f.channel, "hello", 5000, NULL, &error), &error);
-    fixture_run(&f, take_memory);
+    fixture_run(&f, lose_a_call);
     assert_int_equal(ping(f.channel, "hello", 5000, NULL, &error), EP_NO_MEMORY);
     assert_text(error.text, "no memory for one call more");
     assert_ok(ping(f.channel, "hello", 5000, NULL, &error), &error);
+    assert_ok(ping(f.channel, "hello", 5000, NULL, &error), &error);
+}
+
+static void a_message_without_memory_is_not_called_invalid(void **state)
+{
+    struct ep_error error;
+
+    (void)state;
+    assert_ok(ping(f.channel, "hello", 5000, NULL, &error), &error);
+    fixture_run(&f, lose_a_request);
+    assert_int_equal(ping(f.channel, "hello", 5000, NULL, &error), EP_NO_MEMORY);
+    assert_text(error.text, "no memory for the request");
+    no_malloc = 1;
+    assert_int_equal(ping(f.channel, "hello", 5000, NULL, &error), EP_NO_MEMORY);
+    assert_text(error.text, "no memory for the answer");
     assert_ok(ping(f.channel, "hello", 5000, NULL, &error), &error);
 }
 
@@ -100,7 +133,7 @@ static void a_stream_outlives_a_call_without_memory(void **state)
     (void)state;
     assert_ok(open_stats(f.channel, "quiet", -1, &held, &error), &error);
     EVENTUALLY(atomic_load(&f.requests) == 1);
-    fixture_run(&f, take_memory);
+    fixture_run(&f, lose_a_call);
     assert_ok(open_stats(f.channel, "1", 5000, &stream, &error), &error);
     assert_int_equal(ep_rpc_stream_read(stream, 5000, &message, &error), EP_NO_MEMORY);
     ep_rpc_stream_close(stream);
@@ -753,6 +786,7 @@ int main(void)
         T(unary_answers),
         T(unary_error_keeps_status_and_words),
         T(a_method_outlives_a_call_without_memory),
+        T(a_message_without_memory_is_not_called_invalid),
         T(a_stream_outlives_a_call_without_memory),
         T(a_loop_asks_without_waiting),
         T(what_a_loop_asks_ends_in_time),
