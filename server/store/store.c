@@ -12,6 +12,7 @@
 
 #include "ep_log.h"
 
+#define CATCH_UP_MS      100
 #define ANSWER_WITHIN_MS 4500 /* less than the five seconds that ep-admin waits: it shall hear the cause */
 
 enum message_kind {
@@ -24,6 +25,7 @@ enum message_kind {
     MESSAGE_STOP,
     /* not asked for: */
     MESSAGE_HEALTH,
+    MESSAGE_CATCH_UP,
     MESSAGE_CHANGES,
     MESSAGE_LOST
 };
@@ -57,6 +59,7 @@ struct queue {
 struct ep_store {
     const struct store_backend *backend;
     void *self; /* the backend's; the store's thread */
+    bool behind; /* backend->catch_up has more to do; the store's thread */
     uint64_t answer_within_ns;
     uv_async_t answered;
     uv_thread_t thread;
@@ -253,24 +256,34 @@ static void work(struct ep_store *store, struct message *m)
     case MESSAGE_END_SESSION: backend->end_session(store->self, m->session, m->deadline); break;
     case MESSAGE_STOP: backend->close(store->self); break;
     case MESSAGE_HEALTH: (void)backend->probe(store->self, m->deadline, &m->error); break;
+    case MESSAGE_CATCH_UP: break; /* as after each */
     case MESSAGE_CHANGES:
     case MESSAGE_LOST: break; /* never asked */
     }
 }
 
-/* The next request; a probe when there is none for a while. */
+/* How long to wait for a request; 0: for ever. */
+static uint64_t patience_ms(const struct ep_store *store)
+{
+    if (store->behind)
+        return CATCH_UP_MS;
+    return store->backend->probe ? store->backend->probe_ms : 0;
+}
+
+/* The next request; what else is to be done when there is none for a while. */
 static struct message *next_request(struct ep_store *store)
 {
-    const struct timespec until = ep_clock_timespec(ep_clock_ns() + store->backend->probe_ms * EP_NS_PER_MS);
+    const uint64_t ms = patience_ms(store);
+    const struct timespec until = ep_clock_timespec(ep_clock_ns() + ms * EP_NS_PER_MS);
     struct message *message;
     int rc = 0;
 
     pthread_mutex_lock(&store->mutex);
     while (!(message = queue_pop(&store->asked)) && rc == 0)
-        rc = store->backend->probe ? pthread_cond_timedwait(&store->asked_some, &store->mutex, &until)
-                                   : pthread_cond_wait(&store->asked_some, &store->mutex);
+        rc = ms ? pthread_cond_timedwait(&store->asked_some, &store->mutex, &until)
+                : pthread_cond_wait(&store->asked_some, &store->mutex);
     pthread_mutex_unlock(&store->mutex);
-    return message ? message : message_new(store, MESSAGE_HEALTH, NULL);
+    return message ? message : message_new(store, store->behind ? MESSAGE_CATCH_UP : MESSAGE_HEALTH, NULL);
 }
 
 static void thread_main(void *arg)
@@ -283,6 +296,7 @@ static void thread_main(void *arg)
 
         stop = message->kind == MESSAGE_STOP;
         work(store, message);
+        store->behind = !stop && store->backend->catch_up && store->backend->catch_up(store->self);
         tell(store, message);
     }
 }
@@ -373,6 +387,7 @@ static void answer(struct ep_store *store, struct message *m)
             m->done.write(&m->error, m->revision, m->user);
         break;
     case MESSAGE_HEALTH: note_health(store, &m->error); break;
+    case MESSAGE_CATCH_UP:
     case MESSAGE_WATCH: break;
     case MESSAGE_CHANGES: answer_changes(m); break;
     case MESSAGE_UNWATCH: free_watch(m->watch); break;

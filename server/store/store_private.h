@@ -37,6 +37,9 @@ struct store_backend {
     /* Called when there was nothing else to do for probe_ms: would a write be taken?  NULL: not asked. */
     ep_status (*probe)(void *self, uint64_t deadline, struct ep_error *error);
     uint64_t probe_ms;
+    /* Called after each request: tells watches what could not be told before.  True: it still cannot, and is called again
+     * soon.  NULL: the store sees to that itself. */
+    bool (*catch_up)(void *self);
     void (*close)(void *self);
 };
 

@@ -20,6 +20,7 @@ struct sqlite_store {
     size_t history_bytes;
     uint64_t forgotten; /* changes after this revision are all in history */
     uint64_t revision;  /* of the last commit */
+    bool behind;        /* a watch waits for its whole, and the log says so */
 };
 
 /* ---- history --------------------------------------------------------------------------- */
@@ -65,15 +66,16 @@ static void remember(struct sqlite_store *store, const struct ep_record_list *ch
 
 /* ---- watches --------------------------------------------------------------------------- */
 
-/* No memory: what follows would have a gap, so the watch is served the whole at the next change instead. */
+/* No memory: what follows would have a gap, so the watch is told the whole, as soon as that can be had. */
 static void tell_whole(struct sqlite_store *store, struct ep_watch *watch)
 {
     struct ep_record_list list = { 0 };
     struct ep_error error = EP_ERROR_INIT;
 
     if (ep_sqlite_db_list(store->db, watch->prefix, &list, &error)) {
-        EP_ERROR("store", "a watch waits for its records", EP_S("error", error.text));
-        watch->needs_whole = true;
+        if (!store->behind)
+            EP_ERROR("store", "a watch waits for its records", EP_S("error", error.text));
+        watch->needs_whole = store->behind = true;
         return;
     }
     watch->needs_whole = false;
@@ -95,6 +97,20 @@ static void catch_up(struct sqlite_store *store, struct ep_watch *watch)
         if (list.n)
             store_tell_changes(watch, false, &list, store->revision);
     }
+}
+
+static bool catch_up_all(void *self)
+{
+    struct sqlite_store *store = self;
+    bool behind = false;
+
+    for (struct ep_watch *watch = store->watches; watch && store->behind; watch = watch->next) {
+        if (watch->needs_whole)
+            tell_whole(store, watch);
+        behind |= watch->needs_whole;
+    }
+    store->behind = behind;
+    return behind;
 }
 
 static void note_commit(struct sqlite_store *store, struct ep_record_list *changes, uint64_t revision)
@@ -197,6 +213,7 @@ ep_status ep_store_open_sqlite(uv_loop_t *loop, const char *path, struct ep_stor
         .unwatch = unwatch,
         .begin_session = begin_session,
         .end_session = end_session,
+        .catch_up = catch_up_all,
         .close = close_sqlite,
     };
     struct ep_sqlite_db *db;

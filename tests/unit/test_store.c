@@ -5,11 +5,14 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
+
+#include "store_private.h"
 
 static char program[512]; /* this test, to be run as the writer that gets killed */
 
@@ -218,6 +221,46 @@ static void what_is_no_file_is_refused(void **state)
     assert_non_null(strstr(error.text, "No such file"));
 }
 
+/* ---- no memory ------------------------------------------------------------------------- */
+
+bool __real_ep_record_list_add(struct ep_record_list *list, const char *key, const void *value, size_t size,
+                               uint64_t revision);
+bool __wrap_ep_record_list_add(struct ep_record_list *list, const char *key, const void *value, size_t size,
+                               uint64_t revision);
+
+static atomic_int records_lost; /* so many of the next */
+
+bool __wrap_ep_record_list_add(struct ep_record_list *list, const char *key, const void *value, size_t size,
+                               uint64_t revision)
+{
+    if (atomic_load(&records_lost) > 0 && atomic_fetch_sub(&records_lost, 1) > 0)
+        return false;
+    return __real_ep_record_list_add(list, key, value, size, revision);
+}
+
+/* Nobody writes meanwhile. */
+static void a_watch_that_found_no_memory_is_told_later(void **state)
+{
+    for (int lost = 1; lost <= 3; lost++) {
+        struct fixture *f = *state;
+        struct seen seen = { 0 };
+        struct ep_watch *watch;
+
+        assert_int_equal(fixture_open(f, NULL), EP_OK);
+        (void)put(f, "a/1", "x", EP_STORE_ANY);
+        atomic_store(&records_lost, lost);
+        watch = ep_watch_open(f->store, "a/", EP_STORE_BEGIN, on_changes, &seen);
+        RUN_UNTIL(f, seen.calls);
+        assert_string_equal(seen.text, "[a/1=x ]");
+        (void)put(f, "a/2", "y", EP_STORE_ANY);
+        RUN_UNTIL(f, seen.calls == 2);
+        assert_string_equal(seen.text, "[a/1=x ]a/2=y | ");
+        ep_watch_close(watch);
+        (void)put(f, "a/2", NULL, EP_STORE_ANY);
+        fixture_close(f);
+    }
+}
+
 /* ---- a full disk ------------------------------------------------------------------------ */
 
 static void limit_files(rlim_t bytes)
@@ -421,6 +464,7 @@ int main(int argc, char **argv)
         TEST(what_is_no_file_is_refused),
         TEST(a_full_disk_is_told_and_got_over),
         TEST(what_a_removed_file_would_take_is_refused),
+        TEST(a_watch_that_found_no_memory_is_told_later),
         TEST(kill_9_loses_nothing_that_was_acknowledged),
     };
 
