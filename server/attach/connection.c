@@ -260,6 +260,8 @@ static void give_up(struct connection *connection, const struct ep_error *error)
         on_reset(connection);
         return;
     }
+    if (connection->memory == 0) /* it still waits for its WELCOME */
+        send_refusal(connection->fd, error);
     connection_close(connection);
     claim_disconnected(claim, "its worker could not be given its memory");
 }

@@ -424,6 +424,23 @@ static void memory_that_cannot_be_exported_ends_the_attachment(void **state)
     close(fd);
 }
 
+static void a_window_that_cannot_be_exported_is_refused_with_the_reason(void **state)
+{
+    struct service *s = *state;
+    Ep__V1__ClaimReply claim = claim_of(s, 0);
+    int fd = connect_to(s), descriptor;
+    struct ep_attach_frame frame;
+
+    cuda_fixture.fail = "memory_export";
+    say(fd, EP_ATTACH_HELLO, &claim);
+    frame = hear(s, fd, &descriptor);
+    cuda_fixture.fail = NULL;
+    assert_int_equal(frame.type, EP_ATTACH_REFUSED);
+    assert_non_null(strstr(frame.text, "memory_export failed"));
+    RUN_UNTIL(s->f, s->attach->n_connections == 0);
+    close(fd);
+}
+
 /* ---- memory of the worker's own ------------------------------------------------------------ */
 
 enum { OWN_BYTES = 1 << 16 };
@@ -684,6 +701,7 @@ int main(void)
         TEST(a_worker_that_does_not_wait_for_its_welcome_has_left),
         TEST(a_worker_may_say_bye_while_it_is_taken_in),
         TEST(memory_that_cannot_be_exported_ends_the_attachment),
+        TEST(a_window_that_cannot_be_exported_is_refused_with_the_reason),
         TEST(a_request_is_answered_when_it_is_done),
         TEST(requests_that_make_no_sense_are_answered_too),
         TEST(a_flood_of_requests_is_refused),
