@@ -16,11 +16,35 @@ void *ep_message_pack(const ProtobufCMessage *message, size_t *size)
     return bytes;
 }
 
+/* protobuf-c says of bytes that there is no memory for what it says of those that are no message. */
+static void *allocate(void *unused, size_t size)
+{
+    void *memory = malloc(size ? size : 1);
+
+    (void)unused;
+    if (!memory)
+        abort();
+    return memory;
+}
+
+static void release(void *unused, void *memory)
+{
+    (void)unused;
+    free(memory);
+}
+
+void *ep_message_unpack(const ProtobufCMessageDescriptor *type, size_t size, const void *bytes)
+{
+    ProtobufCAllocator allocator = { .alloc = allocate, .free = release };
+
+    return protobuf_c_message_unpack(type, &allocator, size, bytes);
+}
+
 void *ep_message_copy(const ProtobufCMessage *message)
 {
     size_t size;
     uint8_t *bytes = ep_message_pack(message, &size);
-    ProtobufCMessage *copy = protobuf_c_message_unpack(message->descriptor, NULL, size, bytes);
+    ProtobufCMessage *copy = ep_message_unpack(message->descriptor, size, bytes);
 
     free(bytes);
     if (!copy)

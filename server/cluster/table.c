@@ -5,6 +5,7 @@
 
 #include "cluster_private.h"
 #include "ep_log.h"
+#include "ep_message.h"
 
 /* ---- entries ----------------------------------------------------------------------------- */
 
@@ -117,7 +118,8 @@ static bool parse_key(const char *key, const char *suffix, char *name, size_t si
 
 static void take_server(struct entry *e, const struct ep_record *record)
 {
-    Ep__V1__NodeRecord *news = record->value ? ep__v1__node_record__unpack(NULL, record->size, record->value) : NULL;
+    Ep__V1__NodeRecord *news =
+        record->value ? ep_message_unpack(&ep__v1__node_record__descriptor, record->size, record->value) : NULL;
 
     e->seen = record->value != NULL;
     e->server = news ? record->revision : 0;
@@ -342,7 +344,7 @@ const Ep__V1__NodeInfo *ep_cluster_info(const struct ep_cluster *c, const struct
     struct entry *e = table_find(c, node->name);
 
     if (e && e->record && !e->info)
-        e->info = ep__v1__node_info__unpack(NULL, e->record->info.len, e->record->info.data);
+        e->info = ep_message_unpack(&ep__v1__node_info__descriptor, e->record->info.len, e->record->info.data);
     return e ? e->info : NULL;
 }
 

@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "ep_clock.h"
+#include "ep_message.h"
 #include "group_private.h"
 
 #define TEXT_MAX 200u
@@ -244,7 +245,8 @@ void history_refused(struct group *group, const char *change, const Ep__V1__Aske
 
 void history_read(struct group *group, uint32_t slot, const struct ep_record *record)
 {
-    Ep__V1__GroupChange *entry = record->value ? ep__v1__group_change__unpack(NULL, record->size, record->value) : NULL;
+    Ep__V1__GroupChange *entry =
+        record->value ? ep_message_unpack(&ep__v1__group_change__descriptor, record->size, record->value) : NULL;
 
     if (slot >= HISTORY_KEPT)
         return;

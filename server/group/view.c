@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "ep_log.h"
+#include "ep_message.h"
 #include "group_private.h"
 
 /* PREFIX NAME "/" rest. */
@@ -33,7 +34,7 @@ static const char unreadable[] = "its stored spec cannot be read: update every f
 /* What cannot be read changes nothing of what runs; with nothing there it is a spec with nothing in it. */
 static void take_spec(struct group *group, const struct ep_record *record)
 {
-    Ep__V1__Group *message = ep__v1__group__unpack(NULL, record->size, record->value);
+    Ep__V1__Group *message = ep_message_unpack(&ep__v1__group__descriptor, record->size, record->value);
 
     group->revision = record->revision;
     if (message && message->spec) {
@@ -217,7 +218,7 @@ static void read_report(struct ep_groups *groups, const struct key *key, const s
 static void look_for_another(struct ep_groups *groups, const char *name, const struct ep_record *record)
 {
     struct group *group = group_find(groups, name);
-    Ep__V1__GroupStatus *status = ep__v1__group_status__unpack(NULL, record->size, record->value);
+    Ep__V1__GroupStatus *status = ep_message_unpack(&ep__v1__group_status__descriptor, record->size, record->value);
 
     if (group && group->epoch && status && status->created_us != group->created_us)
         replace(group);

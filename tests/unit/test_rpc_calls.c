@@ -1,6 +1,10 @@
 /* Calls: unary, streams, their ends, and the drain of a server. */
 #include "rpc_fixture.h"
 
+#include <signal.h>
+#include <sys/wait.h>
+
+#include "ep_message.h"
 #include "grpc/health/v1/health.pb-c.h"
 
 static struct fixture f;
@@ -122,6 +126,29 @@ static void a_message_without_memory_is_not_called_invalid(void **state)
     assert_int_equal(ping(f.channel, "hello", 5000, NULL, &error), EP_NO_MEMORY);
     assert_text(error.text, "no memory for the answer");
     assert_ok(ping(f.channel, "hello", 5000, NULL, &error), &error);
+}
+
+/* Else what the store has would be taken for damaged. */
+static void a_stored_message_without_memory_ends_the_process(void **state)
+{
+    static const uint8_t node[] = { 1 << 3 | 2, 1, 'a' }, damaged[] = { 1 << 3 | 2, 9, 'a' };
+    ProtobufCMessage *message;
+    int status;
+    pid_t pid;
+
+    (void)state;
+    message = ep_message_unpack(&ep__v1__ping_request__descriptor, sizeof node, node);
+    assert_non_null(message);
+    protobuf_c_message_free_unpacked(message, NULL);
+    assert_null(ep_message_unpack(&ep__v1__ping_request__descriptor, sizeof damaged, damaged));
+    pid = fork();
+    if (pid == 0) {
+        signal(SIGABRT, SIG_DFL);
+        no_malloc = 1;
+        _exit(ep_message_unpack(&ep__v1__ping_request__descriptor, sizeof node, node) != NULL);
+    }
+    assert_int_equal(waitpid(pid, &status, 0), pid);
+    assert_true(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
 }
 
 static void a_stream_outlives_a_call_without_memory(void **state)
@@ -787,6 +814,7 @@ int main(void)
         T(unary_error_keeps_status_and_words),
         T(a_method_outlives_a_call_without_memory),
         T(a_message_without_memory_is_not_called_invalid),
+        T(a_stored_message_without_memory_ends_the_process),
         T(a_stream_outlives_a_call_without_memory),
         T(a_loop_asks_without_waiting),
         T(what_a_loop_asks_ends_in_time),
