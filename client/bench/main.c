@@ -83,8 +83,10 @@ int main(int argc, char **argv)
         return bench_worker(argv[1] + strlen("--worker="));
     (void)atexit(ep_stdout_check);
     sweep = calloc(1, sizeof *sweep);
-    if (!sweep)
+    if (!sweep) {
+        fprintf(stderr, "ep-bench: %s\n", ep_status_text(EP_NO_MEMORY));
         return ep_status_exit_code(EP_NO_MEMORY);
+    }
     status = options_parse(argc, argv, &sweep->config, &error);
     if (status == EP_OK) {
         catch_signals();

@@ -300,6 +300,10 @@ static int run_all(ep_client *client, const char *group, uint32_t ranks)
     struct worker *workers = calloc(ranks, sizeof *workers);
     int failed = 0;
 
+    if (!workers) {
+        fprintf(stderr, "hello_dispatch: no memory for %u ranks\n", ranks);
+        exit(1);
+    }
     for (uint32_t i = 0; i < ranks; i++) {
         struct worker *w = &workers[i];
 
