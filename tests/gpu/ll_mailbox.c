@@ -487,7 +487,11 @@ static ep_status run_waiting(struct ll_passes *passes, uint32_t rank, struct ep_
     return status == EP_OK ? ll_wait_begun(own, error) : status;
 }
 
-/* Not over, then over. */
+/*
+ * Not over, then over.  The worker may have heard nothing of its op: blocks that begin after the end was told leave without a
+ * word, and the doorbell that is rung for the end may be rung over the answer.  Its rank is lost, so it goes on as libepclient
+ * has it.
+ */
 static ep_status end_twice(const struct ll_passes *passes, struct ep_error *error)
 {
     struct world *world = passes->world;
@@ -499,7 +503,9 @@ static ep_status end_twice(const struct ll_passes *passes, struct ep_error *erro
         return ep_error_set(error, EP_VERIFY_FAILED, "the end of a serve whose op runs says %s",
                             ep_status_name(status));
     status = world_leave(world, 0, error);
-    return status == EP_OK ? api->serve_end(rank->serve, passes->timeout_ms / 2, error) : status;
+    if (status == EP_OK)
+        status = api->serve_end(rank->serve, passes->timeout_ms / 2, error);
+    return status == EP_OK ? scribble_word(rank, &mailbox_of(rank)->closed, 1, error) : status;
 }
 
 ep_status ll_case_end(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
