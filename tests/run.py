@@ -418,6 +418,7 @@ SERVED_KERNEL_RUNS = (
     ("-memory", "2", "1", "memory "),
     ("-closed", "2", "1", "a mailbox that is closed"),
     ("-end", "2", "1", "the end of a serve"),
+    ("-forged", "2", "1", "a forged window"),
     ("-orders", "2", "1", "interleaved"),
     ("-halves", "2", "1", "in halves"),
     ("-overflow", "2", "1", "rows do not fit"),

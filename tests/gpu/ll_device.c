@@ -277,6 +277,12 @@ static const struct ll_case cases[] = {
            .dtype = BENCH_FP8),
     SERVED("HT: ops that change while they run, and forged notes", ll_case_storm, 1, .ht = true, .tokens = 40,
            .layout = PACKED, .dtype = BENCH_FP8),
+    SERVED("a forged window", ll_case_forged, 2, .tokens = 40),
+    SERVED("a forged window, rank-major", ll_case_forged, 2, .tokens = 40, .layout = RM),
+    SERVED("a forged window, packed fp8", ll_case_forged, 2, .tokens = 40, .layout = PACKED, .dtype = BENCH_FP8),
+    SERVED("HT: a forged window", ll_case_forged, 2, .ht = true, .tokens = 40, .layout = FLAT),
+    SERVED("HT: a forged window, packed fp8", ll_case_forged, 2, .ht = true, .tokens = 40, .layout = PACKED,
+           .dtype = BENCH_FP8),
 };
 #pragma GCC diagnostic pop
 

@@ -8,6 +8,7 @@
  *   ll_graph.c     a captured pair that is replayed with other inputs
  *   ll_mailbox.c   executor server: workers that do as they like
  *   ll_regions.c   executor server: and memory of theirs
+ *   ll_forge.c     executor server: and what they forge in their windows
  *   ll_soak.c      random ops for as long as one likes
  */
 #ifndef LL_TESTS_H
@@ -112,6 +113,8 @@ ll_case_fn ll_case_regions;
 ll_case_fn ll_case_wrong_regions;
 ll_case_fn ll_case_lost_regions;
 ll_case_fn ll_case_held_regions;
+
+ll_case_fn ll_case_forged;
 
 /* `pairs` random dispatches, most of them with their combine; ht: of both modes. */
 ep_status ll_soak(const struct ll_setting *setting, uint64_t pairs, bool ht, struct ep_error *error);
