@@ -349,7 +349,7 @@ static void report(struct worker *w)
 /* Others are of this step alone: a late rank. */
 static bool is_the_end(ep_status status)
 {
-    return status == EP_SERVER_LOST || status == EP_DETACHED || status == EP_CANCELLED;
+    return status == EP_SERVER_LOST || status == EP_DEVICE_LOST || status == EP_DETACHED || status == EP_CANCELLED;
 }
 
 /* Between two steps nothing is under way: all that the old rank had is done with. */

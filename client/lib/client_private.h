@@ -434,6 +434,8 @@ ep_status device_copy_in(struct ep_rank *rank, void *to, const void *from, uint6
 ep_status device_copy_out(struct ep_rank *rank, void *to, const void *from, uint64_t bytes, ep_stream stream,
                           struct ep_error *error);
 bool device_drain(struct ep_rank *rank, uint64_t deadline_ns);
+/* May be what the server has gone for: then the process is of no use either, and with MPS keeps the server from coming back. */
+bool device_is_lost(const struct device *device, struct ep_error *error);
 void device_detach(struct ep_rank *rank);
 
 /* Looks at the report: what became of the handle's ops, or with NULL of all. */

@@ -129,6 +129,11 @@ ep_status device_ready(struct ep_rank *rank, struct ep_error *error)
     return EP_OK;
 }
 
+bool device_is_lost(const struct device *device, struct ep_error *error)
+{
+    return device->api->stream_query(device->ordinal, device->own, error) == EP_DEVICE_LOST;
+}
+
 void device_detach(struct ep_rank *rank)
 {
     struct device *d = rank->device;

@@ -12,7 +12,11 @@ ep_status rank_lost(const struct ep_rank *rank, struct ep_error *error)
     /* Acquire: partner is rank_lose; the text is there. */
     uint32_t why = __atomic_load_n(&rank->lost, __ATOMIC_SEQ_CST);
 
-    return why == EP_OK ? EP_OK : ep_error_set(error, (ep_status)why, "%s", rank->lost_text);
+    if (why == EP_OK)
+        return EP_OK;
+    if (why == EP_SERVER_LOST && rank->device && device_is_lost(rank->device, error))
+        return EP_DEVICE_LOST;
+    return ep_error_set(error, (ep_status)why, "%s", rank->lost_text);
 }
 
 void rank_lose(struct ep_rank *rank, ep_status why, const char *text)

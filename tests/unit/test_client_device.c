@@ -1650,6 +1650,26 @@ static void wait_closed(struct fixture *f)
     assert_int_equal(mailbox_of(f)->closed, 1);
 }
 
+/* A program that waited for the server to come back would keep MPS from taking it on. */
+static void a_lost_gpu_is_told_and_not_the_server_that_went_for_it(void **state)
+{
+    struct fixture *f = make_joined();
+    struct lane l = make_lane(f, EP_LAYOUT_EXPERT_MAJOR);
+
+    (void)state;
+    cuda_fixture.unserved = 1;
+    ok(ep_dispatch(l.handle, &l.dispatch, NULL));
+    close(f->server);
+    f->server = -1;
+    refused(ep_sync(f->rank, 20000), EP_SERVER_LOST, "server");
+    wait_closed(f);
+    __atomic_store_n(&cuda_fixture.lost, 1, __ATOMIC_RELAXED);
+    refused(ep_dispatch(l.handle, &l.dispatch, NULL), EP_DEVICE_LOST, "fallen off the bus");
+    refused(ep_sync(f->rank, 20000), EP_DEVICE_LOST, "fallen off the bus");
+    __atomic_store_n(&cuda_fixture.lost, 0, __ATOMIC_RELAXED);
+    destroy(f);
+}
+
 /* Streams go on, of what was handed over and of what comes later, in graphs too. */
 static void a_lost_server_lets_streams_go_on(void **state)
 {
@@ -1793,6 +1813,7 @@ int main(void)
         SERVED(a_kernel_waits_where_both_have_mps),
         SERVED(a_wait_is_for_the_server),
         SERVED(a_lost_server_lets_streams_go_on),
+        SERVED(a_lost_gpu_is_told_and_not_the_server_that_went_for_it),
         SERVED(a_taken_rank_says_why_and_goes_on),
         SERVED(leaving_does_not_wait_for_a_server_that_hangs),
     };
