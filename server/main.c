@@ -7,6 +7,7 @@
 #include "daemon.h"
 #include "ep_descriptors.h"
 #include "ep_log.h"
+#include "ep_rpc.h"
 #include "ep_stdout.h"
 #include "ep_thread.h"
 #include "options.h"
@@ -47,6 +48,7 @@ int main(int argc, char **argv)
     ep_status status;
 
     size_pool();
+    ep_rpc_names_by_host();
     (void)atexit(ep_stdout_check);
     /* Threads that run ops say so themselves.  Where they may not, they would stand behind with this one, which makes them. */
     if (ep_thread_runs_ops())

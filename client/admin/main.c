@@ -7,6 +7,7 @@
 #include "admin.h"
 #include "ep_descriptors.h"
 #include "ep_log.h"
+#include "ep_rpc.h"
 #include "ep_thread.h"
 #include "output.h"
 
@@ -88,6 +89,7 @@ static int run(int argc, char **argv)
 
 int main(int argc, char **argv)
 {
+    ep_rpc_names_by_host();
     ep_thread_controls(); /* it may be on a node whose ranks compute */
     signal(SIGPIPE, SIG_IGN); /* a closed output is seen where it is written */
     setlocale(LC_CTYPE, "");

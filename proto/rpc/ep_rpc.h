@@ -40,6 +40,13 @@ struct ep_rpc;
 ep_status ep_rpc_open(uv_loop_t *loop, struct ep_rpc **out, struct ep_error *error);
 
 /*
+ * For main(), before other threads and runtimes: names of servers are looked up as the host's other programs do it,
+ * unless GRPC_DNS_RESOLVER says otherwise.  gRPC's own way asks DNS for an IPv6 address, and waits for that answer, also
+ * where /etc/hosts has the name.
+ */
+void ep_rpc_names_by_host(void);
+
+/*
  * Channels that are opened from now on are for calls of this timeout, as these have it (< 0: none): an attempt to connect ends
  * soon after that, or after 20 s.  Nothing else ends one whose server accepts and then says nothing, a stopped one say, and
  * ep_rpc_close() waits for it, 2 s at most.

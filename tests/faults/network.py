@@ -1,6 +1,7 @@
 """Hosts that are network namespaces of this machine, on one switch, whose wires can be cut and made slow."""
 
 import os
+import shutil
 import subprocess
 
 NOWHERE = "02:00:00:00:00:00"  # no host has that address
@@ -91,9 +92,23 @@ class Network:
         for space, link in self._ends(host):
             tc(space, "del", "dev", link, "root")
 
+    def name(self, host, names, resolver):
+        """For what is started there from now on: {name: address} in /etc/hosts, and who is asked for all others."""
+        etc = self._etc(self.space(host))
+        os.makedirs(etc, exist_ok=True)
+        with open(os.path.join(etc, "hosts"), "w") as f:
+            f.writelines("%s %s\n" % (address, name) for name, address in names.items())
+        with open(os.path.join(etc, "resolv.conf"), "w") as f:
+            f.write("nameserver %s\n" % resolver)
+
+    @staticmethod
+    def _etc(space):
+        return os.path.join("/etc/netns", space)  # ip netns exec mounts what is there
+
     def _ends(self, host):
         return (self.space(host), "eth0"), (self.spaces[0], self._wire(host))
 
     def close(self):
         for space in self.spaces:
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+            shutil.rmtree(self._etc(space), ignore_errors=True)

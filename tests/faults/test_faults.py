@@ -324,5 +324,27 @@ class OwnStoreTest(harness.TestCase):
         self.assertEqual(server.stop(), 0)
 
 
+@unittest.skipUnless(network.available(), "needs root, for network namespaces")
+class NamesTest(harness.TestCase):
+    """Hosts that have names in /etc/hosts, and a DNS server that does not answer."""
+
+    def test_what_etc_hosts_has_is_found_while_dns_is_away(self):
+        net = network.Network(("a", "dns"))
+        self.box.afterwards.append(net.close)
+        net.cut_one_way("a", "dns")
+        net.name("a", {"a.test": net.address("a")}, resolver=net.address("dns"))
+        url = "http://%s:" % net.address("a")
+        self.spawn(["/usr/bin/env", *net.inside("a"), "etcd", "--data-dir=" + self.path("etcd"),
+                    "--listen-client-urls=" + url + "2379", "--advertise-client-urls=" + url + "2379",
+                    "--listen-peer-urls=" + url + "2380"])
+        server = self.start_server("--store=etcd://a.test:2379/names", "--name=a", "--listen=0.0.0.0:7300",
+                                   "--advertise=a.test:7300", "--insecure", harness.NOT_LOST, wrapper=net.inside("a"),
+                                   listen=False, metrics=False)
+        listed = harness.run(["/usr/bin/env", *net.inside("a"), harness.binary("ep-admin"), "--timeout=10s",
+                              "--server=a.test:7300", "node", "list"])
+        self.assertEqual(listed.code, 0, listed)
+        self.assertEqual(server.stop(), 0)
+
+
 if __name__ == "__main__":
     harness.main()
