@@ -322,17 +322,19 @@ static ep_status dial_once(const union address *address, socklen_t length, uint3
     return status;
 }
 
+/* The error is the last dial's, and stays as it is where that one was answered. */
 static ep_status dial(const union address *address, socklen_t length, uint32_t rank, uint64_t deadline, int *out,
                       struct ep_error *error)
 {
+    struct ep_error last = EP_ERROR_INIT;
     ep_status status;
 
     do {
         const uint64_t soon = ep_clock_ns() + DIAL_NS;
 
-        status = dial_once(address, length, rank, soon < deadline ? soon : deadline, out, error);
+        status = dial_once(address, length, rank, soon < deadline ? soon : deadline, out, &last);
     } while (status == EP_DEADLINE_EXCEEDED && ep_clock_ns() < deadline);
-    return status;
+    return status == EP_OK ? EP_OK : ep_error_set(error, status, "%s", last.text);
 }
 
 static ep_status dial_tcp(const struct ep_gin_comm *comm, const struct ep_gin_handle *handle, uint32_t rank,

@@ -4,10 +4,12 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/socket.h>
 #include <sys/time.h>
@@ -18,7 +20,7 @@
 
 #include "gin.h"
 
-enum { FULL = 4 };
+enum { FULL = 4, FDS = 64 };
 
 /* ---- a port that answers nobody ------------------------------------------------------------------ */
 
@@ -38,6 +40,16 @@ static bool is_full(int listener)
     return info.tcpi_unacked > info.tcpi_sacked;
 }
 
+static void fill(struct deaf *deaf)
+{
+    for (int i = 0; i < FULL; i++) {
+        deaf->held[i] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+        (void)connect(deaf->held[i], (struct sockaddr *)&deaf->address, sizeof deaf->address); /* it is under way */
+    }
+    while (!is_full(deaf->listener))
+        usleep(1000); /* what the kernel has begun, it brings to its end */
+}
+
 static void open_deaf(struct deaf *deaf)
 {
     socklen_t length = sizeof deaf->address;
@@ -47,12 +59,7 @@ static void open_deaf(struct deaf *deaf)
     assert_int_equal(bind(deaf->listener, (struct sockaddr *)&deaf->address, length), 0);
     assert_int_equal(listen(deaf->listener, 0), 0);
     assert_int_equal(getsockname(deaf->listener, (struct sockaddr *)&deaf->address, &length), 0);
-    for (int i = 0; i < FULL; i++) {
-        deaf->held[i] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-        (void)connect(deaf->held[i], (struct sockaddr *)&deaf->address, length); /* it is under way */
-    }
-    while (!is_full(deaf->listener))
-        usleep(1000); /* what the kernel has begun, it brings to its end */
+    fill(deaf);
 }
 
 static void close_deaf(struct deaf *deaf)
@@ -112,9 +119,80 @@ static void a_signal_while_a_rank_dials_is_no_answer(void **state)
     close_deaf(&deaf);
 }
 
+/* ---- a rank that is reached later ------------------------------------------------------------------ */
+
+struct late {
+    const struct ep_gin_settings *settings;
+    const struct ep_gin_handle *const *handles;
+    struct ep_gin_listener *listener;
+    struct ep_gin_comm *comm;
+    ep_status status;
+};
+
+/* Longer than rank 1 waits before it dials anew. */
+static void *meet_late(void *arg)
+{
+    struct late *late = arg;
+
+    usleep(1500000);
+    late->status = ep_gin_comm_open(late->settings, late->handles, 2, 0, late->listener, &late->comm, NULL);
+    return NULL;
+}
+
+/* The listener's own socket, which takes nobody more until its rank accepts. */
+static void make_deaf(const struct ep_gin_handle *handle, struct deaf *deaf)
+{
+    socklen_t length = sizeof deaf->address;
+
+    deaf->listener = -1;
+    for (int fd = 3; fd < FDS && deaf->listener < 0; fd++)
+        if (getsockname(fd, (struct sockaddr *)&deaf->address, &length) == 0 && deaf->address.sin_family == AF_INET &&
+            deaf->address.sin_port == handle->port)
+            deaf->listener = fd;
+        else
+            length = sizeof deaf->address;
+    assert_true(deaf->listener >= 0);
+    assert_int_equal(listen(deaf->listener, 0), 0);
+    fill(deaf);
+}
+
+static void who_is_reached_by_a_later_dial_is_no_failure(void **state)
+{
+    struct ep_error error = EP_ERROR_INIT;
+    struct ep_gin_listener *listener[2];
+    struct ep_gin_handle handle[2];
+    const struct ep_gin_handle *handles[] = { &handle[0], &handle[1] };
+    struct ep_gin_settings settings;
+    struct ep_gin_comm *comm;
+    struct late late = { .settings = &settings, .handles = handles };
+    struct deaf deaf;
+    pthread_t thread;
+
+    (void)state;
+    assert_int_equal(setenv("EP_GIN_INTERFACE", "=lo", 1), 0);
+    assert_int_equal(setenv("NCCL_SOCKET_FAMILY", "AF_INET", 1), 0);
+    assert_int_equal(ep_gin_settings_read(&settings, NULL), EP_OK);
+    for (int r = 0; r < 2; r++)
+        assert_int_equal(ep_gin_listen(&settings, &handle[r], &listener[r], NULL), EP_OK);
+    memset(&handle[0].host, 0, sizeof handle[0].host); /* another one: it is dialled over TCP */
+    make_deaf(&handle[0], &deaf);
+    late.listener = listener[0];
+    assert_int_equal(pthread_create(&thread, NULL, meet_late, &late), 0);
+    assert_int_equal(ep_gin_comm_open(&settings, handles, 2, 1, listener[1], &comm, &error), EP_OK);
+    assert_int_equal(pthread_join(thread, NULL), 0);
+    assert_int_equal(late.status, EP_OK);
+    assert_int_equal(error.status, EP_OK);
+    ep_gin_comm_close(comm);
+    ep_gin_comm_close(late.comm);
+    for (int r = 0; r < 2; r++)
+        ep_gin_listener_close(listener[r]);
+    for (int i = 0; i < FULL; i++)
+        close(deaf.held[i]);
+}
+
 /* ---- a rank that dies ---------------------------------------------------------------------------- */
 
-enum { RANKS = 3, FILES = 64 };
+enum { RANKS = 3 };
 
 static int connected_before;
 
@@ -123,7 +201,7 @@ static int connected(void)
     struct sockaddr_storage peer;
     int n = 0;
 
-    for (int fd = 3; fd < FILES; fd++) {
+    for (int fd = 3; fd < FDS; fd++) {
         socklen_t length = sizeof peer;
 
         n += getpeername(fd, (struct sockaddr *)&peer, &length) == 0;
@@ -187,6 +265,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_signal_while_a_rank_dials_is_no_answer),
+        cmocka_unit_test(who_is_reached_by_a_later_dial_is_no_failure),
         cmocka_unit_test(who_dies_before_all_are_connected_is_missed),
     };
 
