@@ -21,6 +21,15 @@ ep_status ep_cuda_device_get(uint32_t device, CUdevice *handle, struct ep_error 
     return cuda_fixture_api()->device_info(device, &info, error);
 }
 
+/* To users.  What a warp stores comes in pieces of 16 bytes (fibers.h), also to ranks of the same device. */
+static ep_status device_info(uint32_t device, struct ep_cuda_device *info, struct ep_error *error)
+{
+    const ep_status status = cuda_fixture_api()->device_info(device, info, error);
+
+    info->linked = 0;
+    return status;
+}
+
 /* Less than users are told of, and one for the kernel that waits for a served op (serve.c). */
 ep_status ep_cuda_device_info(uint32_t device, struct ep_cuda_device *info, struct ep_error *error)
 {
@@ -80,6 +89,7 @@ const struct ep_cuda_api *ep_cuda_api(void)
 
     cuda_fixture.followed = true;
     api = *cuda_fixture_api();
+    api.device_info = device_info;
     api.write = ep_cuda_write;
     api.read = ep_cuda_read;
     api.fill = ep_cuda_fill;
