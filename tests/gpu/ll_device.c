@@ -128,6 +128,10 @@ static const struct ll_case cases[] = {
     NAMED("skipped combines, a stale handle, rank-major", ll_case_skipped, 1, .tokens = 40, .layout = RM),
     NAMED("skipped combines, four banks", ll_case_skipped, 1, .tokens = 40, .banks = 4),
     NAMED("released handles", ll_case_released, 1, .tokens = 40),
+    NAMED("released handles of one rank", ll_case_released_by_one, 2, .tokens = 40),
+    NAMED("handles that hold no such dispatch", ll_case_stale, 1, .tokens = 40),
+    NAMED("handles that hold no such dispatch, packed, three banks", ll_case_stale, 1, .tokens = 40, .layout = PACKED,
+          .banks = 3),
     NAMED("a combine comes when others dispatch again", ll_case_behind, 2, .tokens = 0),
     NAMED("packed rows do not fit", ll_case_overflow, 1, .tokens = 40, .layout = PACKED),
 
@@ -222,6 +226,7 @@ static const struct ll_case cases[] = {
     NAMED("HT: packed rows do not fit", ll_case_overflow, 1, .ht = true, .tokens = 40, .layout = PACKED),
     NAMED("HT: flat rows do not fit", ll_case_overflow, 1, .ht = true, .tokens = 40, .layout = FLAT),
 
+    NAMED("HT: handles that hold no such dispatch", ll_case_stale, 1, .ht = true, .tokens = 40, .layout = PACKED),
     /* HT: membership */
     NAMED("HT: a rank is absent and returns", ll_case_absent, 2, .ht = true, .tokens = 40, .layout = FLAT),
     NAMED("HT: a rank is absent and returns, packed fp8", ll_case_absent, 2, .ht = true, .tokens = 40,

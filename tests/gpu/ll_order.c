@@ -137,6 +137,252 @@ ep_status ll_case_released(const struct ll_setting *setting, const struct shape 
     return on_all(setting, shape, 1, run_released, error);
 }
 
+/* ---- handles that hold no such dispatch ------------------------------------------------- */
+
+static ep_status run_op(struct pass *pass, const struct ep_op *op, ep_status expected, const char *what, struct ep_error *error)
+{
+    const uint32_t part = op->kind == EP_OP_DISPATCH ? EP_DEVICE_DISPATCH : EP_DEVICE_COMBINE;
+    struct ep_device_record record;
+    ep_status status = world_run(pass->rank, op, error);
+
+    if (status == EP_OK)
+        status = world_wait(pass->rank, error);
+    if (status == EP_OK)
+        status = world_record(pass->rank, op->handle, part, &record, error);
+    if (status == EP_OK && record.status != (int32_t)expected)
+        return ep_error_set(error, EP_VERIFY_FAILED, "%s ended with %s, not %s", what,
+                            ep_status_name((ep_status)record.status), ep_status_name(expected));
+    return status;
+}
+
+/* Dispatches on so many handles after the pass's own. */
+static ep_status dispatch_others(struct pass *pass, uint32_t n, struct ep_error *error)
+{
+    const uint32_t own = pass->handle;
+    ep_status status = EP_OK;
+
+    for (uint32_t i = 1; status == EP_OK && i <= n; i++) {
+        pass->handle = own + i;
+        status = pass_dispatch(pass, 0, error);
+    }
+    if (status == EP_OK) /* rows are the same ones for all */
+        status = pass_received(pass, error);
+    pass->handle = own;
+    return status == EP_OK ? run_experts(pass, error) : status;
+}
+
+/* As if of another dispatch: nothing comes of it, and the right one goes on to be combined. */
+static ep_status combine_others(struct pass *pass, struct ep_error *error)
+{
+    struct ep_op op = pass_combine_op(pass, 0, false);
+    ep_status status;
+
+    op.generation++;
+    status = run_op(pass, &op, EP_STALE_HANDLE, "a combine of another generation", error);
+    op = pass_combine_op(pass, 0, false);
+    op.tokens--;
+    if (status == EP_OK)
+        status = run_op(pass, &op, EP_STALE_HANDLE, "a combine of fewer tokens", error);
+    op = pass_combine_op(pass, 0, false);
+    op.layout = op.mode == EP_MODE_HT ? EP_LAYOUT_FLAT : EP_LAYOUT_RANK_MAJOR;
+    if (status == EP_OK)
+        status = run_op(pass, &op, EP_STALE_HANDLE, "a combine of another layout", error);
+    if (status == EP_OK)
+        status = pass_combine(pass, 0, false, error);
+    return status == EP_OK ? pass_result(pass, error) : status;
+}
+
+/* The last bank that a handle can have, and the one after that. */
+static ep_status combine_old(struct pass *pass, struct ep_error *error)
+{
+    const uint32_t banks = pass->rank->world->map.limits.ll_banks;
+    const struct ep_op combine = pass_combine_op(pass, 0, false);
+    ep_status status = pass_dispatch(pass, 0, error);
+
+    if (status == EP_OK)
+        status = dispatch_others(pass, banks - 1, error);
+    if (status == EP_OK)
+        status = pass_combine(pass, 0, false, error);
+    if (status == EP_OK)
+        status = pass_result(pass, error);
+    if (status == EP_OK) /* LL alone: HT has no second one */
+        status = run_op(pass, &combine, EP_STALE_HANDLE, "a second combine", error);
+    if (status == EP_OK)
+        status = pass_dispatch(pass, 0, error);
+    if (status == EP_OK)
+        status = dispatch_others(pass, banks, error);
+    if (status == EP_OK)
+        status = run_op(pass, &combine, EP_STALE_HANDLE, "a combine of a dispatch whose bank another one has", error);
+    return status;
+}
+
+/* The second half of a dispatch, whose bank another one has by now; or whose handle. */
+static ep_status complete_old(struct pass *pass, struct ep_error *error)
+{
+    const uint32_t banks = pass->rank->world->map.limits.ll_banks;
+    struct ep_op complete = pass_dispatch_op(pass, 0);
+    ep_status status = pass_dispatch(pass, EP_OP_SEND_ONLY, error);
+
+    complete.kind = EP_OP_COMPLETE;
+    if (status == EP_OK)
+        status = dispatch_others(pass, banks, error);
+    if (status == EP_OK)
+        status = run_op(pass, &complete, EP_STALE_HANDLE, "the half of a dispatch whose bank another one has", error);
+    if (status == EP_OK)
+        status = pass_dispatch(pass, EP_OP_SEND_ONLY, error);
+    pass->generation++;
+    if (status == EP_OK)
+        status = pass_dispatch(pass, 0, error);
+    return status == EP_OK ? run_op(pass, &complete, EP_STALE_HANDLE, "the half of a dispatch whose handle another one has", error)
+                           : status;
+}
+
+/* The number of the last dispatch, as its bank is released. */
+static ep_status check_released(struct pass *pass, uint64_t before, const char *what, struct ep_error *error)
+{
+    const struct world_rank *own = pass->rank;
+    uint64_t number, released[EP_MAX_LL_BANKS];
+    ep_status status = own->world->api->read(own->device, &number, &own->state->number, sizeof number, NULL, error);
+
+    number -= before;
+    if (status == EP_OK)
+        status = own->world->api->read(own->device, released, own->state->released, sizeof released, NULL, error);
+    if (status == EP_OK && released[number % own->world->map.limits.ll_banks] != number)
+        return ep_error_set(error, EP_VERIFY_FAILED, "%s does not give its bank back", what);
+    return status;
+}
+
+static ep_status give_back(struct pass *pass, struct ep_error *error)
+{
+    ep_status status = pass_run(pass, 0, false, error);
+
+    if (status == EP_OK)
+        status = check_released(pass, 0, "a combine", error);
+    for (uint32_t i = 0; status == EP_OK && i < 2; i++)
+        status = pass_dispatch(pass, 0, error);
+    if (status == EP_OK)
+        status = pass_received(pass, error);
+    if (status == EP_OK)
+        status = check_released(pass, 1, "a dispatch on the handle of the one before", error);
+    return status;
+}
+
+/* A release of another generation is none. */
+static ep_status release(struct pass *pass, struct ep_error *error)
+{
+    const struct ep_op combine = pass_combine_op(pass, 0, false);
+    ep_status status = pass_dispatch(pass, 0, error);
+
+    pass->generation++;
+    if (status == EP_OK)
+        status = pass_release(pass, error);
+    pass->generation--;
+    if (status == EP_OK)
+        status = pass_received(pass, error);
+    if (status == EP_OK)
+        status = run_experts(pass, error);
+    if (status == EP_OK)
+        status = pass_combine(pass, 0, false, error);
+    if (status == EP_OK)
+        status = pass_result(pass, error);
+    if (status == EP_OK)
+        status = pass_dispatch(pass, 0, error);
+    if (status == EP_OK)
+        status = pass_release(pass, error);
+    return status == EP_OK ? run_op(pass, &combine, EP_STALE_HANDLE, "a combine of a released handle", error) : status;
+}
+
+/* A dispatch that failed. */
+static ep_status combine_failed(struct pass *pass, struct ep_error *error)
+{
+    struct ep_op dispatch = pass_dispatch_op(pass, 0), combine = pass_combine_op(pass, 0, false);
+    ep_status status;
+
+    dispatch.out.bytes = dispatch.out.bytes / 16 / pass->shape->hidden * 16; /* not a row */
+    status = run_op(pass, &dispatch, EP_OVERFLOW, "a dispatch without room", error);
+    return status == EP_OK ? run_op(pass, &combine, EP_STALE_HANDLE, "a combine of a dispatch that failed", error) : status;
+}
+
+/* The routing that is to be used again; it stays what it is. */
+static ep_status dispatch_stale(struct pass *pass, struct ep_error *error)
+{
+    struct ep_op op = pass_dispatch_op(pass, EP_OP_CACHED);
+    ep_status status = pass_run(pass, 0, false, error);
+
+    op.generation++;
+    if (status == EP_OK)
+        status = run_op(pass, &op, EP_STALE_HANDLE, "a dispatch with the routing of another generation", error);
+    op = pass_dispatch_op(pass, EP_OP_CACHED);
+    op.tokens--;
+    if (status == EP_OK)
+        status = run_op(pass, &op, EP_STALE_HANDLE, "a dispatch with the routing of more tokens", error);
+    if (status == EP_OK)
+        status = pass_combine(pass, 0, false, error);
+    return status == EP_OK ? pass_result(pass, error) : status;
+}
+
+static ep_status run_stale(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][0];
+    const bool ht = pass->shape->ht;
+    ep_status status = pass_dispatch(pass, 0, error);
+
+    if (status == EP_OK)
+        status = pass_received(pass, error);
+    if (status == EP_OK)
+        status = run_experts(pass, error);
+    if (status == EP_OK)
+        status = combine_others(pass, error);
+    if (status == EP_OK)
+        status = ht ? dispatch_stale(pass, error) : combine_old(pass, error);
+    if (status == EP_OK && !ht)
+        status = complete_old(pass, error);
+    if (status == EP_OK && !ht)
+        status = give_back(pass, error);
+    if (status == EP_OK && !ht)
+        status = release(pass, error);
+    if (status == EP_OK && !ht && pass->shape->layout == EP_LAYOUT_PACKED)
+        status = combine_failed(pass, error);
+    return status == EP_OK ? ll_three_passes(passes, rank, error) : status;
+}
+
+ep_status ll_case_stale(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    return on_all(setting, shape, 1, run_stale, error);
+}
+
+/* A handle that is released is combined by nobody: the others' combines are without its rank, and do not wait for it. */
+static ep_status release_or_combine(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][0];
+    const uint32_t odd = passes->world->ranks - 1;
+    ep_status status = pass_dispatch(pass, 0, error);
+
+    if (status == EP_OK)
+        status = pass_received(pass, error);
+    if (status == EP_OK && rank == odd)
+        return pass_release(pass, error);
+    if (status == EP_OK)
+        status = run_experts(pass, error);
+    pass->expected &= ~world_bit(odd);
+    if (status == EP_OK)
+        status = pass_combine(pass, 0, false, error);
+    if (status == EP_OK)
+        status = pass_result(pass, error);
+    pass->expected |= world_bit(odd);
+    return status;
+}
+
+ep_status ll_case_released_by_one(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    const uint64_t start = ep_clock_ns();
+    ep_status status = on_all(setting, shape, 1, release_or_combine, error);
+
+    if (status == EP_OK && (ep_clock_ns() - start) / EP_NS_PER_MS > setting->timeout_ms / 2)
+        return ep_error_set(error, EP_VERIFY_FAILED, "a rank that has released its handle is waited for");
+    return status;
+}
+
 /* ---- a rank that is behind ------------------------------------------------------------- */
 
 /* The last dispatch of the mode that a rank has begun. */
