@@ -381,11 +381,11 @@ KERNEL_RUNS = (
     # Of two handles, and of both modes in one group, in turns; too many rows for the worker's memory; HT flat, with a bias too.
     ("-orders", "2", "1", "interleaved"),
     ("-behind", "3", "1", "others dispatch"),
-    ("-groups", "2", "1", "of one group while another"),
-    ("-overflow", "2", "1", "rows do not fit"),
     ("-skipped", "2", "1", "skipped combines"),
     ("-released", "3", "1", "released handles"),
     ("-handles", "2", "1", "handles that hold"),
+    ("-groups", "2", "1", "of one group while another"),
+    ("-overflow", "2", "1", "rows do not fit"),
     ("-flat", "2", "1", "HT flat bf16 T=77"),
     # Both modes: results, of those that stay, of ops that a rank leaves.
     ("-members", "3", "1", "a rank leaves"),
@@ -424,11 +424,11 @@ SERVED_KERNEL_RUNS = (
     ("-forged", "2", "1", "a forged window"),
     ("-orders", "2", "1", "interleaved"),
     ("-halves", "2", "1", "in halves"),
+    ("-handles", "2", "1", "handles that hold"),
     ("-overflow", "2", "1", "rows do not fit"),
     ("-behind", "3", "1", "others dispatch"),
     ("-absent", "3", "1", "a rank is absent"),
     ("-of-nodes", "4", "2", "packed bf16 T=33"),
-    ("-handles", "2", "1", "handles that hold"),
 )
 # Twice such as repeat themselves, and others before them: this seed has both modes among them.
 SERVED_KERNEL_SOAK_OPS = "300"

@@ -223,10 +223,10 @@ static const struct ll_case cases[] = {
     NAMED("HT of one group while another one has LL", ll_case_two_groups, 1, .ht = true, .tokens = 128, .layout = PACKED),
     NAMED("HT: a combine of LL comes when others dispatch in HT", ll_case_behind, 2, .both = true, .tokens = 128,
           .drop = 1.0, .layout = PACKED),
+    NAMED("HT: handles that hold no such dispatch", ll_case_stale, 1, .ht = true, .tokens = 40, .layout = PACKED),
     NAMED("HT: packed rows do not fit", ll_case_overflow, 1, .ht = true, .tokens = 40, .layout = PACKED),
     NAMED("HT: flat rows do not fit", ll_case_overflow, 1, .ht = true, .tokens = 40, .layout = FLAT),
 
-    NAMED("HT: handles that hold no such dispatch", ll_case_stale, 1, .ht = true, .tokens = 40, .layout = PACKED),
     /* HT: membership */
     NAMED("HT: a rank is absent and returns", ll_case_absent, 2, .ht = true, .tokens = 40, .layout = FLAT),
     NAMED("HT: a rank is absent and returns, packed fp8", ll_case_absent, 2, .ht = true, .tokens = 40,

@@ -84,10 +84,10 @@ ll_case_fn ll_case_interleaved;
 ll_case_fn ll_case_halves;
 ll_case_fn ll_case_skipped;
 ll_case_fn ll_case_released;
-ll_case_fn ll_case_behind;
-ll_case_fn ll_case_two_groups;
 ll_case_fn ll_case_released_by_one;
 ll_case_fn ll_case_stale;
+ll_case_fn ll_case_behind;
+ll_case_fn ll_case_two_groups;
 ll_case_fn ll_case_overflow;
 
 ll_case_fn ll_case_absent;
