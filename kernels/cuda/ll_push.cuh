@@ -326,16 +326,20 @@ __device__ inline void push_counts(const ep_ll_args &a, const Op &op, const Batc
     __syncthreads();
 }
 
-/* The routing to the handle, for its combine and for cached dispatches; and what goes to nobody. */
-__device__ inline void keep_routing(const ep_ll_args &a, const Op &op, const Batch &b)
+/* The routing to the handle, for its combine and for cached dispatches; and what goes to nobody.  joined, a mask: it has been kept,
+ * and what goes to these was taken for what goes to nobody. */
+__device__ inline void keep_routing(const ep_ll_args &a, const Op &op, const Batch &b, uint32_t joined)
 {
-    uint32_t dropped = 0;
+    int32_t dropped = 0;
 
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < a.tokens * a.top_k; i += kThreads) {
         const int32_t r = b.route[i];
 
-        dropped += r == kBadRoute || (r >= 0 && !has(op.members, rank_of(r)));
+        if (joined)
+            dropped -= r >= 0 && joined >> rank_of(r) & 1;
+        else
+            dropped += r == kBadRoute || (r >= 0 && !has(op.members, rank_of(r)));
         if (!a.cached) {
             a.routing[i] = r;
             a.weights[i] = a.topk_weights ? a.topk_weights[i] : 1.0f;
@@ -343,7 +347,7 @@ __device__ inline void keep_routing(const ep_ll_args &a, const Op &op, const Bat
     }
     dropped = __reduce_add_sync(kAll, dropped);
     if (threadIdx.x % 32 == 0 && dropped)
-        atomicAdd((unsigned long long *)&a.state->scratch.dropped, dropped);
+        atomicAdd((unsigned long long *)&a.state->scratch.dropped, (unsigned long long)dropped);
 }
 
 /* This block's part of the sending, once it is fetched. */
@@ -391,8 +395,8 @@ __device__ bool send(const ep_ll_args &a, Op *op, const Batch &b, Part<C> &part,
     for (uint32_t d = from_end; d < a.ranks; d += blocks)
         if (is_sent_to(ranks, d) && has(op->members, d) && !has(op->missed, d))
             push_counts(a, *op, b, count, d);
-    if (from_end == 0 && (kNet || ranks == op->members[0])) /* not again for those who have just joined */
-        keep_routing(a, *op, b);
+    if (from_end == 0)
+        keep_routing(a, *op, b, kNet || ranks == op->members[0] ? 0 : ranks);
     if (kNet) {
         for (uint32_t r = threadIdx.x; r < a.ranks; r += kThreads)
             b.slot[r] = 0;
