@@ -248,8 +248,8 @@ struct ep_cuda_api {
  * The module's functions, loaded once.  The first call of a process starts the CUDA driver, if nothing else has
  * done so.
  *
- * EP_NOT_FOUND and why when there is no module, no driver or no GPU; else, with GPUs, what the driver said.  Looked for in $EP_CUDA_MODULE, beside
- * the object that asks, in ../lib of it, then as the loader does.
+ * EP_NOT_FOUND and why when there is no module, no driver or no GPU; else, with GPUs, what the driver said.  Looked for
+ * in $EP_CUDA_MODULE, beside the object that asks, in ../lib of it, then as the loader does.
  */
 ep_status ep_cuda_open(const struct ep_cuda_api **api, struct ep_error *error);
 

@@ -6,6 +6,8 @@
  *        |                                                         |     or drain-grace         ^
  *        +-------- failure or signal --------+---------------------+------ second signal -------+
  *
+ * A lost GPU ends it at once, in whatever phase, as if it were killed: the process is of no more use to any GPU.
+ *
  * Owned by the thread that calls ep_daemon_run().
  */
 #ifndef EP_DAEMON_H
