@@ -114,9 +114,13 @@ struct ep_net_sum {
     uint32_t ranks; /* mask, by places on the node: whose partials are in it */
     uint32_t late;  /* and of the others, who did not come in time */
     uint64_t tag;
+    /* Of the combine that it is of, which is to be the one that it comes to: */
+    uint32_t traits; /* as EP_HT_ASK_TRAITS has them */
+    uint32_t reserved;
+    uint64_t number; /* the dispatch's */
 };
 EP_STATIC_ASSERT(sizeof(struct ep_net_record) == 16 && sizeof(struct ep_net_choice) == 16
-                     && sizeof(struct ep_net_sum) == 16 && sizeof(struct ep_net_head) == 16,
+                     && sizeof(struct ep_net_sum) == 32 && sizeof(struct ep_net_head) == 16,
                  "records are read 16 bytes at once");
 
 EP_HD static inline uint64_t ep_net_align(uint64_t bytes) { return (bytes + 15) / 16 * 16; }
@@ -209,7 +213,7 @@ struct ep_device_net {
 
     /* kernel */
     uint64_t ht_told[EP_NET_HT_SIGNALS][EP_DEVICE_MAX_RANKS];
-    uint64_t ht_last[EP_DEVICE_MAX_RANKS];   /* tag of the last op in which this rank put anything to it */
+    uint64_t ht_last[EP_DEVICE_MAX_RANKS];   /* tag of the last op for which this rank put it anything, or asked it */
     uint64_t pushed_at[EP_DEVICE_MAX_RANKS]; /* tag of the last op with partials of this one for sums of its */
     uint32_t pushed_by[EP_DEVICE_MAX_RANKS]; /* and who took them */
     /* the running op's */
@@ -227,7 +231,7 @@ struct ep_device_net {
     uint32_t put[EP_DEVICE_MAX_RANKS];       /* pieces of its box that were put */
     /* sets: */
     uint32_t open[EP_RANK_WORDS];    /* ranks on other nodes that this op may put to */
-    uint32_t more[EP_RANK_WORDS];    /* that it puts more to than an ask */
+    uint32_t more[EP_RANK_WORDS];    /* that a dispatch puts more to than an ask */
     uint32_t through[EP_RANK_WORDS]; /* dispatch: ranks on other nodes whose gate gets records; combine: who makes sums for
                                         this rank */
     uint32_t lost[EP_RANK_WORDS];    /* gates whose sums do not come */

@@ -55,13 +55,10 @@ __device__ inline void find_through(const ep_ht_args &a)
 }
 
 /* One thread: the note for rank r, which its warp has written. */
-__device__ inline void ask_one(const ep_ht_args &a, const Op &op, uint32_t r, uint32_t bytes)
+__device__ inline void put_note(const ep_ht_args &a, const Op &op, uint32_t r)
 {
-    struct ep_device_net *net = net_of(a);
-
     fence_sys(); /* of what all lanes wrote; partner: whoever reads what is put */
-    put_ask(a, r, bytes, op.tag, has_now(net->more, r) ? kAsked : kOver);
-    add(net->open, r);
+    put_ask(a, r, note_vecs(a, kAsk) * sizeof(Vec), op.tag, has_now(net_of(a)->more, r) ? kAsked : kOver);
 }
 
 /* One thread: shall it be waited for until rank r can be asked?  Else it is missed. */
@@ -76,12 +73,12 @@ __device__ inline bool goes_on(const ep_ht_args &a, const Op &op, uint32_t r)
 }
 
 /*
- * Warp 0 of block 0: the notes for those that are asked(r), as soon as each can take it and nothing is on its way from where
- * it lies; all lanes write(r) its so many bytes, and each lane puts one, as a post takes long.  Who waits here catches up with
+ * Warp 0 of block 0: asks those that are asked(r), as soon as each can take it and nothing is on its way from where
+ * it lies; all lanes write(r) what is asked, and each lane ask(r)s one, as a post takes long.  Who waits here catches up with
  * all, in turn: of three ranks each could wait for the next one's ACK otherwise.
  */
-template <class Asked, class Write>
-__device__ inline void ask_far(const ep_ht_args &a, const Op &op, Asked asked, uint32_t bytes, Write write)
+template <class Asked, class Write, class Ask>
+__device__ inline void ask_far(const ep_ht_args &a, const Op &op, Asked asked, Write write, Ask ask)
 {
     uint32_t look = threadIdx.x;
     bool waits = true;
@@ -99,8 +96,10 @@ __device__ inline void ask_far(const ep_ht_args &a, const Op &op, Asked asked, u
             for (uint32_t ready = __ballot_sync(kAll, can_take); ready; ready &= ready - 1)
                 write(base + __ffs(ready) - 1);
             __syncwarp();
-            if (can_take)
-                ask_one(a, op, r, bytes);
+            if (can_take) {
+                ask(r);
+                add(net_of(a)->open, r);
+            }
         }
         const uint32_t other = look++ % a.ranks;
 
@@ -187,8 +186,9 @@ __device__ inline bool is_reached(const ep_ht_args &, uint32_t) { return true; }
 __device__ inline uint32_t records_to(const ep_ht_args &, uint32_t) { return 0; }
 __device__ inline void find_more(const ep_ht_args &) {}
 __device__ inline void find_through(const ep_ht_args &) {}
-template <class Asked, class Write>
-__device__ inline void ask_far(const ep_ht_args &, const Op &, Asked, uint32_t, Write) {}
+template <class Asked, class Write, class Ask>
+__device__ inline void ask_far(const ep_ht_args &, const Op &, Asked, Write, Ask) {}
+__device__ inline void put_note(const ep_ht_args &, const Op &, uint32_t) {}
 __device__ inline void keep_records(const ep_ht_args &, uint32_t, uint32_t) {}
 __device__ inline void announce_relays(const ep_ht_args &, const Op &, const uint32_t *) {}
 

@@ -225,8 +225,10 @@ __device__ inline void begin(const ep_ht_args &a, Op *op, uint64_t tag, uint64_t
     __syncwarp();
     if (kNet)
         each_rank(a, [&](uint32_t r) {
-            if (is_far(a, r))
-                catch_up(a, r, tag);
+            if (!is_far(a, r))
+                return;
+            forgo_sums(a, r, tag);
+            catch_up(a, r, tag);
         });
     if (lane < words_of(a))
         run.members[lane] = op->members[lane];

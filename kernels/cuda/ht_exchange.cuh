@@ -403,11 +403,13 @@ __device__ inline void ask(const ep_ht_args &a, const Op &op, Exchange *x)
     ask_all(a, op, *x);
     if (threadIdx.x < 32) {
         find_more(a);
-        ask_far(a, op, [&](uint32_t r) { return has(op.members, r) && is_far(a, r); }, note_vecs(a, kAsk) * sizeof(Vec),
-                [&](uint32_t d) {
-                    for (uint32_t v = threadIdx.x; v < note_vecs(a, kAsk); v += 32)
-                        write_ask(a, op, *x, d, v);
-                });
+        ask_far(
+            a, op, [&](uint32_t r) { return has(op.members, r) && is_far(a, r); },
+            [&](uint32_t d) {
+                for (uint32_t v = threadIdx.x; v < note_vecs(a, kAsk); v += 32)
+                    write_ask(a, op, *x, d, v);
+            },
+            [&](uint32_t d) { put_note(a, op, d); });
         find_through(a);
     }
 }

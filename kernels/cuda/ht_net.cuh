@@ -11,13 +11,16 @@
  *              it puts records, in the order of tokens, a piece at a time, as soon as they are in its box, and while it
  *              waits for asks.  If these do not come in time its op does not take place, and what it has put is pushed
  *              on all the same, as of one that ends
- *   combine    s asks its gates.  A gate asks the ranks of its node as for tokens of its own, which says that it has
- *              memory for partials of s too
+ *   combine    s asks its gates for sums: for those of the first combine with the last piece of its records, so that they
+ *              go out as soon as they are made, for others when the combine begins.  A gate asks the ranks of its node as
+ *              for tokens of its own, which says that it has memory for partials of s too.  Who takes a sum sees by its
+ *              head whether it is of the same combine
  *
  * ## Signals
  * A signal is seen after all puts that its raiser put to the same rank before; puts themselves may land in any order.
- *   PUT(w)     op and step: w's ask has come, or so many pieces of its box; the last step, kOver, is that w puts nothing
- *              more for this op.  A number of one op is less than any of a later one, modulo 2^64
+ *   PUT(w)     op and step: w has asked, or so many pieces of its box have come; the last step, kOver, is that w puts nothing
+ *              more for this op, as a step of a later op says too.  A number of one op is less than any of a later one,
+ *              modulo 2^64
  *   CLOSED(o)  tag: o takes nothing for that op any more, and has put all that it puts
  *   ACK(o)     the same, and o has seen w to be over: all that w put to o up to that op has landed
  *
@@ -26,12 +29,14 @@
  * from w to o, neither from w's boxes nor to o's, and o has closed that op, so it reads none of it.  An ACK that is not
  * told at the end of an op, as w was not over then, is told as soon as o sees it, when its next op begins or while it
  * waits (catch_up); to all, whoever it is that it waits for to ask: of three ranks each could wait for the next one's
- * ACK otherwise.  So it is with sums, which lie where records did: s puts its ask, without which there are none, when it
- * has the gate's ACK for the records, and puts records again when it has that for the ask, which the gate gives when it has
- * put its sums and has seen that all of s's has landed.
+ * ACK otherwise.
+ * Sums lie where records did, and are put by whom s has asked, which says that its records have landed: a signal that
+ * comes with or behind them does.  s puts records again when it has the gate's ACK for what it asked, which the gate gives
+ * when it has put its sums and has seen that s is over.  If the combine does not come, s says so when its next op begins
+ * (forgo_sums), and the gate, which makes none or makes them in vain, gives that ACK likewise.
  * Each pair of ranks has boxes of its own, at both ends: who stands in for a gate uses neither the gate's
  * nor those of another one that may, for or from which a put may be under way for as long as it likes.  Nor does he use
- * their flags (flags_of): they may tell an old op's late.  Sums go back in s's op when s has asked for them in it.
+ * their flags (flags_of): they may tell an old op's late.  Sums go back when s has asked for them.
  * Whoever reads a box looks at the op's tag in each record too: after kOver it is there, or it does not come.
  * Partials of s's tokens lie at its gate also when another rank stands in.  Who sums them up has asked for them; where it
  * is not the one that did so last, that one has closed the op before (await_place).
@@ -210,6 +215,27 @@ __device__ inline void put_and_tell(const ep_ht_args &a, uint32_t rank, uint64_t
     gin_put_raise(net, rank, to, from, bytes, ep_net_ht_signal_of(a.ranks, EP_NET_HT_PUT, a.rank),
                   next_step(a, rank, tag, step));
 }
+
+/* Is it a step of that op? */
+__device__ inline bool is_of(uint64_t step, uint64_t tag) { return step >> kStepShift == step_of(tag, 0) >> kStepShift; }
+
+/* Has the rank asked for the sums of this combine, and have we asked it? */
+__device__ inline bool has_asked(const ep_ht_args &a, uint32_t rank, uint64_t tag)
+{
+    return is_of(told_by(a, EP_NET_HT_PUT, rank), tag);
+}
+__device__ inline bool is_asked(const ep_ht_args &a, uint32_t rank, uint64_t tag)
+{
+    return is_of(load_u64(&net_of(a)->ht_told[EP_NET_HT_PUT][rank]), tag);
+}
+
+/* One thread: this rank takes the sums that `rank` makes of its tokens for this combine. */
+__device__ inline void ask_for_sums(const ep_ht_args &a, uint32_t rank, uint64_t tag)
+{
+    store_u64(&net_of(a)->ht_last[rank], tag);
+    tell_step(a, rank, tag, kAsked);
+}
+
 /* The last op of which it takes nothing any more, as this rank knows it. */
 __device__ inline uint64_t far_closed(const ep_ht_args &a, uint32_t rank)
 {
@@ -250,6 +276,15 @@ __device__ inline void close_far(const ep_ht_args &a, uint32_t r, uint64_t tag)
     acknowledge(a, r, tag);
     if (load_u64(&net->ht_told[EP_NET_HT_ACK][r]) < tag)
         tell_tag(a, EP_NET_HT_CLOSED, r, tag);
+}
+
+/* An op begins: the combine that this rank has asked for before did not come, if it is not this one. */
+__device__ inline void forgo_sums(const ep_ht_args &a, uint32_t rank, uint64_t tag)
+{
+    const uint64_t last = load_u64(&net_of(a)->ht_last[rank]);
+
+    if (last && last < tag)
+        tell_step(a, rank, last, kOver);
 }
 
 /* Whoever waits for the rank: what was not over when an earlier op ended may be so by now. */
@@ -316,6 +351,7 @@ struct Box {
     uint64_t out, in;  /* where the first of all is, beside a window */
     uint64_t box_bytes, item_bytes;
     uint32_t piece;    /* items of it */
+    bool asks;         /* its last piece asks for the sums of the first combine */
 };
 
 __device__ inline Box records_of(const ep_ht_args &a)
@@ -323,14 +359,14 @@ __device__ inline Box records_of(const ep_ht_args &a)
     const struct ep_net_map &m = net_of(a)->map;
     const uint64_t bytes = ep_net_record_bytes(a.max_top_k, a.row_bytes, a.row_scales * a.scale_bytes);
 
-    return { m.out, m.in, m.box_bytes, bytes, ep_net_piece(a.max_tokens, bytes) };
+    return { m.out, m.in, m.box_bytes, bytes, ep_net_piece(a.max_tokens, bytes), true };
 }
 __device__ inline Box sums_of(const ep_ht_args &a)
 {
     const struct ep_net_map &m = net_of(a)->map;
     const uint64_t bytes = ep_net_sum_head(a.max_top_k) + a.row_bytes;
 
-    return { m.in, m.out, m.box_bytes, bytes, ep_net_piece(a.max_tokens, bytes) };
+    return { m.in, m.out, m.box_bytes, bytes, ep_net_piece(a.max_tokens, bytes), false };
 }
 
 __device__ inline uint8_t *item_out(const ep_ht_args &a, const Box &box, uint32_t which, uint32_t i)
@@ -348,7 +384,7 @@ __device__ inline void count_item(const ep_ht_args &a, const Box &box, uint32_t 
     count_release(filled_of(a, rank) + i / box.piece);
 }
 
-/* The step that brings item i; the last one is kOver. */
+/* The step that brings item i, or a later one. */
 __device__ inline uint32_t step_of_item(const Box &box, uint32_t i) { return kFirstPiece + i / box.piece; }
 
 /* What goes to a rank, or to whoever acts as it, `peer`, which takes it: n items, which others fill in. */
@@ -385,13 +421,15 @@ __device__ inline void put_pieces(const ep_ht_args &a, uint64_t tag, const Box &
     struct ep_device_net *net = net_of(a);
     const uint32_t next = net->put[load.rank], end = next + complete_pieces(a, box, load, next);
     const uint32_t first = next * box.piece, items = min(load.n, end * box.piece) - first;
+    const bool is_last = end * box.piece >= load.n;
+    const uint32_t step = !is_last ? step_of_item(box, first + items - 1) : box.asks ? kAsked : kOver;
 
     if (end == next)
         return;
     fence_sys(); /* of all that those have written that were counted; partner: whoever reads what is put */
     put_and_tell(a, load.peer, box.in + load.at * box.box_bytes + first * box.item_bytes,
-                 box.out + load.which * box.box_bytes + first * box.item_bytes, items * box.item_bytes, tag,
-                 end * box.piece >= load.n ? (uint32_t)kOver : step_of_item(box, first + items - 1));
+                 box.out + load.which * box.box_bytes + first * box.item_bytes, items * box.item_bytes,
+                 is_last && box.asks ? tag + 1 : tag, step);
     net->put[load.rank] = end;
 }
 
@@ -454,6 +492,7 @@ __device__ inline uint32_t gate_of(const ep_ht_args &, uint32_t r) { return r; }
 __device__ inline uint64_t far_closed(const ep_ht_args &, uint32_t) { return 0; }
 __device__ inline bool has_come(const ep_ht_args &, uint32_t, uint64_t, uint32_t) { return false; }
 __device__ inline void close_far(const ep_ht_args &, uint32_t, uint64_t) {}
+__device__ inline void forgo_sums(const ep_ht_args &, uint32_t, uint64_t) {}
 __device__ inline void catch_up(const ep_ht_args &, uint32_t, uint64_t) {}
 __device__ inline void await_hold(const ep_ht_args &) {}
 __device__ inline void choose_gates(const ep_ht_args &, const uint32_t *) {}

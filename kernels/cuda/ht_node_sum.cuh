@@ -28,7 +28,7 @@ __device__ inline uint32_t traits_of(const ep_ht_args &a) { return EP_OP_COMBINE
 
 __device__ inline void write_ask(const ep_ht_args &a, const Op &op, uint32_t d)
 {
-    uint8_t *note = is_far(a, d) ? far_ask_at(a, d) : note_at(a, kAsk, a.rank, d);
+    uint8_t *note = note_at(a, kAsk, a.rank, d);
 
     store_vec(note, tagged(traits_of(a), a.topk_grads != nullptr, op.tag));
     store_vec(note + EP_HT_ASK_ROUTING_LOW / 2 * sizeof(Vec),
@@ -103,7 +103,7 @@ __device__ inline uint32_t await_places(const ep_ht_args &a, const Op &op, const
     return __reduce_or_sync(kAll, taken);
 }
 
-/* Warp 0 of block 0: whose tokens' sums are made here, and the asks of those that make ours. */
+/* Warp 0 of block 0: whose tokens' sums are made here; and those that make ours are asked, unless their records did so. */
 __device__ inline void ask_gates(const ep_ht_args &a, const Op &op)
 {
     struct ep_device_net *net = net_of(a);
@@ -115,45 +115,35 @@ __device__ inline void ask_gates(const ep_ht_args &a, const Op &op)
             return;
         store_u32(&net->acts[r], ways[r].acts); /* the way of the dispatch */
         store_u32(&net->via[r], ways[r].via);
-        if (has(op.members, r) && ways[r].from > 0)
-            add(net->more, r); /* gets sums */
         if (ways[r].to > 0)
             add(net->through, ways[r].acts); /* makes sums */
     });
     __syncwarp();
-    ask_far(a, op, [&](uint32_t r) { return has_now(net->through, r) && has(op.members, r); },
-            EP_HT_ASK_EXPERTS / 2 * sizeof(Vec), [&](uint32_t d) {
-                if (threadIdx.x == 0)
-                    write_ask(a, op, d);
-            });
+    ask_far(
+        a, op, [&](uint32_t r) { return has_now(net->through, r) && has(op.members, r) && !is_asked(a, r, op.tag); },
+        [](uint32_t) {}, [&](uint32_t d) { ask_for_sums(a, d, op.tag); });
 }
 
-/* A warp: rank s runs this op, and takes its sums. */
+/* A warp: rank s takes its sums, and nothing is on its way where they are made and where they go. */
 __device__ inline bool await_source(const ep_ht_args &a, const Op &op, uint32_t s)
 {
     uint32_t *silent = net_of(a)->silent;
-    bool fits = false;
+    bool takes = false;
 
     if (threadIdx.x % 32 == 0 && !has_now(silent, s)) {
         const uint64_t *last = &net_of(a)->ht_last[s];
         const Wait end = wait_for(
-            a, op, s,
-            [&] { return has_come(a, s, op.tag, kAsked) && (load_u64(last) == op.tag || may_put(a, s)); },
-            [] { return false; });
+            a, op, s, [&] { return has_asked(a, s, op.tag) && (load_u64(last) == op.tag || may_put(a, s)); },
+            [&] { return has_come(a, s, op.tag, kAsked) && !has_asked(a, s, op.tag); }); /* beyond */
 
-        fence_sys(); /* acquire: its ask */
-        const Vec traits = load_vec(far_note_at(a, s) + EP_HT_ASK_TRAITS / 2 * sizeof(Vec));
-        const Vec routing = load_vec(far_note_at(a, s) + EP_HT_ASK_ROUTING_LOW / 2 * sizeof(Vec));
-
-        fits = end == Wait::there && tag_of(traits) == op.tag && traits.w[0] == traits_of(a) && tag_of(routing) == op.tag
-               && ((uint64_t)routing.w[1] << 32 | routing.w[0]) == op.number;
+        takes = end == Wait::there;
         if (end == Wait::late)
             miss(a, s, end, EP_WAIT_READY);
-        if (!fits)
+        if (!takes)
             add(silent, s);
     }
     __syncwarp();
-    return __shfl_sync(kAll, fits, 0);
+    return __shfl_sync(kAll, takes, 0);
 }
 
 /* ---- a sum of this node ------------------------------------------------------------------ */
@@ -222,8 +212,10 @@ __device__ inline void sum_record(const ep_ht_args &a, const Op &op, Ring *ring,
     gather_node_grads(a, terms, (float *)(at + sizeof(struct ep_net_sum)));
     const uint32_t late = nears_that(a, [&](uint32_t r) { return has_now(run_of(a).late, r); });
 
-    if (threadIdx.x % 32 == 0)
+    if (threadIdx.x % 32 == 0) {
         store_row(at, tagged(terms.comes, late, op.tag));
+        store_row(at + sizeof(Vec), tagged(traits_of(a), 0, op.number));
+    }
     __syncwarp();
     fence_sys(); /* release; partner: put_pieces */
     if (threadIdx.x % 32 == 0)
@@ -292,11 +284,11 @@ __device__ inline bool await_sum(const ep_ht_args &a, const Op &op, const Box &b
         comes = end == Wait::there;
     }
     fence_sys(); /* acquire: what was put before it */
-    const Vec v = comes ? load_vec(sum) : Vec{ { 0, 0, 0, 0 } };
+    const Vec v = comes ? load_vec(sum) : Vec{ { 0, 0, 0, 0 } }, of = comes ? load_vec(sum + sizeof v) : v;
 
-    comes = comes && tag_of(v) == op.tag;
+    comes = comes && tag_of(v) == op.tag && of.w[0] == traits_of(a) && tag_of(of) == op.number;
     if (comes)
-        *head = { v.w[0], v.w[1], op.tag };
+        *head = { v.w[0], v.w[1], op.tag, of.w[0], of.w[1], op.number };
     *at = sum;
     return comes;
 }

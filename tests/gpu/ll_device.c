@@ -213,6 +213,8 @@ static const struct ll_case cases[] = {
     NAMED("HT: two handles interleaved", ll_case_interleaved, 1, .ht = true, .tokens = 40, .layout = FLAT),
     NAMED("HT: two handles interleaved, packed fp8", ll_case_interleaved, 1, .ht = true, .tokens = 40,
           .layout = PACKED, .dtype = BENCH_FP8),
+    NAMED("HT: two handles interleaved, by one node in another order", ll_case_crossed, 2, .ht = true, .tokens = 40,
+          .layout = FLAT),
     NAMED("HT and LL interleaved in one group", ll_case_interleaved, 1, .ht = true, .both = true, .tokens = 40,
           .layout = PACKED),
     NAMED("HT: a combine comes when others dispatch again", ll_case_behind, 2, .ht = true, .tokens = 0, .layout = FLAT),

@@ -76,6 +76,48 @@ static ep_status run_halves(struct ll_passes *passes, uint32_t rank, struct ep_e
     return status == EP_OK ? pair_of(pass, 1, EP_OP_SEND_ONLY, error) : status;
 }
 
+/* Ranks of the first node if the rank is there, of all others if not. */
+static uint64_t its_side(const struct ll_passes *passes, uint32_t rank)
+{
+    const uint32_t *node = passes->pass[rank][0]->config.node_of;
+    uint64_t ranks = 0;
+
+    for (uint32_t r = 0; r < passes->world->ranks; r++)
+        ranks |= (node[r] == node[0]) == (node[rank] == node[0]) ? world_bit(r) : 0;
+    return ranks;
+}
+
+/* The first node combines another dispatch than the others do: no sum has partials of both sides. */
+static ep_status run_crossed(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *const *pass = passes->pass[rank];
+    const uint64_t own = its_side(passes, rank);
+    const uint32_t first = own & world_bit(0) ? 0 : 1;
+    ep_status status = EP_OK;
+
+    for (uint32_t i = 0; status == EP_OK && i < 2; i++)
+        status = pass_dispatch(pass[i], 0, error);
+    if (status == EP_OK)
+        status = check_both(pass, pass_received, error);
+    if (status == EP_OK)
+        status = check_both(pass, run_experts, error);
+    for (uint32_t i = 0; i < 2; i++) {
+        pass[i]->expected = own;
+        if (status == EP_OK)
+            status = pass_combine(pass[i ^ first], 0, false, error);
+    }
+    if (status == EP_OK)
+        status = check_both(pass, pass_result, error);
+    for (uint32_t i = 0; i < 2; i++)
+        pass[i]->expected = world_all(passes->world);
+    return status == EP_OK ? pair_of(pass, 0, 0, error) : status;
+}
+
+ep_status ll_case_crossed(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    return on_all(setting, shape, 2, run_crossed, error);
+}
+
 ep_status ll_case_interleaved(const struct ll_setting *setting, const struct shape *shape,
                               struct ep_error *error)
 {

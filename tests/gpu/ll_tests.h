@@ -81,6 +81,7 @@ ep_status ll_check_failure(struct world_rank *rank, ep_status expected, const ch
 ll_case_fn ll_case_shape;
 
 ll_case_fn ll_case_interleaved;
+ll_case_fn ll_case_crossed;
 ll_case_fn ll_case_halves;
 ll_case_fn ll_case_skipped;
 ll_case_fn ll_case_released;

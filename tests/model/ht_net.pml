@@ -155,14 +155,13 @@
 #define STEP(tag, step) ((tag) * 3 + (step))
 #define TAG_OF(value) ((value) / 3)
 #define IS_OVER(value) ((value) % 3 == OVER)
-#define RECORD 1
-#define SUM 2
 #define SPOILT 128
 
-/* What is under way from w to o, and what has been told and seen. */
-byte fly_ask[R * R], fly_box[R * R];
+/* What is under way from w to o, and what has been told and seen.  An ask: its step; a record, a sum: its tag. */
+byte fly_ask[R * R], fly_record[R * R], fly_sum[R * R];
 byte put_told[R * R], put_seen[R * R], closed_told[R * R], ack_told[R * R];
 byte last[R * R]; /* ht_last */
+bit filling[R * R]; /* records of w for o are in the box, or may be, and not put yet */
 /* Beside windows, at o from w. */
 byte asks[R * R], ask_acts[R * R], records[R * R], sum_tag[R * R], sum_mask[R * R];
 byte sum_out[R * R];  /* of w for o */
@@ -228,9 +227,11 @@ bit idle;            /* VICTIM runs nothing */
 
 /* ---- signals ------------------------------------------------------------------------- */
 
-#define UNDER_WAY(p) (fly_ask[PAIR(p, r)] > 0 || fly_box[PAIR(p, r)] > 0)
+#define FLIES(way, upto) \
+    (fly_ask[way] > 0 && TAG_OF(fly_ask[way]) <= (upto) || fly_record[way] > 0 && fly_record[way] <= (upto) || \
+     fly_sum[way] > 0 && fly_sum[way] <= (upto))
 /* Is p's last ACK still behind what p had put before? */
-#define IS_BEHIND(p) (UNDER_WAY(p) && TAG_OF(put_told[PAIR(p, r)]) <= ack_told[PAIR(p, r)])
+#define IS_BEHIND(p) FLIES(PAIR(p, r), ack_told[PAIR(p, r)])
 #ifdef MUTANT_CLOSED_IS_ENOUGH
 #define MAY_PUT(p) (ack_told[PAIR(p, r)] >= last[PAIR(r, p)] || closed_told[PAIR(p, r)] >= last[PAIR(r, p)])
 #elif defined(MUTANT_NO_ACK)
@@ -241,7 +242,7 @@ bit idle;            /* VICTIM runs nothing */
 #define MAY_PUT(p) (ack_told[PAIR(p, r)] >= last[PAIR(r, p)] && !IS_BEHIND(p))
 #endif
 #define FAR_CLOSED(p) \
-    ((closed_told[PAIR(p, r)] >= tag || ack_told[PAIR(p, r)] >= tag) && !UNDER_WAY(p))
+    ((closed_told[PAIR(p, r)] >= tag || ack_told[PAIR(p, r)] >= tag) && !FLIES(PAIR(p, r), tag))
 #define HAS_COME(p, step) (put_seen[PAIR(p, r)] >= STEP(tag, step) || FAR_CLOSED(p))
 #define OVER_BY(p) (LEFT(p) || (IS_FAR(p) -> FAR_CLOSED(p) : closed[p] >= tag))
 
@@ -271,6 +272,21 @@ inline catch_up_all()
     d = 0;
     do
     :: d < R -> acknowledge(d, CAUGHT_UP); d++
+    :: else -> break
+    od;
+#endif
+    d = 0
+}
+
+/* A combine that was asked for and did not come. */
+inline forgo_sums()
+{
+#if !defined(MUTANT_NOT_FORGONE) && !defined(MUTANT_NOT_OVER)
+    d = 0;
+    do
+    :: d < R ->
+        put_told[PAIR(r, d)] = (last[PAIR(r, d)] > 0 && last[PAIR(r, d)] < tag -> STEP(last[PAIR(r, d)], OVER) : put_told[PAIR(r, d)]);
+        d++
     :: else -> break
     od;
 #endif
@@ -330,28 +346,43 @@ inline be_late(p)
 
 #define RECORDS(s, k) (SENDS(s) && NODE(s) != (k))
 
-#define MORE(p) \
-    (kind == DISPATCH && acts[BOX(r, NODE(p))] == p && RECORDS(r, NODE(p)) || kind == COMBINE && IN(relays, p))
+#define MORE(p) (acts[BOX(r, NODE(p))] == p && RECORDS(r, NODE(p)))
 
+/* Of a dispatch the note; a combine's is a step alone. */
 inline put_ask(p)
 {
-    assert(fly_ask[PAIR(r, p)] == 0 && fly_box[PAIR(r, p)] == 0);
+    assert(!FLIES(PAIR(r, p), 255));
     last[PAIR(r, p)] = tag;
-    fly_ask[PAIR(r, p)] = tag;
-    ask_acts[PAIR(r, p)] = acts[BOX(r, NODE(p))];
-    put_told[PAIR(r, p)] = (MORE(p) -> STEP(tag, ASKED) : STEP(tag, OVER))
+    put_told[PAIR(r, p)] = (kind == COMBINE || MORE(p) -> STEP(tag, ASKED) : STEP(tag, OVER));
+    fly_ask[PAIR(r, p)] = (kind == DISPATCH -> put_told[PAIR(r, p)] : 0);
+    filling[PAIR(r, p)] = kind == DISPATCH && MORE(p);
+    ask_acts[PAIR(r, p)] = (kind == DISPATCH -> acts[BOX(r, NODE(p))] : ask_acts[PAIR(r, p)])
 }
 
-inline put_box(p, what)
+/* And asks for the sums of the first combine. */
+inline put_record(p)
 {
-    assert(fly_box[PAIR(r, p)] == 0);
+    fly_record[PAIR(r, p)] = tag;
+    filling[PAIR(r, p)] = 0;
+#ifdef MUTANT_ASKED_AND_FREE
     last[PAIR(r, p)] = tag;
-    fly_box[PAIR(r, p)] = what;
+#else
+    last[PAIR(r, p)] = tag + 1;
+#endif
+    put_told[PAIR(r, p)] = STEP(tag + 1, ASKED)
+}
+
+inline put_sum(p)
+{
+    assert(fly_sum[PAIR(r, p)] == 0);
+    last[PAIR(r, p)] = tag;
+    fly_sum[PAIR(r, p)] = tag;
     put_told[PAIR(r, p)] = STEP(tag, OVER)
 }
 
+#define IS_ASKED(p) (TAG_OF(put_told[PAIR(r, p)]) == tag)
 #define THEN_ASK(p) \
-    assert(kind != DISPATCH || fly_box[PAIR(p, r)] != SUM); /* where records are to be */ \
+    assert(kind != DISPATCH || fly_sum[PAIR(p, r)] == 0); /* where records are to be */ \
     open = open | BIT(p); \
     put_ask(p)
 #define AWAIT_ROOM(p) AWAIT(p, ITSELF, MAY_PUT, NEVER_SO, THEN_ASK)
@@ -375,10 +406,10 @@ inline ask_far(whom)
 
 /* The box of a node, or of whoever acts as the gate there. */
 #ifdef MUTANT_ONE_BOX_OUT
-#define RECORD_FLIES(p) | (IN(ON(k), p) && fly_box[PAIR(r, p)] == RECORD)
+#define RECORD_FLIES(p) | (IN(ON(k), p) && fly_record[PAIR(r, p)] > 0)
 #define BOX_IS_FREE !(0 EACH(RECORD_FLIES))
 #else
-#define BOX_IS_FREE (fly_box[PAIR(r, acts[BOX(r, k)])] != RECORD)
+#define BOX_IS_FREE (fly_record[PAIR(r, acts[BOX(r, k)])] == 0)
 #endif
 
 inline put_records()
@@ -386,9 +417,9 @@ inline put_records()
     k = 0;
     do
     :: k < NODES && k != NODE(r) && RECORDS(r, k) && acts[BOX(r, k)] != NOBODY && IN(open, acts[BOX(r, k)]) ->
-        assert(BOX_IS_FREE && fly_box[PAIR(acts[BOX(r, k)], r)] != SUM);
+        assert(BOX_IS_FREE && fly_sum[PAIR(acts[BOX(r, k)], r)] == 0);
         sum_tag[PAIR(r, acts[BOX(r, k)])] = 0; /* it lies where the record is */
-        put_box(acts[BOX(r, k)], RECORD);
+        put_record(acts[BOX(r, k)]);
         h_to[HANDLE(r, h)] = h_to[HANDLE(r, h)] | BIT(k);
         k++
     :: else ->
@@ -405,29 +436,31 @@ inline put_records()
 
 #ifdef MUTANT_ONE_BOX_BACK
 #define SUM_FROM(o, w) PAIR(o, GATE(o, NODE(w)))
-#define SUM_LIES(p) (fly_box[PAIR(p, r)] != SUM && fly_box[PAIR(NEXT(p), r)] != SUM)
+#define SUM_LIES(p) (fly_sum[PAIR(p, r)] == 0 && fly_sum[PAIR(NEXT(p), r)] == 0)
 #else
 #define SUM_FROM(o, w) PAIR(o, w)
-#define SUM_LIES(p) (fly_box[PAIR(p, r)] != SUM)
+#define SUM_LIES(p) (fly_sum[PAIR(p, r)] == 0)
 #endif
 
 inline land_ask(w, o)
 {
-    asks[PAIR(o, w)] = (fly_ask[PAIR(w, o)] > 0 -> fly_ask[PAIR(w, o)] : asks[PAIR(o, w)]);
+    asks[PAIR(o, w)] = (fly_ask[PAIR(w, o)] > 0 -> TAG_OF(fly_ask[PAIR(w, o)]) : asks[PAIR(o, w)]);
     fly_ask[PAIR(w, o)] = 0
+}
+
+inline land_record(w, o)
+{
+    land_ask(w, o);
+    records[PAIR(o, w)] = (fly_record[PAIR(w, o)] > 0 -> fly_record[PAIR(w, o)] : records[PAIR(o, w)]);
+    fly_record[PAIR(w, o)] = 0
 }
 
 inline land_all(w, o)
 {
-    land_ask(w, o);
-    if
-    :: fly_box[PAIR(w, o)] == RECORD -> records[PAIR(o, w)] = TAG_OF(put_told[PAIR(w, o)])
-    :: fly_box[PAIR(w, o)] == SUM ->
-        sum_tag[SUM_FROM(o, w)] = TAG_OF(put_told[PAIR(w, o)]);
-        sum_mask[SUM_FROM(o, w)] = sum_out[PAIR(w, o)]
-    :: else
-    fi;
-    fly_box[PAIR(w, o)] = 0
+    land_record(w, o);
+    sum_tag[SUM_FROM(o, w)] = (fly_sum[PAIR(w, o)] > 0 -> fly_sum[PAIR(w, o)] : sum_tag[SUM_FROM(o, w)]);
+    sum_mask[SUM_FROM(o, w)] = (fly_sum[PAIR(w, o)] > 0 -> sum_out[PAIR(w, o)] : sum_mask[SUM_FROM(o, w)]);
+    fly_sum[PAIR(w, o)] = 0
 }
 
 #ifdef MUTANT_SIGNAL_FIRST
@@ -436,14 +469,16 @@ inline land_all(w, o)
 #define DELIVER(how, w, o) how(w, o)
 #endif
 /* Before its signal is seen: only whoever knows that it is closed can tell. */
-#define IS_CLOSED(w, o) \
-    (closed_told[PAIR(w, o)] >= TAG_OF(put_told[PAIR(w, o)]) || ack_told[PAIR(w, o)] >= TAG_OF(put_told[PAIR(w, o)]))
+#define IS_CLOSED(w, o) (FLIES(PAIR(w, o), closed_told[PAIR(w, o)]) || FLIES(PAIR(w, o), ack_told[PAIR(w, o)]))
+#define RECORD_STEP(w, o) STEP(fly_record[PAIR(w, o)] + 1, ASKED)
 #define WAY(w, o) \
-    :: atomic { NODE(w) != NODE(o) && (fly_ask[PAIR(w, o)] > 0 || fly_box[PAIR(w, o)] > 0) && IS_CLOSED(w, o) -> \
-                land_all(w, o) } \
-    :: atomic { NODE(w) != NODE(o) && fly_box[PAIR(w, o)] > 0 && fly_ask[PAIR(w, o)] > 0 && IS_OVER(put_told[PAIR(w, o)]) && \
-                put_seen[PAIR(w, o)] < put_told[PAIR(w, o)] - 1 -> \
-                DELIVER(land_ask, w, o); put_seen[PAIR(w, o)] = put_told[PAIR(w, o)] - 1 } \
+    :: atomic { NODE(w) != NODE(o) && IS_CLOSED(w, o) -> land_all(w, o) } \
+    :: atomic { NODE(w) != NODE(o) && fly_ask[PAIR(w, o)] > put_seen[PAIR(w, o)] && \
+                fly_ask[PAIR(w, o)] < put_told[PAIR(w, o)] -> \
+                put_seen[PAIR(w, o)] = fly_ask[PAIR(w, o)]; DELIVER(land_ask, w, o) } \
+    :: atomic { NODE(w) != NODE(o) && fly_record[PAIR(w, o)] > 0 && RECORD_STEP(w, o) > put_seen[PAIR(w, o)] && \
+                RECORD_STEP(w, o) < put_told[PAIR(w, o)] -> \
+                put_seen[PAIR(w, o)] = RECORD_STEP(w, o); DELIVER(land_record, w, o) } \
     :: atomic { NODE(w) != NODE(o) && put_seen[PAIR(w, o)] < put_told[PAIR(w, o)] -> \
                 DELIVER(land_all, w, o); put_seen[PAIR(w, o)] = put_told[PAIR(w, o)] }
 #define WAYS_0(o) WAY(0, o)
@@ -582,7 +617,7 @@ inline relay_record()
         hand[r] = mask > 0
     }
         atomic {
-            assert(out[r] || mask == 0 || (records[PAIR(r, now_at)] == tag && fly_box[PAIR(now_at, r)] != RECORD));
+            assert(out[r] || mask == 0 || (records[PAIR(r, now_at)] == tag && fly_record[PAIR(now_at, r)] == 0));
             write_rows(now_at);
             hand[r] = 0;
             mask = 0;
@@ -780,15 +815,18 @@ inline push_partials()
 }
 
 /* Lane by lane: rank d's partial of what came from s. */
-#define SOURCE_THERE(s) (HAS_COME(s, ASKED) && (last[PAIR(r, s)] == tag || MAY_PUT(s)))
-#define ASKS_FOR_SUM(s) (asks[PAIR(r, s)] == tag)
+#ifdef MUTANT_ANY_ASK /* the dispatch's too, before what it sent has come */
+#define HAS_ASKED_FOR_SUM(s) (TAG_OF(put_seen[PAIR(s, r)]) >= tag - 1)
+#else
+#define HAS_ASKED_FOR_SUM(s) (TAG_OF(put_seen[PAIR(s, r)]) == tag)
+#endif
+#define SOURCE_THERE(s) (HAS_ASKED_FOR_SUM(s) && (last[PAIR(r, s)] == tag || MAY_PUT(s)))
 #define THEN_SOURCE(s) \
-    assert(out[r] || fly_ask[PAIR(s, r)] == 0); \
-    assert(!ASKS_FOR_SUM(s) || fly_box[PAIR(s, r)] != RECORD); \
-    now_at = (ASKS_FOR_SUM(s) -> s : NOBODY); mask = 0; d = 0; \
-    rest = (ASKS_FOR_SUM(s) -> todo : 0); todo = (ASKS_FOR_SUM(s) -> 0 : todo); \
-    summing[PAIR(r, s)] = (ASKS_FOR_SUM(s) -> summing[PAIR(r, s)] : 0)
-#define AWAIT_SOURCE(p) AWAIT(p, ITSELF, SOURCE_THERE, NEVER_SO, THEN_SOURCE)
+    assert(fly_record[PAIR(s, r)] == 0 && !filling[PAIR(s, r)]); \
+    now_at = s; mask = 0; d = 0; \
+    rest = todo; todo = 0
+#define SOURCE_ASKS_NOT(s) (TAG_OF(put_seen[PAIR(s, r)]) > tag)
+#define AWAIT_SOURCE(p) AWAIT(p, ITSELF, SOURCE_THERE, SOURCE_ASKS_NOT, THEN_SOURCE)
 #define PARTIAL_THERE (partial[PAIR(now_at, d)] == tag)
 #define NO_PARTIAL (LEFT(d) || closed[d] >= tag || done[PAIR(r, d)] == tag || ceased[PAIR(r, d)] == tag)
 
@@ -801,10 +839,10 @@ inline sum_record()
     :: atomic { d < R && IN(members & HERE(r), d) && !PARTIAL_THERE && TIME_IS_OVER && !DYING -> be_late(d); d++ }
     ESCAPE
     :: atomic { d == R && !DYING ->
-        assert(fly_box[PAIR(now_at, r)] != RECORD);
+        assert(fly_record[PAIR(now_at, r)] == 0 && !filling[PAIR(now_at, r)]);
         records[PAIR(r, now_at)] = 0; /* it lay where the sum is */
         sum_out[PAIR(r, now_at)] = mask | (summing[PAIR(r, now_at)] == SPOILT -> SPOILT : 0);
-        put_box(now_at, SUM);
+        put_sum(now_at);
         summing[PAIR(r, now_at)] = 0;
         now_at = NOBODY; mask = 0; d = 0;
         todo = rest; rest = 0;
@@ -887,6 +925,7 @@ inline begin()
     members = SEEN;
     ok = IN(members, r) && (kind == DISPATCH || (n > 0 && h_routed[HANDLE(r, h)]));
     members = (ok -> members : 0);
+    forgo_sums();
     catch_up_all();
     opened[r] = (ok && !out[r] -> tag : 0);
     now_at = NOBODY;
@@ -946,15 +985,18 @@ inline dispatch()
     fi
 }
 
+#define ASKED_BIT(p) | IS_ASKED(p) << (p)
+
 inline combine()
 {
-    ask_far(GATES);
+    ask_far(GATES & ~(0 EACH(ASKED_BIT)));
     take_asks(VIAS);
     push_partials();
     sum_records();
     sum_tokens()
 }
 
+#define FILLS_NOT(p) filling[PAIR(r, p)] = 0;
 #define NOT_SUMMING(s) summing[PAIR(r, s)] = 0;
 
 proctype block(byte r)
@@ -980,6 +1022,7 @@ life:
         atomic {
             closed[r] = tag;
             EACH(NOT_SUMMING)
+            EACH(FILLS_NOT)
 #ifndef MUTANT_DRAINS_FIRST
             close_far()
 #endif
@@ -1005,6 +1048,7 @@ life:
 #ifdef FORGOES /* there is always a next op */
     atomic {
         tag = TAG(N + 1, 0);
+        forgo_sums();
         catch_up_all();
         closed[r] = tag;
         close_far();

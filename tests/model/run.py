@@ -20,7 +20,8 @@ A case is a model with a set of macros; the model says what they mean.  Four kin
             back, where one is killed.  SAMPLE_S seconds of a search in random order, in which a state counts as seen
             when its hash was (spin's bitstate search).  That finds mistakes and proves nothing.
   mutant    The protocol with a mistake in it.  The search must find a counterexample.
-  hunted    A mutant that is looked for in random order, as samples are, for HUNT_S seconds at most.
+  hunted    A mutant that is looked for in random order, as samples are: in HUNTS searches of HUNT_S seconds at most, as one
+            that has gone the wrong way seldom comes back.
 
 It takes about five minutes on two idle cores.  A line per case, `ok` or `FAIL`, and `N passed, N failed`; 77 where
 spin, gcc or tcc is missing.  What they make lies below TMPDIR and goes with it.
@@ -43,7 +44,8 @@ DEPTH = 100000    # steps
 # Of a core's time: what else the machine does changes nothing of what is found.
 SEARCH_S = 400    # a full search has failed then
 SAMPLE_S = 6
-HUNT_S = 120
+HUNT_S = 15
+HUNTS = 8
 LOOK_S = 0.1      # how often it is looked at
 SAMPLE_BITS = 30  # log2 of the bits that hashes are kept in
 SKIPPED = 77
@@ -229,7 +231,7 @@ CASES = [
     ht_net("mutant, ACK before data", "SHAPE=11 N=2 TIMEOUTS=1 PAIRS MUTANT_ACK_BEFORE_DATA", "mutant"),
     ht_net("mutant, CLOSED is enough", "SHAPE=11 N=2 TIMEOUTS=1 PAIRS MUTANT_CLOSED_IS_ENOUGH", "mutant"),
     ht_net("mutant, ACK while it is read", "SHAPE=11 N=2 TIMEOUTS=1 SKIPPED MUTANT_ACK_EARLY", "mutant"),
-    ht_net("mutant, ACK before all has come", "SHAPE=11 N=2 TIMEOUTS=1 SKIPPED MUTANT_ACK_UNSEEN", "mutant"),
+    ht_net("mutant, ACK before all has come", "SHAPE=11 N=2 TIMEOUTS=1 PAIRS MUTANT_ACK_UNSEEN", "mutant"),
     ht_net("mutant, no ACK after the op", "SHAPE=11 N=2 TIMEOUTS=1 PAIRS MUTANT_NO_CATCH_UP", "mutant"),
     ht_net("mutant, ACKs for whom one waits only", "SHAPE=111 N=1 MISSED SKIPPED MUTANT_CATCHES_UP_WITH_ONE", "mutant"),
     ht_net("mutant, not told that it is over", "SHAPE=11 N=2 TIMEOUTS=1 SKIPPED MUTANT_NOT_OVER", "mutant"),
@@ -237,6 +239,9 @@ CASES = [
     ht_net("mutant, drains before it is told", "SHAPE=12 N=2 TIMEOUTS=2 SKIPPED MUTANT_DRAINS_FIRST", "hunted"),
     ht_net("mutant, signals before data", "SHAPE=11 N=2 PAIRS MUTANT_SIGNAL_FIRST", "mutant"),
     ht_net("mutant, records of any tag", "SHAPE=11 N=2 TIMEOUTS=1 PAIRS MUTANT_ANY_RECORD", "mutant"),
+    ht_net("mutant, a combine that did not come is not forgone", "SHAPE=11 N=2 SKIPPED MUTANT_NOT_FORGONE", "mutant"),
+    ht_net("mutant, records where sums were asked for", "SHAPE=11 N=2 TIMEOUTS=1 PAIRS MUTANT_ASKED_AND_FREE", "mutant"),
+    ht_net("mutant, sums for the dispatch's ask", "SHAPE=11 N=2 TIMEOUTS=1 PAIRS MUTANT_ANY_ASK", "mutant"),
     ht_net("mutant, sums of any tag", "SHAPE=11 N=2 TIMEOUTS=1 PAIRS MUTANT_ANY_SUM", "mutant"),
     ht_net("mutant, waits do not look at from", "SHAPE=11 N=1 LEAVES PAIRS MUTANT_BLIND", "mutant"),
     ht_net("mutant, rows are awaited as their source is", "SHAPE=12 N=1 SKIPPED MUTANT_AWAITS_SOURCE", "mutant"),
@@ -372,11 +377,11 @@ def output_within(pan, seconds):
     return None
 
 
-def search(case, folder):
+def search(case, folder, seed=1):
     """What the program says at its end.  A sample ends when its time is over."""
     flags = ["-m%d" % DEPTH, "-n"]
     if case.kind in ("sampled", "hunted"):
-        flags += ["-w%d" % SAMPLE_BITS, "-RS1"]
+        flags += ["-w%d" % SAMPLE_BITS, "-RS%d" % seed]
     with subprocess.Popen(["./pan", *flags], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           text=True) as pan:
         said = output_within(pan, {"sampled": SAMPLE_S, "hunted": HUNT_S}.get(case.kind, SEARCH_S))
@@ -412,7 +417,11 @@ def check(case):
     folder = tempfile.mkdtemp(prefix="model-")
     try:
         make(case, folder)
-        return judge(case, search(case, folder))
+        for seed in range(1, HUNTS + 1):
+            good, said = judge(case, search(case, folder, seed))
+            if good or case.kind != "hunted":
+                break
+        return good, said
     except Failed as failed:
         return False, str(failed)
     finally:
