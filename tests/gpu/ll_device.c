@@ -331,7 +331,7 @@ struct options {
     uint32_t ranks, gpus, sms; /* 0: as many as there are */
     const char *filter;
     bool served, ht, pcie;
-    uint32_t timeout_ms;
+    uint32_t timeout_ms, late_ms;
     uint64_t seed, soak;
 };
 
@@ -404,7 +404,7 @@ static void run_soak(const struct ll_setting *setting, const struct options *o, 
 static void usage(FILE *to)
 {
     fputs("usage: ll_device [--ranks N] [--gpus N] [--executor direct|server] [--filter TEXT] [--seed N]\n"
-          "                 [--soak N] [--ht] [--sms N] [--timeout-ms N]\n"
+          "                 [--soak N] [--ht] [--sms N] [--timeout-ms N] [--late-ms N]\n"
           "\n"
           "  --ranks N       ranks of the group (default: one per GPU, four on a single one)\n"
           "  --gpus N        GPUs to use (default: all)\n"
@@ -416,7 +416,9 @@ static void usage(FILE *to)
           "  --ht            HT ops among them\n"
           "  --sms N         multiprocessors that ops of a rank fill, at most (default: all, or its share of a GPU)\n"
           "  --pcie          as where PCIe joins the GPUs: lines of partials may come in pieces\n"
-          "  --timeout-ms N  bound of a wait for a rank (default 20000); more where kernels are slow\n",
+          "  --timeout-ms N  bound of a wait for a rank (default 20000); more where kernels are slow\n"
+          "  --late-ms N     the same in cases where a rank is late, which others wait for in vain (default 200, or 4000\n"
+          "                  where its credit is); more where kernels are slow\n",
           to);
 }
 
@@ -432,6 +434,7 @@ static bool parse(int argc, char **argv, struct options *o)
                                            { "sms", required_argument, NULL, 'm' },
                                            { "pcie", no_argument, NULL, 'p' },
                                            { "timeout-ms", required_argument, NULL, 't' },
+                                           { "late-ms", required_argument, NULL, 'l' },
                                            { "help", no_argument, NULL, 'h' },
                                            { NULL, 0, NULL, 0 } };
     int c;
@@ -453,6 +456,7 @@ static bool parse(int argc, char **argv, struct options *o)
         case 'm': o->sms = (uint32_t)strtoul(optarg, NULL, 10); break;
         case 'p': o->pcie = true; break;
         case 't': o->timeout_ms = (uint32_t)strtoul(optarg, NULL, 10); break;
+        case 'l': o->late_ms = (uint32_t)strtoul(optarg, NULL, 10); break;
         case 'h': usage(stdout); exit(0);
         default: return false;
         }
@@ -496,6 +500,7 @@ int main(int argc, char **argv)
     }
     setting.seed = o.seed;
     setting.timeout_ms = o.timeout_ms;
+    setting.late_ms = o.late_ms;
     setting.served = o.served;
     setting.pcie = o.pcie;
     setting.sms = o.sms;

@@ -23,6 +23,7 @@ struct ll_setting {
     bool served;         /* executor server */
     bool pcie;           /* as where PCIe joins the GPUs */
     uint32_t timeout_ms; /* of ops that nobody delays */
+    uint32_t late_ms;    /* and of those for which a rank is late; 0: as is right for GPUs */
     uint64_t seed;
 };
 
