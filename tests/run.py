@@ -389,6 +389,8 @@ KERNEL_RUNS = (
     ("-flat", "2", "1", "HT flat bf16 T=77"),
     # Both modes: results, of those that stay, of ops that a rank leaves.
     ("-members", "3", "1", "a rank leaves"),
+    # LL: some blocks of a rank have begun without the one that joins.
+    ("-joins", "3", "1", "somebody joins"),
     # What a rank that is late makes others wait for: its dispatch, its credit, its combine.
     ("-late-rank", "2", "1", "a rank's"),
     # Both modes, with the ranks on several nodes: formats and layouts; ranks that are absent, leave and join; more ranks than

@@ -512,6 +512,95 @@ ep_status ll_case_gates_by_chance(const struct ll_setting *setting, const struct
     return status;
 }
 
+/* ---- joins in the middle of an op ------------------------------------------------------ */
+
+/*
+ * Rank 0 dispatches while another one, the holder, still has the bank: all of its blocks have something to send, and wait for
+ * that credit first.  So all of them look a second time who takes part after the last rank has joined; those that had begun did
+ * not see it the first time.  Nobody can choose which, so it is done many times.  Then the holder dispatches too.  On
+ * several nodes nobody joins what has begun (ll_net.cuh).
+ */
+enum { JOINS = 40, JOIN_WITHIN_NS = 500000, JOIN_POLL_US = 20 };
+
+static uint32_t holder(const struct ll_passes *passes)
+{
+    return passes->world->ranks - 2;
+}
+
+/* Rank 0 has begun the number. */
+static ep_status wait_begun(struct ll_passes *passes, uint64_t number, struct ep_error *error)
+{
+    const uint64_t end = ep_clock_ns() + passes->timeout_ms * EP_NS_PER_MS;
+    uint64_t begun = 0;
+    ep_status status;
+
+    while ((status = world_begun(&passes->world->rank[0], &begun, error)) == EP_OK && begun < number) {
+        if (ep_clock_ns() > end)
+            return ep_error_set(error, EP_TIMEOUT, "number %llu does not begin", (unsigned long long)number);
+        usleep(JOIN_POLL_US);
+    }
+    return status;
+}
+
+static ep_status join_by_chance(struct ll_passes *passes, struct ep_error *error)
+{
+    const uint64_t number = passes->pass[0][1]->dispatched.number + 1;
+    ep_status status = wait_begun(passes, number, error);
+
+    usleep((useconds_t)(bench_below(bench_hash(passes->seed, STREAM_PICK, passes->round, 0, 0), JOIN_WITHIN_NS) / 1000));
+    if (status == EP_OK)
+        status = world_join_at(passes->world, odd_one(passes), number, error);
+    __atomic_store_n(&passes->joined, true, __ATOMIC_RELEASE);
+    return status;
+}
+
+static ep_status join_amid(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    struct pass *pass = passes->pass[rank][0];
+    ep_status status = EP_OK;
+
+    if (rank == odd_one(passes))
+        status = join_by_chance(passes, error);
+    while (rank == holder(passes) && !__atomic_load_n(&passes->joined, __ATOMIC_ACQUIRE))
+        usleep(JOIN_POLL_US);
+    return status == EP_OK ? pass_run(pass, 0, false, error) : status;
+}
+
+/* Two dispatches that nobody combines, then one for which the first one's credit is wanted. */
+static ep_status join_once(struct ll_passes *passes, struct ep_error *error)
+{
+    const uint64_t all = world_all(passes->world);
+    uint64_t members = all;
+    ep_status status = EP_OK;
+
+    passes->joined = false;
+    for (uint32_t place = 0; status == EP_OK && place < 2; place++)
+        status = change_members(passes, &members, others(passes), place, error);
+    if (status == EP_OK)
+        status = ll_each(passes, world_bit(odd_one(passes)), reseed, error);
+    if (status == EP_OK)
+        status = ll_each(passes, others(passes), first_dispatch, error);
+    if (status == EP_OK)
+        status = ll_each(passes, others(passes), second_dispatch, error);
+    expect(passes, all);
+    return status == EP_OK ? ll_each(passes, all, join_amid, error) : status;
+}
+
+ep_status ll_case_joins_in_dispatch(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    struct ll_passes passes;
+    ep_status status = ll_open(setting, shape, 2, &passes, error);
+    const bool one_node = status == EP_OK && ranks_on(&passes, 0) == world_all(passes.world);
+
+    for (passes.round = 1; status == EP_OK && one_node && passes.round <= JOINS; passes.round++) {
+        status = join_once(&passes, error);
+        if (status != EP_OK)
+            ep_error_prefix(error, "the %uth time", passes.round);
+    }
+    ll_close(&passes);
+    return status;
+}
+
 /* ---- late ---------------------------------------------------------------------------- */
 
 /* The op ended with a timeout: of the right rank, and when it had to.  phase: EP_WAIT_NONE, it waited for more. */

@@ -49,6 +49,7 @@ struct ll_passes {
     uint32_t places, timeout_ms;
     uint64_t seed;
     uint32_t round; /* of ll_three_passes: each has inputs of its own, the same ones at all ranks */
+    bool joined;    /* the last rank has, so others may begin; atomic */
     struct pass *pass[WORLD_MAX_RANKS][LL_PLACES];
 };
 
@@ -97,6 +98,7 @@ ll_case_fn ll_case_leaves_dispatch;
 ll_case_fn ll_case_leaves_combine;
 ll_case_fn ll_case_leaves_in_dispatch;
 ll_case_fn ll_case_leaves_in_combine;
+ll_case_fn ll_case_joins_in_dispatch;
 ll_case_fn ll_case_absent_in_a_row;
 ll_case_fn ll_case_gates_by_chance;
 ll_case_fn ll_case_late_dispatch;

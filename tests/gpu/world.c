@@ -478,25 +478,42 @@ static ep_status start_at(struct world_rank *rank, uint64_t number, struct ep_er
     return status == EP_OK ? write_word(rank, &state->ht_begun, ht, error) : status;
 }
 
-/* What the rank began in an earlier life counts too: peers may have got some of it. */
-ep_status world_join(struct world *world, uint32_t rank, struct ep_error *error)
+/* The first number that nobody has begun, by the word of a state that says what it has.  What the rank began in an earlier life
+ * counts too: peers may have got some of it. */
+static ep_status read_next(struct world *world, uint64_t word, uint64_t *number, struct ep_error *error)
 {
-    uint64_t number = 0, ht_number = 0, begun = 0;
+    uint64_t begun = 0;
     ep_status status = EP_OK;
 
+    *number = 0;
     for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++) {
-        status = read_state(&world->rank[r], &world->rank[r].state->begun, &begun, sizeof begun, error);
-        if (begun >= number)
-            number = begun + 1;
-        if (status == EP_OK)
-            status = read_state(&world->rank[r], &world->rank[r].state->ht_begun, &begun, sizeof begun, error);
-        if (begun >= ht_number)
-            ht_number = begun + 1;
+        status = read_state(&world->rank[r], (uint8_t *)world->rank[r].state + word, &begun, sizeof begun, error);
+        if (begun >= *number)
+            *number = begun + 1;
     }
-    world->ht_from[rank] = ht_number;
+    return status;
+}
+
+ep_status world_begun(struct world_rank *rank, uint64_t *number, struct ep_error *error)
+{
+    return read_state(rank, &rank->state->begun, number, sizeof *number, error);
+}
+
+ep_status world_join_at(struct world *world, uint32_t rank, uint64_t number, struct ep_error *error)
+{
+    ep_status status = read_next(world, offsetof(struct ep_device_state, ht_begun), &world->ht_from[rank], error);
+
     if (status == EP_OK)
         status = start_at(&world->rank[rank], number, error);
     return status == EP_OK ? set_from(world, rank, number, error) : status;
+}
+
+ep_status world_join(struct world *world, uint32_t rank, struct ep_error *error)
+{
+    uint64_t number;
+    ep_status status = read_next(world, offsetof(struct ep_device_state, begun), &number, error);
+
+    return status == EP_OK ? world_join_at(world, rank, number, error) : status;
 }
 
 /* Rows of old numbers would pass for new ones.  A mailbox may have been rung for what no stream waits for: only when

@@ -109,5 +109,9 @@ ep_status world_leave(struct world *world, uint32_t rank, struct ep_error *error
 ep_status world_reset(struct world *world, uint32_t timeout_ms, struct ep_error *error);
 /* It takes part again from the first number that nobody has begun.  It has forgotten its handles. */
 ep_status world_join(struct world *world, uint32_t rank, struct ep_error *error);
+/* The same from this LL number on: who has begun it has not yet looked for the second time who takes part. */
+ep_status world_join_at(struct world *world, uint32_t rank, uint64_t number, struct ep_error *error);
+/* The last LL number that it has begun. */
+ep_status world_begun(struct world_rank *rank, uint64_t *number, struct ep_error *error);
 
 #endif
