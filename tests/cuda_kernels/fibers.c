@@ -15,6 +15,7 @@ enum {
     IDLE_LOOKS = 256, /* of a block, in which nothing has happened: it sleeps, others may want the processor */
     NAP_NS = 50000,
     LATE_STARTS = 8, LATE_COUNTS = 64, /* one block in so many begins late, or is late after it has counted something */
+    LATE_ARRIVALS = 4,                 /* and after it has counted itself among those that are nearly done */
     LATE_NS = 200000,
     STORES = 32, /* of a block that are not there yet */
 };
@@ -278,6 +279,11 @@ void fibers_counted(void)
 {
     fibers_wrote();
     be_late(block, LATE_COUNTS);
+}
+
+void fibers_arrived(void)
+{
+    be_late(block, LATE_ARRIVALS);
 }
 
 /* ---- meetings ----------------------------------------------------------------------------------------- */

@@ -46,6 +46,8 @@ void fibers_look(void);
 /* And somebody has written it: the block does something.  Or has counted: others may be further than this block from now on. */
 void fibers_wrote(void);
 void fibers_counted(void);
+/* And has counted itself among the blocks that wait for nothing more: the last one may go on while it still writes. */
+void fibers_arrived(void);
 /* 16 bytes at a multiple of 16, as a whole: for others some time before the block's next fence, or its end, and later than what
  * it stores meanwhile; for the block at once. */
 void fibers_store(void *to, const void *from);

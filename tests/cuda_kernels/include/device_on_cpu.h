@@ -69,7 +69,13 @@ inline uint32_t peek(const uint32_t *p) { return look(p); }
 
 /* ---- counting, the clock, streams -------------------------------------------------------------------- */
 
-inline uint32_t count_acquire(uint32_t *p) { return atomicAdd(p, 1); }
+inline uint32_t count_acquire(uint32_t *p)
+{
+    const uint32_t before = atomicAdd(p, 1);
+
+    fibers_arrived();
+    return before;
+}
 inline uint32_t count_acq_rel(uint32_t *p)
 {
     fibers_fence();
