@@ -387,6 +387,8 @@ KERNEL_RUNS = (
     ("-groups", "2", "1", "of one group while another"),
     ("-overflow", "2", "1", "rows do not fit"),
     ("-flat", "2", "1", "HT flat bf16 T=77"),
+    # LL: choices, weights and experts of all kinds, and a bias.
+    ("-expert-major", "2", "1", "expert-major bf16 T=77"),
     # Both modes: results, of those that stay, of ops that a rank leaves.
     ("-members", "3", "1", "a rank leaves"),
     # LL: some blocks of a rank have begun without the one that joins.
