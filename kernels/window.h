@@ -58,7 +58,7 @@ extern "C" {
 #endif
 
 #define EP_WINDOW_MAGIC 0x31574e4957534550ull /* "EPSWINW1" */
-#define EP_WINDOW_VERSION 11u
+#define EP_WINDOW_VERSION 12u /* of windows, and of what ranks of different nodes put and tell each other */
 #define EP_LINE 64u
 #define EP_REGION_ALIGN 4096u
 #define EP_RING_SLOTS 32u
