@@ -65,7 +65,8 @@ static const struct argp_option flags[] = {
       "afterwards",
       1 },
     { "token-file", KEY_TOKEN_FILE, "FILE", 0,
-      "its attach token, where it wants one: the first line of FILE (default: $EP_ATTACH_TOKEN_FILE)", 1 },
+      "its attach token, where it wants one: the first line of FILE (default: $EP_ATTACH_TOKEN_FILE); the server's "
+      "own, where it wants one, is in $EP_CLIENT_TOKEN_FILE", 1 },
     { "spawn", KEY_SPAWN, NULL, 0,
       "start an ep-server for this run, on sockets in a temporary directory, and stop it", 1 },
     { "backend", KEY_BACKEND, "NAME", 0,

@@ -131,8 +131,9 @@ typedef struct ep_client_options {
     size_t size;
     const char *name;       /* of this worker, for logs and for whoever finds its rank taken: UTF-8, of which the server
                                keeps 63 bytes; NULL: the program's */
-    const char *token;      /* when the server asks for one (ep-server --attach-token-file); a group may want its own,
-                               see ep_join_options */
+    const char *token;      /* when the server asks for one (ep-server --attach-token-file); NULL: the first line of the
+                               file that EP_CLIENT_TOKEN_FILE in the environment names, if that is set.  A group may want
+                               its own, see ep_join_options */
     int32_t timeout_ms;     /* of each control call; 0: 5000; there is none without a bound, so < 0 is refused */
 } ep_client_options;
 
@@ -140,7 +141,7 @@ typedef struct ep_client_options {
  * address: "unix:PATH", with a path of 107 bytes at most; NULL: $EP_SERVER, else the socket of the user's own server
  * when it is there ($XDG_RUNTIME_DIR/ep-server/ep.sock), else unix:/run/ep-server/ep.sock.  options may be NULL.
  * EP_UNAVAILABLE when no server answers there; EP_FAILED_PRECONDITION when it is of another release,
- * whose windows this library does not know.
+ * whose windows this library does not know; EP_INVALID_ARGUMENT when there is no token in the file that is named.
  */
 EP_API ep_status ep_client_open(const char *address, const ep_client_options *options, ep_client **client);
 /* Its ranks should have left; those that have not are left now.  NULL is allowed. */

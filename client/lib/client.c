@@ -7,10 +7,13 @@
 #include "client_private.h"
 #include "ep_address.h"
 #include "ep_descriptors.h"
+#include "ep_secret.h"
 #include "ep_utf8.h"
 #include "ep/v1/admin.pb-c.h"
 
 #define DEFAULT_TIMEOUT_MS 5000
+#define TOKEN_FILE "EP_CLIENT_TOKEN_FILE"
+#define TOKEN_ROOM 4096 /* of one from there */
 #define UNIX_PREFIX "unix:"
 #define SOCKET_PATH_BYTES (sizeof((struct sockaddr_un *)NULL)->sun_path) /* the end of the string included */
 
@@ -45,6 +48,19 @@ static ep_status set_path(struct ep_client *client, const char *address, struct 
     return client->path ? EP_OK : ep_error_set(error, EP_NO_MEMORY, "no memory for a client");
 }
 
+/* The server's token: as given, or from the file that the environment names. */
+static ep_status set_token(struct ep_client *client, const char *given, struct ep_error *error)
+{
+    const char *file = getenv(TOKEN_FILE);
+    char room[TOKEN_ROOM] = "";
+
+    if (!given && file && *file && ep_secret_read(file, room, sizeof room, error) != EP_OK)
+        return ep_error_prefix(error, TOKEN_FILE);
+    client->token = strdup(given ? given : room);
+    explicit_bzero(room, sizeof room);
+    return client->token ? EP_OK : ep_error_set(error, EP_NO_MEMORY, "no memory for a client");
+}
+
 static ep_status set_options(struct ep_client *client, const ep_client_options *given,
                              struct ep_error *error)
 {
@@ -58,11 +74,10 @@ static ep_status set_options(struct ep_client *client, const ep_client_options *
                             "always have a bound", options.timeout_ms, DEFAULT_TIMEOUT_MS);
     client->timeout_ms = options.timeout_ms ? options.timeout_ms : DEFAULT_TIMEOUT_MS;
     client->name = strdup(options.name ? options.name : program_invocation_short_name);
-    client->token = strdup(options.token ? options.token : "");
-    if (!client->name || !client->token)
+    if (!client->name)
         return ep_error_set(error, EP_NO_MEMORY, "no memory for a client");
     ep_utf8_mend(client->name); /* a program may have any */
-    return EP_OK;
+    return set_token(client, options.token, error);
 }
 
 static ep_status check_version(const Ep__V1__Version *version, struct ep_error *error)

@@ -394,11 +394,13 @@ static ep_status check_token(const struct ep_attach *attach, const char *token, 
         return EP_OK;
     if (token[0] == '\0')
         return ep_error_set(error, EP_UNAUTHENTICATED, "token is empty: this server asks workers for one (--attach-token-file), "
-                            "beside that of a group; give it by ep_client_options.token");
+                            "beside that of a group; give it by ep_client_options.token, or a file that "
+                            "EP_CLIENT_TOKEN_FILE names");
     if (strlen(token) != strlen(attach->token)
         || !same_secret((const uint8_t *)token, (const uint8_t *)attach->token, strlen(token)))
         return ep_error_set(error, EP_UNAUTHENTICATED, "token is not the one that this server asks for "
-                            "(--attach-token-file); give that by ep_client_options.token");
+                            "(--attach-token-file); give that by ep_client_options.token, or a file that "
+                            "EP_CLIENT_TOKEN_FILE names");
     return EP_OK;
 }
 

@@ -78,6 +78,44 @@ class TokenCase(harness.TestCase):
             self.assertNotIn("$y$", text)
 
 
+class ServersOwnTest(TokenCase):
+    """The secret that a server asks all workers for, beside those of groups."""
+
+    def setUp(self):
+        super().setUp()
+        self.server = self.start_server("--host-ranks=4", "--attach-token-file=" + self.first)
+
+    def own(self, path):
+        return {"EP_CLIENT_TOKEN_FILE": path}
+
+    def test_only_the_right_one_gets_in(self):
+        self.create(ranks=2)
+        for why, env in (("this server asks workers for one", None), ("token is not the one", self.own(self.wrong))):
+            with self.subTest(why):
+                self.stays_out(why, 0, env=env)
+                self.stays_out("or a file that EP_CLIENT_TOKEN_FILE names", 0, env=env)
+        self.leave(self.gets_in(0, env=self.own(self.first)), self.gets_in(1, env=self.own(self.first)))
+        self.check_hidden(self.server.log())
+
+    def test_that_of_a_group_is_asked_for_too(self):
+        self.create("--attach-token-file=" + self.second)
+        self.stays_out("group moe wants an attach token", 0, env=self.own(self.first))
+        self.stays_out("this server asks workers for one", 0, "--token-file=" + self.second)
+        self.leave(self.gets_in(0, "--token-file=" + self.second, env=self.own(self.first)))
+
+    def test_every_program_takes_it(self):
+        self.create()
+        for command in (["hello_dispatch", "moe"], ["ep-bench", "--group=moe", "--tokens=8", "--iters=5", "--modes=ll"]):
+            with self.subTest(command[0]):
+                self.assertEqual(self.run_cmd(command, server=self.server, env=self.own(self.first)).code, 0)
+                refused = self.run_cmd(command, server=self.server, env=self.own(self.wrong))
+                self.assertNotEqual(refused.code, 0)
+                self.assertIn("token is not the one", refused.out + refused.err)
+                unread = self.run_cmd(command, server=self.server, env=self.own("/no/file"))
+                self.assertNotEqual(unread.code, 0)
+                self.assertIn("EP_CLIENT_TOKEN_FILE: cannot read /no/file", unread.out + unread.err)
+
+
 class OneServerTest(TokenCase):
     def setUp(self):
         super().setUp()
