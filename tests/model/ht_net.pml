@@ -285,7 +285,8 @@ inline forgo_sums()
     d = 0;
     do
     :: d < R ->
-        put_told[PAIR(r, d)] = (last[PAIR(r, d)] > 0 && last[PAIR(r, d)] < tag -> STEP(last[PAIR(r, d)], OVER) : put_told[PAIR(r, d)]);
+        put_told[PAIR(r, d)] = (last[PAIR(r, d)] > 0 && last[PAIR(r, d)] < tag -> STEP(last[PAIR(r, d)], OVER)
+                                                                               : put_told[PAIR(r, d)]);
         d++
     :: else -> break
     od;
