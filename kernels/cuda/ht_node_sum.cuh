@@ -279,7 +279,8 @@ __device__ inline bool await_sum(const ep_ht_args &a, const Op &op, const Box &b
 
         if (end != Wait::there) {
             add(net->lost, gate);
-            miss(a, acting, end, EP_WAIT_ARRIVAL);
+            /* It had asked for its own before: only what it puts says that it has begun. */
+            miss(a, acting, end, has_come(a, acting, op.tag, kFirstPiece) ? EP_WAIT_ARRIVAL : EP_WAIT_READY);
         }
         comes = end == Wait::there;
     }
