@@ -10,6 +10,7 @@
 #include <libsmartcols/libsmartcols.h>
 
 #include "ep_json.h"
+#include "ep_stdout.h"
 #include "yaml_json.h"
 
 /* ---- documents ------------------------------------------------------------------- */
@@ -63,15 +64,12 @@ static bool is_closed(void)
 
 int ep_output_finish(const struct ep_admin *admin, int code)
 {
+    const int why = is_closed() ? 0 : ep_stdout_error();
     struct ep_error error;
 
-    errno = 0;
-    if (fflush(stdout) == 0 && !ferror(stdout))
+    if (why == 0 || why == EPIPE)
         return code;
-    if (errno == EPIPE || is_closed())
-        return code;
-    if (errno == 0) /* an earlier write failed */
-        errno = EIO;
+    errno = why;
     ep_error_errno(&error, EP_IO, "cannot write to standard output");
     return ep_admin_fail(admin, &error);
 }

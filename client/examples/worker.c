@@ -629,6 +629,8 @@ static void check_output(void)
     errno = 0;
     if (fflush(stdout) == 0 && !ferror(stdout))
         return;
+    if (errno == 0) /* an earlier write failed, and why is lost: the next one mostly fails likewise */
+        (void)!write(STDOUT_FILENO, "\n", 1);
     fprintf(stderr, "worker: cannot write to standard output: %s\n", strerror(errno ? errno : EIO));
     _exit(ep_status_exit_code(EP_IO));
 }
