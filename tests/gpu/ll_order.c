@@ -79,12 +79,9 @@ static ep_status run_halves(struct ll_passes *passes, uint32_t rank, struct ep_e
 /* Ranks of the first node if the rank is there, of all others if not. */
 static uint64_t its_side(const struct ll_passes *passes, uint32_t rank)
 {
-    const uint32_t *node = passes->pass[rank][0]->config.node_of;
-    uint64_t ranks = 0;
+    const uint64_t first = ll_ranks_on(passes, passes->pass[rank][0]->config.node_of[0]);
 
-    for (uint32_t r = 0; r < passes->world->ranks; r++)
-        ranks |= (node[r] == node[0]) == (node[rank] == node[0]) ? world_bit(r) : 0;
-    return ranks;
+    return first & world_bit(rank) ? first : world_all(passes->world) & ~first;
 }
 
 /* The first node combines another dispatch than the others do: no sum has partials of both sides. */

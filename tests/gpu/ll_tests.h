@@ -65,14 +65,17 @@ ep_status ll_each(struct ll_passes *passes, uint64_t mask, ll_fn fn, struct ep_e
 ep_status ll_three_passes(struct ll_passes *passes, uint32_t rank, struct ep_error *error);
 ep_status ll_each_three(struct ll_passes *passes, uint64_t mask, struct ep_error *error);
 
+/* Mask of the ranks that a node has. */
+uint64_t ll_ranks_on(const struct ll_passes *passes, uint32_t node);
+
 /* ---- a worker that is not trusted (ll_mailbox.c) --------------------------------------- */
 
 /* Opens a world for the case, one pass a rank, and runs fn on all ranks. */
 ep_status ll_run_case(const struct ll_setting *setting, const struct shape *shape, ll_fn fn, struct ep_error *error);
 /* Without a check: that is the server's. */
 ep_status ll_ring_and_wait(struct world_rank *rank, const struct ep_op *op, struct ep_error *error);
-/* Until the rank's first dispatch runs. */
-ep_status ll_wait_begun(struct world_rank *rank, struct ep_error *error);
+/* Until the rank's LL dispatch of this number runs. */
+ep_status ll_wait_begun(struct world_rank *rank, uint64_t number, struct ep_error *error);
 /* Is this what the report says of the first failure since it was cleared?  Clears it. */
 ep_status ll_check_failure(struct world_rank *rank, ep_status expected, const char *what, uint32_t i,
                            struct ep_error *error);
