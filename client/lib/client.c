@@ -12,7 +12,6 @@
 #include "ep/v1/admin.pb-c.h"
 
 #define DEFAULT_TIMEOUT_MS 5000
-#define TOKEN_FILE "EP_CLIENT_TOKEN_FILE"
 #define TOKEN_ROOM 4096 /* of one from there */
 #define UNIX_PREFIX "unix:"
 #define SOCKET_PATH_BYTES (sizeof((struct sockaddr_un *)NULL)->sun_path) /* the end of the string included */
@@ -48,14 +47,22 @@ static ep_status set_path(struct ep_client *client, const char *address, struct 
     return client->path ? EP_OK : ep_error_set(error, EP_NO_MEMORY, "no memory for a client");
 }
 
+ep_status read_token(const char *variable, char *room, size_t size, struct ep_error *error)
+{
+    const char *file = getenv(variable);
+
+    if (!file || !*file || ep_secret_read(file, room, size, error) == EP_OK)
+        return EP_OK;
+    return ep_error_prefix(error, variable);
+}
+
 /* The server's token: as given, or from the file that the environment names. */
 static ep_status set_token(struct ep_client *client, const char *given, struct ep_error *error)
 {
-    const char *file = getenv(TOKEN_FILE);
     char room[TOKEN_ROOM] = "";
 
-    if (!given && file && *file && ep_secret_read(file, room, sizeof room, error) != EP_OK)
-        return ep_error_prefix(error, TOKEN_FILE);
+    if (!given && read_token("EP_CLIENT_TOKEN_FILE", room, sizeof room, error) != EP_OK)
+        return error->status;
     client->token = strdup(given ? given : room);
     explicit_bzero(room, sizeof room);
     return client->token ? EP_OK : ep_error_set(error, EP_NO_MEMORY, "no memory for a client");

@@ -478,6 +478,10 @@ struct joining {
 };
 ep_status join_group(struct ep_client *client, const struct joining *how, struct ep_rank **rank, struct ep_error *error);
 
+/* ---- client.c ----------------------------------------------------------------- */
+
+/* The first line of the file that the environment names, to room[size], which is empty; none is named: it stays so. */
+ep_status read_token(const char *variable, char *room, size_t size, struct ep_error *error);
 ep_status call_server(struct ep_client *client, const char *method, const ProtobufCMessage *request,
                       ProtobufCMessage **reply, struct ep_error *error);
 

@@ -14,7 +14,6 @@
 #include "client_private.h"
 #include "ep_secret.h"
 
-#define TOKEN_FILE "EP_ATTACH_TOKEN_FILE"
 
 /* A rank whose last worker has just gone is free in a moment: so long we ask again, that often. */
 #define CLAIM_PATIENCE_MS 500u
@@ -412,16 +411,13 @@ ep_status join_group(struct ep_client *client, const struct joining *how, struct
 /* The group's token: as given, or from the file that the environment names.  `room` is for the latter. */
 static ep_status choose_token(ep_join_options *options, char room[static EP_ATTACH_TOKEN_MAX + 1], struct ep_error *error)
 {
-    const char *file = getenv(TOKEN_FILE);
-
     if (options->token && strlen(options->token) > EP_ATTACH_TOKEN_MAX)
         return ep_error_set(error, EP_INVALID_ARGUMENT, "ep_join_options.token has %zu bytes: must have at most %u",
                             strlen(options->token), EP_ATTACH_TOKEN_MAX);
-    if (!options->token && file && *file && ep_secret_read(file, room, EP_ATTACH_TOKEN_MAX + 1, error) != EP_OK)
-        return ep_error_prefix(error, TOKEN_FILE);
-    if (!options->token)
-        options->token = room;
-    return EP_OK;
+    if (options->token)
+        return EP_OK;
+    options->token = room;
+    return read_token("EP_ATTACH_TOKEN_FILE", room, EP_ATTACH_TOKEN_MAX + 1, error);
 }
 
 ep_status ep_join(ep_client *client, const ep_join_options *given, ep_rank **out)
