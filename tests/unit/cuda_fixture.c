@@ -67,6 +67,9 @@ static struct waiter waiters[WAITERS];
 static void *capturing; /* the stream */
 static struct ep_cuda_graph *captured;
 
+static const char *failing; /* as cuda_fixture_fail() says, under the lock */
+static uint32_t works;      /* calls of it that still do */
+
 static void (*lost_fn)(const struct ep_error *why, void *user); /* under the lock */
 static void *lost_user;
 
@@ -104,7 +107,7 @@ static ep_status enter(const char *name, uint32_t device, struct ep_error *error
     pthread_mutex_lock(&lock);
     if (device >= CUDA_FIXTURE_DEVICES)
         status = ep_error_set(error, EP_NOT_FOUND, "device %u: there are %d", device, CUDA_FIXTURE_DEVICES);
-    else if (cuda_fixture.fail && strcmp(cuda_fixture.fail, name) == 0 && cuda_fixture.fail_after-- == 0)
+    else if (failing && strcmp(failing, name) == 0 && works-- == 0)
         status = ep_error_set(error, EP_INTERNAL, "%s failed because the test says so", name);
     else if (__atomic_load_n(&cuda_fixture.lost, __ATOMIC_RELAXED) >> device & 1)
         status = lose(device, error);
@@ -122,8 +125,8 @@ static ep_status leave(void)
 void cuda_fixture_fail(const char *name, uint32_t after)
 {
     pthread_mutex_lock(&lock);
-    cuda_fixture.fail = name;
-    cuda_fixture.fail_after = after;
+    failing = name;
+    works = after;
     pthread_mutex_unlock(&lock);
 }
 
@@ -1165,5 +1168,6 @@ void cuda_fixture_reset(void)
         abort();
     }
     cuda_fixture = (struct cuda_fixture){ 0 };
+    cuda_fixture_fail(NULL, 0);
     memset(waiters, 0, sizeof waiters);
 }

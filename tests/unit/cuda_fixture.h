@@ -16,8 +16,6 @@ enum { CUDA_FIXTURE_DEVICES = 2, CUDA_FIXTURE_OPS = 64, CUDA_FIXTURE_ASLEEP_MS =
 
 struct cuda_fixture {
     /* what it is to do */
-    const char *fail;    /* name of the function of ep_cuda_api that fails with EP_INTERNAL; NULL: none */
-    uint32_t fail_after; /* calls of it that still work */
     uint32_t busy;       /* streams say that work is under way; atomic */
     struct ep_device_record outcome; /* of the next ops; number, generation, sequence are filled in */
     uint32_t unserved;   /* ops that are rung for wait for the test, which plays the server: a stream is busy
@@ -55,7 +53,10 @@ const struct ep_cuda_api *cuda_fixture_api(void);
 /* Everything as at the start; nothing may be alive. */
 void cuda_fixture_reset(void);
 
-/* Sets `fail` and `fail_after`, tells `serves`, while other threads call the backend. */
+/*
+ * Once `after` calls of the function `name` of ep_cuda_api have worked, the next fails with EP_INTERNAL; NULL: none.
+ * This and cuda_fixture_serves(), which tells `serves`, while other threads call the backend.
+ */
 void cuda_fixture_fail(const char *name, uint32_t after);
 uint32_t cuda_fixture_serves(void);
 

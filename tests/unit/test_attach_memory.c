@@ -248,10 +248,10 @@ static void a_rank_that_cannot_be_served_says_why(void **state)
     int fd = connect_to(s), descriptor;
     struct ep_attach_frame frame;
 
-    cuda_fixture.fail = "serve_open";
+    cuda_fixture_fail("serve_open", 0);
     say(fd, EP_ATTACH_HELLO, &claim);
     frame = hear(s, fd, &descriptor);
-    cuda_fixture.fail = NULL;
+    cuda_fixture_fail(NULL, 0);
     assert_int_equal(frame.type, EP_ATTACH_REFUSED);
     assert_non_null(strstr(frame.text, "the kernels of rank 3: serve_open failed"));
     RUN_UNTIL(s->f, s->attach->n_connections == 0);
@@ -410,8 +410,7 @@ static void memory_that_cannot_be_exported_ends_the_attachment(void **state)
     int fd = connect_to(s), descriptor;
     struct ep_attach_frame frame;
 
-    cuda_fixture.fail = "memory_export";
-    cuda_fixture.fail_after = 2;
+    cuda_fixture_fail("memory_export", 2);
     say(fd, EP_ATTACH_HELLO, &claim);
     RUN_UNTIL(s->f, s->attach->n_connections == 0);
     for (int i = 0; i < 2; i++) {
@@ -431,10 +430,10 @@ static void a_window_that_cannot_be_exported_is_refused_with_the_reason(void **s
     int fd = connect_to(s), descriptor;
     struct ep_attach_frame frame;
 
-    cuda_fixture.fail = "memory_export";
+    cuda_fixture_fail("memory_export", 0);
     say(fd, EP_ATTACH_HELLO, &claim);
     frame = hear(s, fd, &descriptor);
-    cuda_fixture.fail = NULL;
+    cuda_fixture_fail(NULL, 0);
     assert_int_equal(frame.type, EP_ATTACH_REFUSED);
     assert_non_null(strstr(frame.text, "memory_export failed"));
     RUN_UNTIL(s->f, s->attach->n_connections == 0);

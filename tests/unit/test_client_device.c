@@ -528,10 +528,9 @@ static void a_join_that_fails_anywhere_leaves_nothing(void **state)
             struct fixture *f = make();
 
             send_all(f);
-            cuda_fixture.fail = calls[i].name;
-            cuda_fixture.fail_after = n;
+            cuda_fixture_fail(calls[i].name, n);
             refused(attach(f, 0, RANKS, f->map.total_bytes), EP_INTERNAL, "because the test says so");
-            cuda_fixture.fail = NULL;
+            cuda_fixture_fail(NULL, 0);
             destroy(f);
         }
 }
@@ -861,10 +860,9 @@ static void what_cannot_be_registered_is_refused(void **state)
     refused(ep_register(f->rank, f->rank->window, 16), EP_INVALID_ARGUMENT, "overlaps the window of rank 1");
     refused(ep_register(f->rank, f->rank->window - 16, 32), EP_INVALID_ARGUMENT, "overlaps the window of rank 1");
     refused(ep_register(f->rank, peer, 16), EP_INVALID_ARGUMENT, "overlaps the window of rank 2");
-    cuda_fixture.fail = "memory_range";
-    cuda_fixture.fail_after = 0;
+    cuda_fixture_fail("memory_range", 0);
     refused(ep_register(f->rank, own, 16), EP_INTERNAL, "because the test says so");
-    cuda_fixture.fail = NULL;
+    cuda_fixture_fail(NULL, 0);
     assert_int_equal(f->rank->regions.n, 0);
     f->api->memory_destroy(memory);
     f->api->memory_destroy(foreign);
@@ -933,10 +931,9 @@ static void memory_may_be_mapped_in_pieces(void **state)
     ok(ep_register(f->rank, own + 16, OWN_BYTES - 16));
     ok(ep_unregister(f->rank, own + 16));
     refused(ep_register(f->rank, own + 16, OWN_BYTES), EP_INVALID_ARGUMENT, "memory has 65520 bytes, bytes is 65536");
-    cuda_fixture.fail = "memory_range";
-    cuda_fixture.fail_after = OWN_BYTES / 4096 - 1;
+    cuda_fixture_fail("memory_range", OWN_BYTES / 4096 - 1);
     refused(ep_register(f->rank, own, OWN_BYTES), EP_INTERNAL, "memory has 61440 bytes");
-    cuda_fixture.fail = NULL;
+    cuda_fixture_fail(NULL, 0);
     f->api->memory_destroy(memory);
     destroy(f);
 }
@@ -1274,9 +1271,9 @@ static void only_what_is_put_on_a_stream_to_run_counts(void **state)
     ok(ep_graph_begins(f->rank, 1));
     assert_int_equal(f->api->graph_launch(graph, &stream, NULL), EP_OK);
     assert_int_equal(f->rank->turn.position, 2);
-    cuda_fixture.fail = "stream_captured";
+    cuda_fixture_fail("stream_captured", 0);
     refused(ep_dispatch(l.handle, &l.dispatch, &stream), EP_INTERNAL, "stream_captured");
-    cuda_fixture.fail = NULL;
+    cuda_fixture_fail(NULL, 0);
     assert_int_equal(f->rank->turn.position, 2);
     f->rank->successor = NULL;
     f->api->graph_destroy(graph);
@@ -1401,12 +1398,11 @@ static void a_broken_stream_is_an_error_of_the_wait(void **state)
 
     (void)state;
     ok(ep_dispatch(l.handle, &l.dispatch, NULL));
-    cuda_fixture.fail = "stream_query";
+    cuda_fixture_fail("stream_query", 0);
     refused(ep_sync(f->rank, 1000), EP_INTERNAL, "stream_query");
-    cuda_fixture.fail = "read";
-    cuda_fixture.fail_after = 0;
+    cuda_fixture_fail("read", 0);
     refused(ep_sync(f->rank, 1000), EP_INTERNAL, "what became of the rank's ops");
-    cuda_fixture.fail = NULL;
+    cuda_fixture_fail(NULL, 0);
     ok(ep_sync(f->rank, 1000));
     destroy(f);
 }
@@ -1570,10 +1566,9 @@ static void a_served_join_that_fails_anywhere_leaves_nothing(void **state)
         for (uint32_t n = 0; n < calls[i].calls; n++) {
             struct fixture *f = make();
 
-            cuda_fixture.fail = calls[i].name;
-            cuda_fixture.fail_after = n;
+            cuda_fixture_fail(calls[i].name, n);
             refused(attach_served(f, 0, 0), EP_INTERNAL, "because the test says so");
-            cuda_fixture.fail = NULL;
+            cuda_fixture_fail(NULL, 0);
             destroy(f);
         }
 }
@@ -1617,10 +1612,9 @@ static void ops_are_rung_for_in_the_order_of_their_stream(void **state)
     assert_ptr_equal(cuda_fixture.stream[0], &stream);
     assert_int_equal(mailbox_of(f)->op[0].kind, EP_OP_DISPATCH);
     assert_ptr_equal((uint8_t *)f->rank->window + mailbox_of(f)->op[0].x.offset, l.dispatch.tokens);
-    cuda_fixture.fail = "ring";
-    cuda_fixture.fail_after = 0;
+    cuda_fixture_fail("ring", 0);
     refused(ep_combine(l.handle, &l.combine, &stream), EP_INTERNAL, "ring failed");
-    cuda_fixture.fail = NULL;
+    cuda_fixture_fail(NULL, 0);
     ok(ep_combine(l.handle, &l.combine, &stream));
     ep_handle_destroy(l.handle); /* a release is not rung for: no stream stands in order */
     ok(ep_sync(f->rank, 1000));

@@ -74,8 +74,7 @@ static void gpus_that_this_process_does_not_see(void **state)
 static void a_gpu_that_does_not_answer(void **state)
 {
     (void)state;
-    cuda_fixture.fail = "device_info";
-    cuda_fixture.fail_after = 1;
+    cuda_fixture_fail("device_info", 1);
     look(CUDA_FIXTURE_DEVICES);
     says("cuda", EP_FINDING_FAIL, "device_info failed");
     assert_int_equal(report.n, 1); /* and nothing is said of what is not known */

@@ -165,12 +165,11 @@ static void a_group_that_cannot_have_its_memory_leaves_none(void **state)
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         struct answer answer;
 
-        cuda_fixture.fail = functions[i];
-        cuda_fixture.fail_after = 6;
+        cuda_fixture_fail(functions[i], 6);
         answer = create_refused(f, "moe", &spec);
         assert_non_null(strstr(answer.error.text, functions[i]));
         answer_clear(&answer);
-        cuda_fixture.fail = NULL;
+        cuda_fixture_fail(NULL, 0);
         RUN_UNTIL(f, ep_node_memory_left(f->node) == 2 * f->budget); /* given back on another thread */
         assert_int_equal(cuda_fixture.memories, 0);
     }

@@ -149,10 +149,9 @@ static void auto_is_not_the_host_when_gpus_fail(void **state)
     struct ep_node_options o = options(EP_NODE_AUTO);
 
     (void)state;
-    cuda_fixture.fail = "device_count";
+    cuda_fixture_fail("device_count", 0);
     refused(&o, EP_INTERNAL, "backend is auto, and there are GPUs: device_count failed because the test says so");
-    cuda_fixture.fail = "device_info";
-    cuda_fixture.fail_after = 1;
+    cuda_fixture_fail("device_info", 1);
     refused(&o, EP_INTERNAL, "backend is auto, and there are GPUs: device_info failed because the test says so");
 }
 
@@ -190,7 +189,7 @@ static void cuda_that_cannot_be_is_refused_with_the_reason(void **state)
     (void)state;
     cuda_fixture.on_info = none_is_shareable;
     refused(&o, EP_UNAVAILABLE, "backend is cuda: of 2 GPUs none has memory that can be shared with workers");
-    cuda_fixture.fail = "device_info";
+    cuda_fixture_fail("device_info", 0);
     refused(&o, EP_INTERNAL, "backend is cuda: device_info failed because the test says so");
 }
 

@@ -847,10 +847,10 @@ static void every_gpu_of_the_team_writes_every_window(void **state)
     struct fixture *f = *state;
     struct ep_error error = EP_ERROR_INIT;
 
-    cuda_fixture.fail = "memory_share"; /* rank 2 is on GPU 0, where ranks 1 and 3 are not */
+    cuda_fixture_fail("memory_share", 0); /* rank 2 is on GPU 0, where ranks 1 and 3 are not */
     assert_int_equal(ep_team_set_window(f->team, 2, f->window[2], &error), EP_INTERNAL);
     assert_string_equal(error.text, "window of rank 2: memory_share failed because the test says so");
-    cuda_fixture.fail_after = 1; /* one other GPU: once is enough */
+    cuda_fixture_fail("memory_share", 1); /* one other GPU: once is enough */
     assert_int_equal(ep_team_set_window(f->team, 2, f->window[2], &error), EP_OK);
 }
 
@@ -947,7 +947,7 @@ static void a_start_that_fails_leaves_nothing(void **state)
     struct ep_executor *executor;
     struct ep_error error = EP_ERROR_INIT;
 
-    cuda_fixture.fail = "serve_open";
+    cuda_fixture_fail("serve_open", 0);
     assert_int_equal(ep_executor_start(f->team, &options, &executor, &error), EP_INTERNAL);
     assert_string_equal(error.text, "the kernels of rank 1: serve_open failed because the test says so");
     uv_run(&f->loop, UV_RUN_DEFAULT);
