@@ -404,6 +404,7 @@ KERNEL_RUNS = (
     ("-of-nodes-uneven", "5", "2", "HT packed bf16 T=77"),
     # Of three ranks of a node two are absent.
     ("-of-nodes-gates", "6", "2", "ranks of a node"),
+    ("-of-nodes-joins", "3", "2", "somebody joins while"),
     ("-of-nodes-late-rank", "2", "2", "a rank's"),
     ("-of-nodes-many", "40", "5", "T=1 "),
     ("-of-nodes-alone", "35", "35", "packed bf16 T=1 "),

@@ -410,14 +410,14 @@ ep_status ll_case_storm(const struct ll_setting *setting, const struct shape *sh
 
 /* ---- a server that is gone ------------------------------------------------------------ */
 
-ep_status ll_wait_begun(struct world_rank *rank, uint64_t number, struct ep_error *error)
+ep_status ll_wait_begun(struct world_rank *rank, bool ht, uint64_t number, struct ep_error *error)
 {
     const uint64_t end = ep_clock_ns() + rank->world->stuck_ns;
     uint64_t begun = 0;
     ep_status status = EP_OK;
 
     while (status == EP_OK && begun < number) {
-        status = world_begun(rank, &begun, error);
+        status = world_begun(rank, ht, &begun, error);
         if (status == EP_OK && ep_clock_ns() > end)
             return ep_error_set(error, EP_VERIFY_FAILED, "number %llu has not begun", (unsigned long long)number);
     }
@@ -438,7 +438,7 @@ static ep_status run_closed(struct ll_passes *passes, uint32_t rank, struct ep_e
     for (uint32_t i = 0; status == EP_OK && i < 3; i++)
         status = world_ring(own, &op, error);
     if (status == EP_OK)
-        status = ll_wait_begun(own, 1, error);
+        status = ll_wait_begun(own, false, 1, error);
     if (status == EP_OK)
         status = scribble_word(own, &mailbox->closed, 1, error);
     if (status == EP_OK)
@@ -484,7 +484,7 @@ static ep_status run_waiting(struct ll_passes *passes, uint32_t rank, struct ep_
     if (rank > 0) /* never comes: rank 0 waits for the others */
         return EP_OK;
     status = world_ring(own, &op, error);
-    return status == EP_OK ? ll_wait_begun(own, 1, error) : status;
+    return status == EP_OK ? ll_wait_begun(own, false, 1, error) : status;
 }
 
 /*

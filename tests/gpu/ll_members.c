@@ -530,11 +530,15 @@ static uint32_t holder(const struct ll_passes *passes)
 static ep_status join_by_chance(struct ll_passes *passes, struct ep_error *error)
 {
     const uint64_t number = passes->pass[0][1]->dispatched.number + 1;
-    ep_status status = ll_wait_begun(&passes->world->rank[0], number, error);
+    struct world_numbers from = { 0 };
+    ep_status status = ll_wait_begun(&passes->world->rank[0], false, number, error);
 
     usleep((useconds_t)(bench_below(bench_hash(passes->seed, STREAM_PICK, passes->round, 0, 0), JOIN_WITHIN_NS) / 1000));
     if (status == EP_OK)
-        status = world_join_at(passes->world, odd_one(passes), number, error);
+        status = world_next(passes->world, &from, error);
+    from.ll = number;
+    if (status == EP_OK)
+        status = world_join_at(passes->world, odd_one(passes), &from, error);
     __atomic_store_n(&passes->joined, true, __ATOMIC_RELEASE);
     return status;
 }
@@ -579,6 +583,99 @@ ep_status ll_case_joins_in_dispatch(const struct ll_setting *setting, const stru
 
     for (passes.round = 1; status == EP_OK && one_node && passes.round <= JOINS; passes.round++) {
         status = join_once(&passes, error);
+        if (status != EP_OK)
+            ep_error_prefix(error, "the %uth time", passes.round);
+    }
+    ll_close(&passes);
+    return status;
+}
+
+/* ---- joins between ops -------------------------------------------------------------------- */
+
+/*
+ * Ranks on several nodes run op after op.  The last rank joins meanwhile, and runs what is left.  Ops of numbers below the one that
+ * it joins at are without it, all others with it, at every rank; which these are is up to chance.  While this is found out and
+ * told, the ranks are held, until they have come to that number.
+ */
+enum { BETWEEN_ROUNDS = 4, BETWEEN_OPS = 5 };
+
+/* Of an op of this number, which is over: had it been held for the last rank, that would have joined before. */
+static uint64_t members_of(struct ll_passes *passes, uint64_t number)
+{
+    const struct world *world = passes->world;
+    const uint64_t *from = passes->shape->ht ? world->ht_from : world->from;
+    const bool joined = __atomic_load_n(&passes->joined, __ATOMIC_ACQUIRE);
+
+    return joined && from[odd_one(passes)] <= number ? world_all(world) : others(passes);
+}
+
+static ep_status run_number(struct ll_passes *passes, struct pass *pass, uint64_t number, struct ep_error *error)
+{
+    ep_status status = pass_reseed(pass, passes->seed + number, true, error);
+
+    if (status == EP_OK)
+        status = pass_dispatch(pass, 0, error);
+    if (status == EP_OK)
+        status = world_wait(pass->rank, error);
+    pass->expected = members_of(passes, number);
+    if (status == EP_OK)
+        status = pass_received(pass, error);
+    if (status == EP_OK)
+        status = pass_experts(pass, false, error);
+    if (status == EP_OK)
+        status = pass_combine(pass, 0, false, error);
+    if (status == EP_OK)
+        status = pass_result(pass, error);
+    return status == EP_OK ? EP_OK : ep_error_prefix(error, "number %llu", (unsigned long long)number);
+}
+
+/* At a number up to `end`, and then while rank 0 begins it; or behind that. */
+static ep_status join_held(struct ll_passes *passes, uint64_t end, struct ep_error *error)
+{
+    const bool ht = passes->shape->ht;
+    struct world *world = passes->world;
+    struct world_numbers from = { 0 };
+    ep_status status = ll_wait_begun(&world->rank[0], ht, end - draw(passes, 0, 0, BETWEEN_OPS), error);
+
+    if (status == EP_OK)
+        status = world_hold(world, true, error);
+    if (status == EP_OK)
+        status = world_next(world, &from, error);
+    if (status == EP_OK && (ht ? from.ht : from.ll) <= end)
+        status = ll_wait_begun(&world->rank[0], ht, ht ? from.ht : from.ll, error);
+    if (status == EP_OK)
+        status = world_join_at(world, odd_one(passes), &from, error);
+    __atomic_store_n(&passes->joined, true, __ATOMIC_RELEASE);
+    return status == EP_OK ? world_hold(world, false, error) : status;
+}
+
+static ep_status run_on(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
+{
+    const bool ht = passes->shape->ht;
+    uint64_t number = 0, end;
+    ep_status status = world_begun(&passes->world->rank[rank], ht, &number, error);
+
+    end = number + BETWEEN_OPS;
+    if (status == EP_OK && rank == odd_one(passes)) {
+        status = join_held(passes, end, error);
+        number = (ht ? passes->world->ht_from : passes->world->from)[rank] - 1;
+    }
+    while (status == EP_OK && number < end)
+        status = run_number(passes, passes->pass[rank][0], ++number, error);
+    return status;
+}
+
+ep_status ll_case_joins_between(const struct ll_setting *setting, const struct shape *shape, struct ep_error *error)
+{
+    struct ll_passes passes;
+    ep_status status = ll_open(setting, shape, 1, &passes, error);
+    const bool one_node = status == EP_OK && ll_ranks_on(&passes, 0) == world_all(passes.world); /* without holds */
+
+    for (passes.round = 1; status == EP_OK && !one_node && passes.round <= BETWEEN_ROUNDS; passes.round++) {
+        passes.joined = false;
+        status = world_leave(passes.world, odd_one(&passes), error);
+        if (status == EP_OK)
+            status = ll_each(&passes, world_all(passes.world), run_on, error);
         if (status != EP_OK)
             ep_error_prefix(error, "the %uth time", passes.round);
     }

@@ -243,7 +243,7 @@ static ep_status run_held(struct ll_passes *passes, uint32_t rank, struct ep_err
     if (status == EP_OK)
         status = world_ring(own, &op, error);
     if (status == EP_OK)
-        status = ll_wait_begun(own, 1, error);
+        status = ll_wait_begun(own, false, 1, error);
     if (status == EP_OK)
         status = api->serve_forget(own->serve, ARENA, &entry, error);
     if (status != EP_OK)

@@ -74,8 +74,8 @@ uint64_t ll_ranks_on(const struct ll_passes *passes, uint32_t node);
 ep_status ll_run_case(const struct ll_setting *setting, const struct shape *shape, ll_fn fn, struct ep_error *error);
 /* Without a check: that is the server's. */
 ep_status ll_ring_and_wait(struct world_rank *rank, const struct ep_op *op, struct ep_error *error);
-/* Until the rank's LL dispatch of this number runs. */
-ep_status ll_wait_begun(struct world_rank *rank, uint64_t number, struct ep_error *error);
+/* Until the rank's dispatch of this number, of LL or of HT, runs. */
+ep_status ll_wait_begun(struct world_rank *rank, bool ht, uint64_t number, struct ep_error *error);
 /* Is this what the report says of the first failure since it was cleared?  Clears it. */
 ep_status ll_check_failure(struct world_rank *rank, ep_status expected, const char *what, uint32_t i,
                            struct ep_error *error);
@@ -102,6 +102,7 @@ ll_case_fn ll_case_leaves_combine;
 ll_case_fn ll_case_leaves_in_dispatch;
 ll_case_fn ll_case_leaves_in_combine;
 ll_case_fn ll_case_joins_in_dispatch;
+ll_case_fn ll_case_joins_between;
 ll_case_fn ll_case_absent_in_a_row;
 ll_case_fn ll_case_gates_by_chance;
 ll_case_fn ll_case_late_dispatch;

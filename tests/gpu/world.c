@@ -478,42 +478,57 @@ static ep_status start_at(struct world_rank *rank, uint64_t number, struct ep_er
     return status == EP_OK ? write_word(rank, &state->ht_begun, ht, error) : status;
 }
 
-/* The first number that nobody has begun, by the word of a state that says what it has.  What the rank began in an earlier life
- * counts too: peers may have got some of it. */
-static ep_status read_next(struct world *world, uint64_t word, uint64_t *number, struct ep_error *error)
+ep_status world_begun(struct world_rank *rank, bool ht, uint64_t *number, struct ep_error *error)
+{
+    return read_state(rank, ht ? &rank->state->ht_begun : &rank->state->begun, number, sizeof *number, error);
+}
+
+/* What a rank began in an earlier life counts too: peers may have got some of it. */
+static ep_status read_next(struct world *world, bool ht, uint64_t *number, struct ep_error *error)
 {
     uint64_t begun = 0;
     ep_status status = EP_OK;
 
     *number = 0;
     for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++) {
-        status = read_state(&world->rank[r], (uint8_t *)world->rank[r].state + word, &begun, sizeof begun, error);
+        status = world_begun(&world->rank[r], ht, &begun, error);
         if (begun >= *number)
             *number = begun + 1;
     }
     return status;
 }
 
-ep_status world_begun(struct world_rank *rank, uint64_t *number, struct ep_error *error)
+ep_status world_next(struct world *world, struct world_numbers *next, struct ep_error *error)
 {
-    return read_state(rank, &rank->state->begun, number, sizeof *number, error);
+    ep_status status = read_next(world, false, &next->ll, error);
+
+    return status == EP_OK ? read_next(world, true, &next->ht, error) : status;
 }
 
-ep_status world_join_at(struct world *world, uint32_t rank, uint64_t number, struct ep_error *error)
+ep_status world_join_at(struct world *world, uint32_t rank, const struct world_numbers *from, struct ep_error *error)
 {
-    ep_status status = read_next(world, offsetof(struct ep_device_state, ht_begun), &world->ht_from[rank], error);
+    ep_status status;
 
-    if (status == EP_OK)
-        status = start_at(&world->rank[rank], number, error);
-    return status == EP_OK ? set_from(world, rank, number, error) : status;
+    world->ht_from[rank] = from->ht;
+    status = start_at(&world->rank[rank], from->ll, error);
+    return status == EP_OK ? set_from(world, rank, from->ll, error) : status;
 }
 
 ep_status world_join(struct world *world, uint32_t rank, struct ep_error *error)
 {
-    uint64_t number;
-    ep_status status = read_next(world, offsetof(struct ep_device_state, begun), &number, error);
+    struct world_numbers next;
+    ep_status status = world_next(world, &next, error);
 
-    return status == EP_OK ? world_join_at(world, rank, number, error) : status;
+    return status == EP_OK ? world_join_at(world, rank, &next, error) : status;
+}
+
+ep_status world_hold(struct world *world, bool held, struct ep_error *error)
+{
+    ep_status status = EP_OK;
+
+    for (uint32_t r = 0; status == EP_OK && r < world->ranks; r++)
+        status = write_word(&world->rank[r], &world->rank[r].state->held, held, error);
+    return status;
 }
 
 /* Rows of old numbers would pass for new ones.  A mailbox may have been rung for what no stream waits for: only when

@@ -107,11 +107,20 @@ ep_status world_set_timeout(struct world *world, uint32_t timeout_ms, struct ep_
 ep_status world_leave(struct world *world, uint32_t rank, struct ep_error *error);
 /* All begin anew at number 1, as in a group that nobody was in; no stream has work. */
 ep_status world_reset(struct world *world, uint32_t timeout_ms, struct ep_error *error);
-/* It takes part again from the first number that nobody has begun.  It has forgotten its handles. */
+/* Of dispatches. */
+struct world_numbers {
+    uint64_t ll, ht;
+};
+/* The first ones that nobody has begun. */
+ep_status world_next(struct world *world, struct world_numbers *next, struct ep_error *error);
+/* It takes part again from these on, and has forgotten its handles.  Who has begun the LL number has not yet looked for the second
+ * time who takes part. */
+ep_status world_join_at(struct world *world, uint32_t rank, const struct world_numbers *from, struct ep_error *error);
+/* From the first that nobody has begun; nothing runs, or what runs is held. */
 ep_status world_join(struct world *world, uint32_t rank, struct ep_error *error);
-/* The same from this LL number on: who has begun it has not yet looked for the second time who takes part. */
-ep_status world_join_at(struct world *world, uint32_t rank, uint64_t number, struct ep_error *error);
-/* The last LL number that it has begun. */
-ep_status world_begun(struct world_rank *rank, uint64_t *number, struct ep_error *error);
+/* Several nodes: no dispatch begins until that ends, so that a rank can join between two of them. */
+ep_status world_hold(struct world *world, bool held, struct ep_error *error);
+/* The last number of LL, or of HT, that it has begun. */
+ep_status world_begun(struct world_rank *rank, bool ht, uint64_t *number, struct ep_error *error);
 
 #endif
