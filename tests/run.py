@@ -392,7 +392,7 @@ KERNEL_RUNS = (
     # Both modes: results, of those that stay, of ops that a rank leaves.
     ("-members", "3", "1", "a rank leaves"),
     # LL: some blocks of a rank have begun without the one that joins.
-    ("-joins", "3", "1", "somebody joins"),
+    ("-joins", "3", "1", "somebody joins in"),
     # What a rank that is late makes others wait for: its dispatch, its credit, its combine.
     ("-late-rank", "2", "1", "a rank's"),
     # Both modes, with the ranks on several nodes: formats and layouts; ranks that are absent, leave and join; more ranks than
@@ -404,8 +404,9 @@ KERNEL_RUNS = (
     ("-of-nodes-uneven", "5", "2", "HT packed bf16 T=77"),
     # Of three ranks of a node two are absent.
     ("-of-nodes-gates", "6", "2", "ranks of a node"),
-    ("-of-nodes-joins", "3", "2", "somebody joins while"),
     ("-of-nodes-late-rank", "2", "2", "a rank's"),
+    # Between ops, which are held for it.
+    ("-of-nodes-joins", "3", "2", "somebody joins while"),
     ("-of-nodes-many", "40", "5", "T=1 "),
     ("-of-nodes-alone", "35", "35", "packed bf16 T=1 "),
 )
