@@ -29,18 +29,15 @@ enum { TIMEOUT_MS = 20000 }; /* passes are compared on slow hosts too */
         .layout = EM, .dtype = BENCH_BF16, .experts = 64, .hidden = 1024, .tokens = 77, .top_k = 8,          \
         __VA_ARGS__                                                                                          \
     }
-#define CASE(...)                                                                                            \
+#define ENTRY(name, run, least, served, nodes, ...)                                                          \
     {                                                                                                        \
-        NULL, ll_case_shape, SHAPE(__VA_ARGS__), 1, false                                                    \
+        name, run, SHAPE(__VA_ARGS__), least, served, nodes                                                  \
     }
-#define NAMED(name, run, least, ...)                                                                         \
-    {                                                                                                        \
-        name, run, SHAPE(__VA_ARGS__), least, false                                                          \
-    }
-#define SERVED(name, run, least, ...)                                                                        \
-    {                                                                                                        \
-        name, run, SHAPE(__VA_ARGS__), least, true                                                           \
-    }
+#define CASE(...)                       ENTRY(NULL, ll_case_shape, 1, false, LL_ANY_NODES, __VA_ARGS__)
+#define NAMED(name, run, least, ...)    ENTRY(name, run, least, false, LL_ANY_NODES, __VA_ARGS__)
+#define SERVED(name, run, least, ...)   ENTRY(name, run, least, true, LL_ANY_NODES, __VA_ARGS__)
+#define ONE_NODE(name, run, least, ...) ENTRY(name, run, least, false, LL_ONE_NODE, __VA_ARGS__)
+#define NODES(name, run, least, ...)    ENTRY(name, run, least, false, LL_SEVERAL_NODES, __VA_ARGS__)
 
 #define EACH_LAYOUT(...)                                                                                     \
     CASE(.layout = EM, __VA_ARGS__), CASE(.layout = RM, __VA_ARGS__), CASE(.layout = PACKED, __VA_ARGS__),   \
@@ -153,13 +150,13 @@ static const struct ll_case cases[] = {
           .layout = PACKED),
     NAMED("a rank leaves in the middle of a combine", ll_case_leaves_in_combine, 2, .tokens = 40, .top_k = 2,
           .hidden = 512),
-    NAMED("somebody joins in the middle of a dispatch", ll_case_joins_in_dispatch, 3, .tokens = 77, .sms = 4),
-    NAMED("somebody joins in the middle of a dispatch, rank-major", ll_case_joins_in_dispatch, 3, .tokens = 77, .sms = 4,
-          .layout = RM),
-    NAMED("somebody joins in the middle of a dispatch, packed", ll_case_joins_in_dispatch, 3, .tokens = 77, .sms = 4,
-          .layout = PACKED),
-    NAMED("somebody joins while others go on", ll_case_joins_between, 2, .tokens = 12),
-    NAMED("somebody joins while others go on, rank-major", ll_case_joins_between, 2, .tokens = 12, .layout = RM),
+    ONE_NODE("somebody joins in the middle of a dispatch", ll_case_joins_in_dispatch, 3, .tokens = 77, .sms = 4),
+    ONE_NODE("somebody joins in the middle of a dispatch, rank-major", ll_case_joins_in_dispatch, 3, .tokens = 77,
+             .sms = 4, .layout = RM),
+    ONE_NODE("somebody joins in the middle of a dispatch, packed", ll_case_joins_in_dispatch, 3, .tokens = 77,
+             .sms = 4, .layout = PACKED),
+    NODES("somebody joins while others go on", ll_case_joins_between, 2, .tokens = 12),
+    NODES("somebody joins while others go on, rank-major", ll_case_joins_between, 2, .tokens = 12, .layout = RM),
     NAMED("a rank's dispatch is late", ll_case_late_dispatch, 2, .tokens = 40),
     NAMED("a rank's dispatch is late, rank-major", ll_case_late_dispatch, 2, .tokens = 40, .layout = RM),
     NAMED("a rank's credit is late", ll_case_late_credit, 2, .tokens = 40),
@@ -260,8 +257,8 @@ static const struct ll_case cases[] = {
           .layout = PACKED),
     NAMED("HT: ranks of a node come and go between ops", ll_case_gates_by_chance, 6, .ht = true, .tokens = 20,
           .hidden = 512, .layout = PACKED),
-    NAMED("HT: somebody joins while others go on", ll_case_joins_between, 2, .ht = true, .tokens = 12, .layout = FLAT),
-    NAMED("HT: somebody joins while others go on, packed", ll_case_joins_between, 2, .ht = true, .tokens = 12,
+    NODES("HT: somebody joins while others go on", ll_case_joins_between, 2, .ht = true, .tokens = 12, .layout = FLAT),
+    NODES("HT: somebody joins while others go on, packed", ll_case_joins_between, 2, .ht = true, .tokens = 12,
           .layout = PACKED),
     NAMED("HT: a rank's dispatch is late", ll_case_late_dispatch, 2, .ht = true, .tokens = 40, .layout = FLAT),
     NAMED("HT: a rank's dispatch is late, packed", ll_case_late_dispatch, 2, .ht = true, .tokens = 40,
@@ -367,6 +364,7 @@ static bool report(struct tally *tally, const char *name, uint64_t start, ep_sta
 
 static void run_cases(const struct ll_setting *setting, const struct options *o, struct tally *tally)
 {
+    const enum ll_nodes nodes = shape_nodes(setting->ranks) > 1 ? LL_SEVERAL_NODES : LL_ONE_NODE;
     char name[256];
     bool go_on = true;
     bool has_ht = true; /* a module that stands in for GPUs has it not */
@@ -381,7 +379,7 @@ static void run_cases(const struct ll_setting *setting, const struct options *o,
             snprintf(name, sizeof name, "%s", c->name);
         else
             describe(&c->shape, name, sizeof name);
-        if (setting->ranks < c->least_ranks || (c->served && !setting->served)
+        if (setting->ranks < c->least_ranks || (c->served && !setting->served) || (c->nodes != LL_ANY_NODES && c->nodes != nodes)
             || (needs_ht && !has_ht) || (o->filter && !strstr(name, o->filter)))
             continue;
 

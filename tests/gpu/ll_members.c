@@ -126,6 +126,16 @@ static ep_status leave_soon(struct ll_passes *passes, uint32_t rank, struct ep_e
     return world_leave(passes->world, rank, error);
 }
 
+/* What has come is as expected, and goes back. */
+static ep_status check_and_combine(struct pass *pass, struct ep_error *error)
+{
+    ep_status status = pass_received(pass, error);
+
+    if (status == EP_OK)
+        status = pass_experts(pass, false, error);
+    return status == EP_OK ? pass_combine(pass, 0, false, error) : status;
+}
+
 static ep_status leave_or_dispatch(struct ll_passes *passes, uint32_t rank, struct ep_error *error)
 {
     struct pass *pass = passes->pass[rank][0];
@@ -137,11 +147,7 @@ static ep_status leave_or_dispatch(struct ll_passes *passes, uint32_t rank, stru
     if (status == EP_OK)
         status = accept(passes, pass, EP_DEVICE_DISPATCH, error);
     if (status == EP_OK)
-        status = pass_received(pass, error);
-    if (status == EP_OK)
-        status = pass_experts(pass, false, error);
-    if (status == EP_OK)
-        status = pass_combine(pass, 0, false, error);
+        status = check_and_combine(pass, error);
     if (status == EP_OK)
         status = accept(passes, pass, EP_DEVICE_COMBINE, error);
     return status == EP_OK ? pass_result(pass, error) : status;
@@ -579,9 +585,8 @@ ep_status ll_case_joins_in_dispatch(const struct ll_setting *setting, const stru
 {
     struct ll_passes passes;
     ep_status status = ll_open(setting, shape, 2, &passes, error);
-    const bool one_node = status == EP_OK && ll_ranks_on(&passes, 0) == world_all(passes.world);
 
-    for (passes.round = 1; status == EP_OK && one_node && passes.round <= JOINS; passes.round++) {
+    for (passes.round = 1; status == EP_OK && passes.round <= JOINS; passes.round++) {
         status = join_once(&passes, error);
         if (status != EP_OK)
             ep_error_prefix(error, "the %uth time", passes.round);
@@ -619,11 +624,7 @@ static ep_status run_number(struct ll_passes *passes, struct pass *pass, uint64_
         status = world_wait(pass->rank, error);
     pass->expected = members_of(passes, number);
     if (status == EP_OK)
-        status = pass_received(pass, error);
-    if (status == EP_OK)
-        status = pass_experts(pass, false, error);
-    if (status == EP_OK)
-        status = pass_combine(pass, 0, false, error);
+        status = check_and_combine(pass, error);
     if (status == EP_OK)
         status = pass_result(pass, error);
     return status == EP_OK ? EP_OK : ep_error_prefix(error, "number %llu", (unsigned long long)number);
@@ -635,14 +636,15 @@ static ep_status join_held(struct ll_passes *passes, uint64_t end, struct ep_err
     const bool ht = passes->shape->ht;
     struct world *world = passes->world;
     struct world_numbers from = { 0 };
+    const uint64_t *number = ht ? &from.ht : &from.ll;
     ep_status status = ll_wait_begun(&world->rank[0], ht, end - draw(passes, 0, 0, BETWEEN_OPS), error);
 
     if (status == EP_OK)
         status = world_hold(world, true, error);
     if (status == EP_OK)
         status = world_next(world, &from, error);
-    if (status == EP_OK && (ht ? from.ht : from.ll) <= end)
-        status = ll_wait_begun(&world->rank[0], ht, ht ? from.ht : from.ll, error);
+    if (status == EP_OK && *number <= end)
+        status = ll_wait_begun(&world->rank[0], ht, *number, error);
     if (status == EP_OK)
         status = world_join_at(world, odd_one(passes), &from, error);
     __atomic_store_n(&passes->joined, true, __ATOMIC_RELEASE);
@@ -669,9 +671,8 @@ ep_status ll_case_joins_between(const struct ll_setting *setting, const struct s
 {
     struct ll_passes passes;
     ep_status status = ll_open(setting, shape, 1, &passes, error);
-    const bool one_node = status == EP_OK && ll_ranks_on(&passes, 0) == world_all(passes.world); /* without holds */
 
-    for (passes.round = 1; status == EP_OK && !one_node && passes.round <= BETWEEN_ROUNDS; passes.round++) {
+    for (passes.round = 1; status == EP_OK && passes.round <= BETWEEN_ROUNDS; passes.round++) {
         passes.joined = false;
         status = world_leave(passes.world, odd_one(&passes), error);
         if (status == EP_OK)

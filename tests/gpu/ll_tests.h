@@ -30,12 +30,16 @@ struct ll_setting {
 typedef ep_status ll_case_fn(const struct ll_setting *setting, const struct shape *shape,
                              struct ep_error *error);
 
+/* Where a case's ranks are. */
+enum ll_nodes { LL_ANY_NODES, LL_ONE_NODE, LL_SEVERAL_NODES };
+
 struct ll_case {
     const char *name; /* NULL: says what the shape is */
     ll_case_fn *run;
     struct shape shape;
     uint32_t least_ranks;
     bool served; /* for executor server only */
+    enum ll_nodes nodes;
 };
 
 /* ---- what cases are made of ---------------------------------------------------------- */

@@ -40,6 +40,9 @@ struct shape {
 ep_status shape_options(const struct shape *shape, uint32_t ranks, uint32_t gpus, uint32_t passes,
                         uint32_t timeout_ms, struct world_options *options, struct ep_error *error);
 
+/* How many nodes the ranks of such a group are on. */
+uint32_t shape_nodes(uint32_t ranks);
+
 struct pass_buffers { /* in the arena */
     struct ep_span x, x_scales, topk, weights, bias;
     struct ep_span out, out_scales, counts, offsets, out_topk, out_weights, sources, rows, result;

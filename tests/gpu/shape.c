@@ -1,6 +1,7 @@
 /* What the ops of a test need: a group, and room in its arena. */
 #include <stdlib.h>
 
+#include "nodes.h"
 #include "pass_private.h"
 
 enum { ALIGN = 256 };
@@ -116,6 +117,11 @@ uint64_t shape_buffers(const struct ep_limits *l, const struct shape *s, uint64_
     take(&end, rows * sizeof(struct ep_source), &b->sources);
     take(&end, fp8 || rank_major ? rows * h * ep_ref_bytes(d->combine) : 0, &b->rows);
     return take(&end, t * h * ep_ref_bytes(d->combine), &b->result);
+}
+
+uint32_t shape_nodes(uint32_t ranks)
+{
+    return wire_node_of(ranks - 1, ranks) + 1;
 }
 
 ep_status shape_options(const struct shape *shape, uint32_t ranks, uint32_t gpus, uint32_t passes,
